@@ -100,13 +100,13 @@ class BackupAndRestore(StrategyCallback):
             Defaults to `"global"`.
         background: Bool, whether training continues while a backup is written: a save
             stops it for a copy of each worker's part of the state in memory. A save
-            waits for the one before, and raises its error; `fit` returns once the last
-            one is complete. Defaults to `True`.
-        memory_every: Int, batches between two saves in memory, beside those in the
-            directory: each worker's part stays in the memory of its host, with a copy
-            on the next host. A run that starts again after its processes were lost
-            reads no backup from the disk. It takes four times the size of a part, or
-            twice on a single host. Defaults to `None`, no saves in memory.
+            waits for the previous one, and raises its error; `fit` returns once the
+            last one is complete. Defaults to `True`.
+        memory_every: Int, batches between two saves in memory, in addition to those in
+            the directory: each worker's part stays in the memory of its host, with a
+            copy on the next host. A run that starts again after its processes were lost
+            reads no backup from the disk. These saves take four times the size of a
+            part, or twice on a single host. Defaults to `None`, no saves in memory.
 
     Raises:
         ValueError: If an argument is invalid; on every worker, in `fit`, if the
@@ -169,10 +169,10 @@ class BackupAndRestore(StrategyCallback):
         self._source: Place
         self._pending_load: tuple[Index, LoadPlan] | None = None
         self._change: BatchChange | None = None
-        # Whether `fit` runs again, within one call, and then must find a state: weights
-        # of the interrupted step must not stay. Before a first one nothing was trained.
+        # Whether `fit` runs again within one call, and whether a state exists: then it
+        # must be found again, since the weights may be those of an interrupted step.
         self.is_again = self._has_state = False
-        # Whether this callback has begun in the present attempt, after all others.
+        # Whether this callback has begun in the present attempt: then all others have.
         self.has_begun = False
 
     def listen(self, position: DataPosition) -> None:
@@ -206,8 +206,8 @@ class BackupAndRestore(StrategyCallback):
         self._has_state = must_resume = self.is_again and self._has_state
         strategy = strategy_of(self.model)
         if strategy is not None and strategy.extended.is_applicant:
-            # All is built by now, and nothing trained: `fit` begins again in the job,
-            # with the resets of metrics that new ones leave out.
+            # Everything is built, and nothing trained: `fit` begins again in the job.
+            # New metrics have not been reset yet, while those of other workers have.
             self.model.reset_metrics()
             raise WorkersJoin
         self._watch = PreemptionWatch(
@@ -263,9 +263,9 @@ class BackupAndRestore(StrategyCallback):
         before = self._total
         self._total += batch - self._last_batch
         self._last_batch = batch
-        # With local steps, workers ask each other about notices only when they
-        # exchange: asking after each batch would synchronize them. Steps that do not
-        # wait for late workers ask at the end of the epoch.
+        # With local steps, workers all-gather their preemption notices only at
+        # exchanges: more all-gathers would synchronize them. With `backup_workers`,
+        # whose steps do not wait for late workers, they do so after each epoch.
         ask_every = loops.exchange() is None and LOCAL_STEPS.batches_between_meetings(
             self.model, is_delayed=False
         )
@@ -308,7 +308,7 @@ class BackupAndRestore(StrategyCallback):
         They also stay on a preemption notice: the process may end before the script
         has saved the trained model.
         """
-        # A loss does not undo the training that is complete.
+        # Training is complete, so that the loss of a worker is ignored.
         with contextlib.suppress(*[WorkerLost] * self._continues_after_loss()):
             self._end()
 
@@ -384,7 +384,7 @@ class BackupAndRestore(StrategyCallback):
         return next(filter(None, reasons), "")
 
     def _folder(self) -> str:
-        """Return the directory; an island, a job of its own, has a subdirectory."""
+        """Return the directory of backups; an island has a subdirectory of it."""
         island = Island.from_environment()
         if island is None:
             return self.directory
@@ -404,7 +404,7 @@ class BackupAndRestore(StrategyCallback):
     def _answer_notice(self, epoch: int, batches: int, logs: Any) -> None:
         """Add a backup on a preemption notice, print that, and exit.
 
-        If the job continues without lost workers, those without a notice do.
+        If the job continues without lost workers, workers without a notice do not exit.
 
         The arguments are those of `_save`.
         """
@@ -538,10 +538,10 @@ class BackupAndRestore(StrategyCallback):
         """Warn that the position in the data cannot be restored, if it cannot.
 
         Args:
-            difficulty: String, a clause that says why not, or `None` if it can be.
+            difficulty: String, a clause that says why it cannot, or `None` if it can.
 
         Raises:
-            ValueError: If training is to continue from there within `fit`.
+            ValueError: If a feature needs this position to continue within `fit`.
         """
         reason = self._reason_to_go_back()
         if difficulty is not None and reason:

@@ -152,7 +152,7 @@ class CommunicationMonitor(MeasuringCallback):
         self._latest_meter = self.meter
         if strategy is not None:
             self.meter.start()
-        if self._report_thread is not None:  # left by a `fit` that raised an error
+        if self._report_thread is not None:  # an earlier `fit` has raised an error
             self._end_thread()
         self._num_fits += 1
         if worker_group.is_chief:
@@ -198,11 +198,11 @@ class CommunicationMonitor(MeasuringCallback):
                 settings = settings_of(self.model, self.every)
                 with contextlib.closing(self._run_report):
                     print(self._run_report.finish(facts, settings))
-        except (OSError, tf.errors.OpError) as later:  # OpError: TensorBoard's file
+        except (OSError, tf.errors.OpError) as later:  # TensorBoard raises `OpError`
             error = error or later
         if error is not None:
-            # A warning, no error: training has succeeded, and the other workers wait
-            # for this one.
+            # A warning, not an error: training has succeeded, and the other workers
+            # wait for this one.
             user_code.warn(
                 "`CommunicationMonitor` could not write all of its reports: "
                 f"{error_text(error)}"

@@ -27,7 +27,7 @@ class ConsistencyCheck(StrategyCallback):
     """Stop training when the weights of a replica differ from those of the others.
 
     Data parallelism requires identical replicas: a replica that computes wrongly, or
-    whose weights were changed, corrupts the training of all silently. Every `every`
+    whose weights were changed, silently corrupts the training of all. Every `every`
     steps, before the first and after the last, replicas compare a checksum of the bits
     of all weights. A difference of a single bit ends `fit` on every worker, with an
     error that names the replica in the minority (both if there are two), the step, and
@@ -44,12 +44,12 @@ class ConsistencyCheck(StrategyCallback):
     would continue with other rows.
 
     With `replay`, some steps are computed twice: first each replica computes the rows
-    of the next one, which changes nothing; then all compute their own. Before the
-    update the bits of gradients, of what replicas contribute to sums within the step,
-    and of the sums of gradients are compared. Where they differ, the step is made
-    again, and a line on all workers names the replica. If they differ again, `fit`
-    ends, or with `on_loss="continue"` continues without the replica's worker. The cost
-    is printed at the end.
+    of the next replica, and discards all changes; then each computes its own. Before
+    the update, replicas compare the bits of gradients, of their addends of sums within
+    the step, and of the sums of gradients. Where they differ, the step is repeated, and
+    a line on all workers names the replica. If they differ again, `fit` ends, or with
+    `on_loss="continue"` continues without the replica's worker. The cost is printed at
+    the end.
 
     Args:
         every: Int, steps from one check to the next. With `steps_per_execution` only
@@ -61,7 +61,7 @@ class ConsistencyCheck(StrategyCallback):
         ValueError: If `every` is not positive, or `replay` is not in (0, 1]; in `fit`,
             if the model's strategy is not tfdp's, or a step cannot be replayed.
         RuntimeError: In `fit`, on every worker, if replicas differ; with `replay` if
-            they differ again when the step is made again.
+            they differ again when the step is repeated.
         ValueError: In `fit`, on every worker, if the labels of batches differ.
 
     Example:
@@ -151,7 +151,7 @@ class ConsistencyCheck(StrategyCallback):
             self._check_labels(self._labels)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Compare the final weights."""
+        """Compare the final weights, and print the cost of replays."""
         if self._probe is not None:
             self._probe = None
             self._check("after the last step")

@@ -36,8 +36,8 @@ class DiLoCo(LocalStepsCallback):
     lateness of an outer step in an epoch, in updates, is logged as `staleness`.
 
     With `dynamic_steps`, a slower worker makes fewer inner steps, in proportion to its
-    speed in the epoch before: it skips some of its own batches, so that the others wait
-    less for it. In the first epoch all workers make all steps.
+    speed in the previous epoch: it skips some of its own batches, so that the others
+    wait less for it. In the first epoch all workers make all steps.
 
     Under `tfdp run --islands` each node is a separate job that communicates with the
     others only in outer steps: a job that fails does not stop the others.
@@ -153,7 +153,7 @@ class DiLoCo(LocalStepsCallback):
             super().switch_on(optimizer)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Start local steps when due; on an island, join the others at first."""
+        """Start local steps when due; on an island, join the others at first batch."""
         if self._island is None:
             super().on_train_batch_begin(batch, logs)
         else:

@@ -44,7 +44,7 @@ class GradientNoiseScale(OptimizerCallback):
         self.smoothing = float(smoothing)
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Have each update measure its gradients."""
+        """Measure gradient norms in each update; raise for a single replica."""
         if self.model.distribute_strategy.num_replicas_in_sync == 1:
             raise ValueError(
                 "`GradientNoiseScale` compares the gradients of several replicas. "

@@ -18,7 +18,7 @@ class LocalStepsCallback(OptimizerCallback):
         start_step: Int, synchronous updates before local steps start.
     """
 
-    # Marks callbacks of local steps, of which an island may have only one.
+    # Marks callbacks of local steps: an island may have only one of them.
     steps_locally = True
 
     def __init__(self, options: LocalStepsOptions, start_step: int) -> None:

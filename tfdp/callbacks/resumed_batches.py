@@ -150,7 +150,7 @@ class ResumedBatches:
         )
 
     def _change(self, run: dict[str, Any]) -> BatchChange | None:
-        """Compare the batches only, without the rest of the run's identity.
+        """Return the change of the batch alone, without a check of the run's identity.
 
         Returns:
             `BatchChange`, or `None` if the batch is the same.
@@ -259,7 +259,7 @@ def _set_warmup(model: Any, options: WarmupOptions) -> None:
 def _inner_optimizers(model: Any) -> list:
     """Return the optimizers of the model without their wrappers."""
     optimizer = model.optimizer
-    while hasattr(optimizer, "inner_optimizer"):  # Keras's loss scaling, too
+    while hasattr(optimizer, "inner_optimizer"):  # also Keras's `LossScaleOptimizer`
         optimizer = optimizer.inner_optimizer
     return innermost(optimizer)
 

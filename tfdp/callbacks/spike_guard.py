@@ -16,7 +16,7 @@ from tfdp.ground.text import pluralize, say
 from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 _WINDOW = 200
-# Batches between two reads of the number of skips in a row, which wait for the step.
+# Batches between two reads of the number of skips in a row: a read waits for the step.
 _BATCHES_BETWEEN_CHECKS = 10
 
 
@@ -33,7 +33,7 @@ class SpikeGuard(OptimizerCallback):
     no metric, no statistic of `BatchNormalization`. With gradient accumulation the
     decision is about the update, and all its micro-batches are left out of it; metrics
     and statistics count those before the last. With `LocalSGD` and `DiLoCo` each
-    replica decides by itself. An overflow that `LossScaling` skips is no spike.
+    replica decides by itself. An overflow that `LossScaling` skips is not a spike.
 
     `skipped_spikes` is logged at the end of each epoch, and a table at the end of `fit`
     says which updates were left out.
@@ -90,16 +90,17 @@ class SpikeGuard(OptimizerCallback):
         self.on, self.action = on, action
         self.patience = checked_integer("patience", patience, 1)
         self._rows: list[LeftOut] = []
-        # Whether replicas have local steps, which another callback may end before.
+        # Whether replicas have local steps; stored, since another callback may end them
+        # before this one's `on_train_end`.
         self._is_local = False
         self._num_read = 0
         self._epoch, self._batches_before = 0, 0
-        # The numbers of the batches of spikes that training has gone back for.
+        # Numbers of the batches of spikes that rollbacks have excluded.
         self._excluded: list[int] = []
         self._goes_back = False
 
     def find_problem(self, num_steps: int | None) -> str:
-        """Return what is wrong in a `fit` of a number of steps, or `""`."""
+        """Return what is wrong in a `fit` of `num_steps` steps, or `""`."""
         if num_steps is None or self.window == _WINDOW or self.window <= num_steps:
             return ""
         return (
@@ -108,7 +109,7 @@ class SpikeGuard(OptimizerCallback):
         )
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Have each update judged."""
+        """Install the guard that decides on each update."""
         optimizer.features.install(
             StepGuard,
             threshold=self.threshold,
@@ -119,7 +120,7 @@ class SpikeGuard(OptimizerCallback):
 
     @property
     def goes_back_for(self) -> str:
-        """String, why `fit` goes back to a backup, in words, or `""`."""
+        """String, the feature for which `fit` goes back to a backup, or `""`."""
         return ROLLBACK if self.action == "rollback" else ""
 
     @property
@@ -128,7 +129,7 @@ class SpikeGuard(OptimizerCallback):
         return self.optimizer.features.installed[StepGuard]
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin a new table, unless training has gone back."""
+        """Begin a new table, unless training continues after a rollback."""
         super().on_train_begin(logs)
         self._is_local = self.optimizer.features.uses_local_steps
         if self.action != "skip" and self._is_local:
@@ -144,7 +145,7 @@ class SpikeGuard(OptimizerCallback):
         self._guard.num_in_a_row.assign(0)
         found = [self._excluded]
         if self.action == "rollback":
-            # A worker may have been lost before all had gone back for a spike.
+            # A worker may have been lost before all workers had excluded a spike.
             found = worker_group_of(self.model).all_gather("spikes", self._excluded)
         self._exclude([number for each in found for number in each])
 
@@ -154,7 +155,7 @@ class SpikeGuard(OptimizerCallback):
         self._batches_before = int(self._guard.num_batches.numpy())
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stop or go back after a spike; check for too many in a row."""
+        """Stop or roll back after a spike; check for too many in a row."""
         if self._is_local:
             return  # workers are not at the same batch, and do not decide alike
         self._act()
@@ -163,7 +164,7 @@ class SpikeGuard(OptimizerCallback):
             self._check()
 
     def _act(self) -> None:
-        """Stop or go back if a spike waits for it."""
+        """Stop training or roll back, if a spike is pending."""
         if self.action != "skip" and (number := int(self._guard.waiting.numpy())):
             if self.action == "rollback":
                 self._check()
@@ -182,7 +183,7 @@ class SpikeGuard(OptimizerCallback):
         """Print the updates that were left out.
 
         Raises:
-            RuntimeError: If all were.
+            RuntimeError: If all updates were left out.
         """
         super().on_train_end(logs)
         self._read()
@@ -211,7 +212,7 @@ class SpikeGuard(OptimizerCallback):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue with the table of a backup, and with what was found since."""
+        """Continue with the table of a backup, and the updates left out since."""
         rows = [*map(LeftOut._make, state["rows"]), *self._rows]
         self._rows = sorted({row.step: row for row in rows}.values())
         self._exclude(state["excluded"])
@@ -219,13 +220,13 @@ class SpikeGuard(OptimizerCallback):
         self._num_read = int(self._guard.num_skipped.numpy())
 
     def _read(self) -> None:
-        """Read the updates that were left out since the last time."""
+        """Read the updates that were left out since the last call."""
         number = int(self._guard.num_skipped.numpy())
         if number == self._num_read:
             return
         new, self._num_read = range(self._num_read, number), number
         found = read_left_out(self._guard, new, self._epoch, self._batches_before)
-        # An update that training has gone back for is left out a second time.
+        # After a rollback, the update of the spike is left out a second time.
         known = {row.step for row in self._rows}
         self._rows += [row for row in found if row.step not in known]
 
@@ -266,10 +267,10 @@ class SpikeGuard(OptimizerCallback):
         self._fail_if(int(self._guard.num_in_a_row.numpy()) >= self.patience)
 
     def _fail_if(self, has_failed: bool) -> None:
-        """Raise on all workers if the updates of a worker were left out.
+        """Raise on all workers if one has left out all updates, or too many in a row.
 
         Args:
-            has_failed: Bool, whether those of this worker were: all, or too many.
+            has_failed: Bool, whether this worker has.
         """
         if self._is_local:
             group = worker_group_of(self.model)

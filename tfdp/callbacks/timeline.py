@@ -35,8 +35,8 @@ class Timeline(MeasuringCallback):
         path: String or path-like, the output file, such as `"timeline.json"`. Open it
             at https://ui.perfetto.dev.
         steps: Tuple of two ints, the first and the last step, counted from 1 over
-            all epochs. The first is at least 2: the step before it is traced.
-            Defaults to `(10, 15)`.
+            all epochs. The first is at least 2, since step 1 is traced. Defaults to
+            `(10, 15)`.
 
     Raises:
         ValueError: If `steps` is invalid; in `fit`, if it is past the end of training,
@@ -142,7 +142,7 @@ class Timeline(MeasuringCallback):
         try:
             self._write_file([worker for worker in workers if worker.slices])
         except OSError as error:
-            # A warning, no error: the other workers are already in the next step.
+            # A warning, not an error: the other workers are already in the next step.
             user_code.warn(f"`Timeline` could not be written: {error}")
 
     def _write_file(self, workers: list[WorkerTrace]) -> None:

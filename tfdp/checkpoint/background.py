@@ -154,7 +154,7 @@ class BackgroundSaves:
             `PendingSave`.
 
         Raises:
-            OSError: If the save before has failed, and no call has raised this yet.
+            OSError: If the previous save has failed, and no call has raised this yet.
         """
         self._wait_for_previous(worker_group.is_chief)
         if self._has_memory(needs, worker_group.is_chief):
@@ -196,7 +196,7 @@ class BackgroundSaves:
             raise
         finally:
             self._group.warns = False
-        self._forget(pending)  # an interrupted wait leaves it under way
+        self._forget(pending)  # not after Ctrl-C: the save is still under way
 
     def _forget(self, pending: PendingSave) -> None:
         """Forget a save that has ended."""
@@ -248,7 +248,8 @@ class BackgroundSaves:
         try:
             needed = _num_bytes(state)
             if self._buffer.size < needed:
-                self._buffer = np.empty(0, "uint8")  # before the new one is allocated
+                # The old buffer is freed before the new one is allocated.
+                self._buffer = np.empty(0, "uint8")
                 self._buffer = np.empty(needed, "uint8")
             copy_to_host(state, self._buffer)
         except Exception as caught:  # noqa: BLE001 any failure ends the save of all

@@ -283,7 +283,7 @@ class MemoryBackups:
         self.is_on = False
         self._memory.remove()
         if self._group.is_chief:
-            with contextlib.suppress(OSError):  # without its memory it has no effect
+            with contextlib.suppress(OSError):  # the file has no effect without memory
                 open_storage(self._directory).remove_file(OWNER_FILE)
 
     def _agree_on_names(self) -> list[str]:

@@ -124,7 +124,7 @@ class PartsReader:
                 for item in items or ():
                     self._fill(item, received)
         except BaseException as error:
-            if self._communicator is not None:  # or the others would wait
+            if self._communicator is not None:  # ends the exchanges of the others
                 self._communicator.close(f"it could not read a state: {error}")
             raise
 

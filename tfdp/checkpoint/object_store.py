@@ -52,7 +52,7 @@ def open_storage(path: str) -> Storage:
         `Storage`.
 
     Raises:
-        ValueError: If it is no URL of an object store, or fsspec or its
+        ValueError: If `path` is a URL of anything but an object store, or fsspec or its
             package for that store is not installed.
 
     Example:
@@ -77,8 +77,8 @@ class ObjectStore(Storage):
         path: String, a URL.
 
     Raises:
-        ValueError: If it is no URL of an object store, or fsspec or its
-            package for that store is not installed.
+        ValueError: If `path` is not a URL of an object store, or fsspec or its package
+            for that store is not installed.
 
     Example:
 

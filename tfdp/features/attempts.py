@@ -19,9 +19,9 @@ from tfdp.ground.base.feature import Fit
 from tfdp.training.data.stages import restart_shuffles
 from tfdp.training.keras_hooks.worker_callbacks import backup_callbacks, callback_list
 
-# Modules of callbacks that begin again with each attempt of `fit`.
+# Prefix of the modules of tfdp's callbacks, which begin anew in each attempt of `fit`.
 _OWN = "tfdp."
-# The `fit` that has read each dataset with a new order in each iteration.
+# The `fit` that has read a dataset, for datasets with a new order in each iteration.
 _readers: weakref.WeakKeyDictionary[Any, weakref.ref[Fit]] = weakref.WeakKeyDictionary()
 
 
@@ -32,7 +32,7 @@ def why_not_read_again(fit: Fit) -> str:
         fit: `Fit`, in its first attempt.
 
     Returns:
-        String that continues a sentence about the feature that reads it again.
+        String that continues a sentence about the feature that reads the data again.
     """
     for name in ("x", "validation_data"):
         data = fit.arguments.get(name)
@@ -85,7 +85,7 @@ def continue_callbacks(
         if begun is None or id(callback) in begun:
             stack.enter_context(_without_begin(callback))
         elif isinstance(callback, keras.callbacks.CSVLogger):
-            # Another worker has written the file so far.
+            # In earlier attempts another worker has written the file: append to it.
             callback.append = True
     for callback in backup_callbacks(callbacks):
         callback.is_again = True

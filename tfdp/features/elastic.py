@@ -1,10 +1,10 @@
 """Training that continues after the loss of workers: `on_loss="continue"`.
 
-The workers that are left form a new cluster within `fit`, and run it again from the
-newest state that `BackupAndRestore` has saved. To the user's callbacks it is one call.
-A process that joins a running job begins `fit` alone, without the user's callbacks,
-until everything is built; then it runs it again with the others. Training loops of the
-user's own continue by `tfdp.features.elastic_state`.
+The remaining workers form a new cluster within `fit`, and run it again from the newest
+state that `BackupAndRestore` has saved. To the user's callbacks it is one call. A
+process that joins a running job begins `fit` alone, without the user's callbacks, until
+everything is built; then it runs `fit` again with the others. Custom training loops
+continue by `tfdp.features.elastic_state`.
 """
 
 from __future__ import annotations
@@ -57,17 +57,18 @@ _COMPARED = (
 
 
 class Elastic(Feature):
-    """Runs `fit` again, with the workers that are left, after the loss of others."""
+    """Runs `fit` again, with the remaining workers, after the loss of others."""
 
     def __init__(self) -> None:
         self._num_calls = 0
-        # Whether a training loop of the user's own continues, and not what it calls.
+        # Whether the block of an `ElasticState` runs, which continues after a loss, and
+        # not a loop of Keras in it.
         self.is_in_loop = False
         # The user's callbacks that have begun on this worker in the present `fit`.
         self._begun: list[weakref.ref[Any]] = []
 
     def choose_callbacks(self, fit: Fit) -> None:
-        """Check that `fit` can continue after a loss; record what joiners compare.
+        """Check that `fit` can continue after a loss; record what joining workers need.
 
         Raises:
             ValueError: If it cannot.
@@ -95,7 +96,9 @@ class Elastic(Feature):
             ]
 
     def add_call(self, strategy: Any, facts: dict[str, str]) -> None:
-        """Record what a worker that joins at this call must have in common.
+        """Record the facts in which a joining worker must agree with this worker.
+
+        It joins in the call of `fit`, or the `ElasticState`, with the same number.
 
         Args:
             strategy: The strategy.
@@ -113,11 +116,15 @@ class Elastic(Feature):
         error: Exception,
         stack: contextlib.ExitStack,
     ) -> bool:
-        """Form a new cluster of the workers that are left, if one was lost."""
+        """Form a new cluster of the remaining workers, if one was lost.
+
+        Arguments and result are those of `Feature.recover`.
+        """
         strategy = strategy_of(model)
         if not isinstance(error, ClusterChanges) or not continues(strategy):
             return False
-        # The `fit` whose callback runs this loop recovers, or the user's own loop.
+        # The enclosing loop recovers: a `fit` whose callback runs this loop, or the
+        # block of an `ElasticState`.
         if loops.current() is not None or self.is_in_loop:
             return False
         if name != "fit" and not _can_begin_again(model, arguments.get("x")):
@@ -133,10 +140,10 @@ class Elastic(Feature):
         return True
 
     def after_fit(self, fit: Fit) -> None:
-        """Remember which callbacks have begun, those that ran on this worker."""
+        """Remember the user's callbacks that have begun on this worker."""
         callbacks = fit.arguments.get("callbacks")
         backups = backup_callbacks(callbacks)
-        # Those that save are called last.
+        # Backup callbacks are called last: once one has begun, all others have.
         if continues(fit.strategy) and any(backup.has_begun for backup in backups):
             self._begun += map(weakref.ref, other_callbacks(callbacks))
 
@@ -148,7 +155,7 @@ def is_given_up(strategy: Any, change: ClusterChanges) -> bool:
 
 
 def change_cluster(model: Any, change: ClusterChanges, goes_on: str) -> str:
-    """Form a new cluster, and another one for as long as more workers are lost.
+    """Form a new cluster of the remaining workers, again if more of them are lost.
 
     The state of the model must be loaded afterwards.
 
@@ -221,8 +228,8 @@ def _obstacle(fit: Fit) -> str:
 def _can_begin_again(model: Any, data: Any) -> bool:
     """Return whether `evaluate` or `predict` can run again with other workers.
 
-    Without training, each replica that is left has all weights. It lacks the optimizer
-    state that was sharded, for a later `fit`.
+    Without training, each remaining replica has all weights. It lacks the sharded
+    optimizer state of lost replicas, for a later `fit`.
 
     Args:
         model: The Keras model.
@@ -266,7 +273,7 @@ def _described(data: Any) -> str:
 
 
 def _renew_optimizers(model: Any) -> None:
-    """Let go of what a model's optimizers have of the former replicas.
+    """Free a model's optimizers of traces and shards of the former replicas.
 
     Optimizers whose shards are those of the former replicas are replaced: the new ones
     have no state until the newest backup is loaded. A replica then builds its shards
@@ -293,7 +300,7 @@ def _renew_optimizers(model: Any) -> None:
 def _renew_weights(
     model: Any, former: list[tuple[DistributedOptimizer, DistributedOptimizer]]
 ) -> None:
-    """Divide sharded weights among the new replicas; make the others equal.
+    """Divide sharded weights among the new replicas; make all other weights equal.
 
     Args:
         model: The Keras model.
@@ -310,7 +317,7 @@ def _renew_weights(
             value.assigned = None
             strategy.extended.new_variables.add(value)
     discard_values(list(sharded.values()), strategy)
-    # A worker that joins has whole weights until then: nothing may read them before.
+    # A joining worker has whole parameters until `build`: nothing may read them before.
     for optimizer, renewed in former:
         if optimizer.sharding_options.shards_parameters:
             with strategy.scope():

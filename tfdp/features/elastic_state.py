@@ -1,4 +1,4 @@
-"""`ElasticState`: state of a training loop of the user's own, which outlives workers.
+"""`ElasticState`: state of a custom training loop, which outlives workers.
 
 with state -> the steps, `commit` -> a loss, or workers that join
     -> new cluster -> the state of the last commit -> `WorkersChanged`
@@ -73,11 +73,11 @@ class ElasticState:
         model: Built Keras model, compiled with the optimizer of the loop. Use
             `model.optimizer` in the step: a sharded optimizer is another one after a
             change.
-        directory: String or path-like, a directory of its own that all workers share;
-            or the URL of an object store.
+        directory: String or path-like, a directory for this state alone, which all
+            workers share; or the URL of an object store.
         disk_every: Int, number of commits between two that are also written into the
             directory; the others are kept in the memory of the hosts only, with a copy
-            on another host, as far as it suffices. Defaults to 100.
+            on another host, as far as memory suffices. Defaults to 100.
         **values: Initial values of the loop, the same on all workers, such as the
             number of the step: numbers, strings, arrays, lists and dicts. They become
             attributes of the state, to be read and set. Each commit saves them as text,
@@ -136,7 +136,7 @@ class ElasticState:
         # Whether the weights may be those of an interrupted step.
         self._has_begun = False
         if self._continues and self._strategy.extended.is_applicant:
-            model_state(model)  # builds the optimizer, as the others have done
+            model_state(model)  # builds the optimizer, as the other workers have
             self._has_begun = True
             self._continue_after(WorkersJoin())
             return
@@ -170,8 +170,8 @@ class ElasticState:
     def commit(self) -> None:
         """Save the model, its optimizer and the values. All workers call it together.
 
-        Call it between two steps; what is done after it is done again after a loss.
-        Workers that have applied join here.
+        Call it between two steps: after a loss, all work since the last commit is
+        repeated. Workers that have applied join here.
 
         Raises:
             TypeError: If a value has another type than those that are saved.
@@ -186,7 +186,7 @@ class ElasticState:
 
     def delete(self) -> None:
         """Delete what was saved: training is complete. All workers call it together."""
-        # A loss does not undo the training that is complete.
+        # Training is complete, so that the loss of a worker is ignored.
         with contextlib.suppress(*[WorkerLost] * self._continues):
             self._backups.finish()
             self._memory.delete()
@@ -224,7 +224,7 @@ class ElasticState:
     def _change_behind(self, error: Exception) -> ClusterChanges | None:
         """Return the change of the workers that has caused an error, or `None`."""
         cause: BaseException | None = error
-        # `WorkersChanged` ends the chain: its change is over.
+        # `WorkersChanged` ends the chain: its change has been handled.
         while cause is not None and not isinstance(cause, WorkersChanged):
             # AutoGraph replaces an error that a traced function has raised.
             if isinstance(cause, ClusterChanges):
@@ -235,7 +235,7 @@ class ElasticState:
                 raise error
         except ClusterChanges as change:
             return change
-        except Exception:  # noqa: BLE001 the caller raises it
+        except Exception:  # noqa: BLE001 the caller raises the error
             return None
 
     def _continue_after(self, change: ClusterChanges) -> str:
@@ -248,7 +248,7 @@ class ElasticState:
             String, what has changed and what to do.
 
         Raises:
-            RuntimeError: If the workers that are left may not continue.
+            RuntimeError: If the remaining workers may not continue.
         """
         while True:
             self._close()
@@ -314,7 +314,8 @@ class ElasticState:
         if found is None:
             return False
         place, index, load_plan = found
-        # Values of another number of replicas are merged into those of the metrics.
+        # Values of another number of replicas would be merged into the present values
+        # of the metrics.
         self._model.reset_metrics()
         place.load(index, load_plan)
         run = index.run
@@ -324,15 +325,15 @@ class ElasticState:
         return True
 
     def _close(self) -> None:
-        """Close the connections of the memory; it has none before the first load."""
+        """Close the connections of backups in memory, which the first load opens."""
         if "_memory" in vars(self):
             self._memory.close()
 
     def _plan(self, index: Index) -> LoadPlan:
-        """Plan what to read of a state.
+        """Plan what to read of the saved state with an index.
 
         Raises:
-            IncompatibleBackup: If it is not of this loop.
+            IncompatibleBackup: If the state is not of this loop.
             schema.Malformed: If its metadata is invalid.
         """
         run = index.run

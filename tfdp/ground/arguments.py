@@ -56,7 +56,7 @@ def checked_bool(name: str, value: object) -> bool:
         value: Object, the value of the argument.
 
     Raises:
-        ValueError: If the value is no boolean.
+        ValueError: If the value is not a boolean.
     """
     if not _is_boolean(value):
         raise ValueError(f"`{name}` must be True or False. Received: {name}={value!r}")
@@ -94,7 +94,7 @@ def checked_integer(name: str, value: object, least: int, what: str = "") -> int
             `""`.
 
     Raises:
-        ValueError: If the value is no integer, or too small.
+        ValueError: If the value is not an integer, or too small.
     """
     if not is_integer(value, least):
         counts = f", {what}" if what else ""
@@ -127,7 +127,7 @@ def checked_number(
         below: Float, exclusive upper bound, or `None`. Defaults to `None`.
 
     Raises:
-        ValueError: If the value is no number, or out of bounds.
+        ValueError: If the value is not a number, or out of bounds.
     """
     number = plain(value)
     if (
@@ -143,6 +143,6 @@ def checked_number(
 
 def _is_boolean(value: object) -> bool:
     """Return whether a value is a bool of Python or of NumPy."""
-    # The check of NumPy's bool goes by name, because interpreters of benchmarks import
+    # NumPy's bool is recognized by its name, because interpreters of benchmarks import
     # this module without NumPy.
     return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")

@@ -35,7 +35,8 @@ _Open = TypeVar("_Open", bound=_Closable)
 _hooks: list[Callable[[], Any]] = []
 _exit_functions: list[Callable[[], Any]] = []
 _open_connections: weakref.WeakSet[Any] = weakref.WeakSet()
-# Keyed by id, because some of the objects redefine equality.
+# Objects that forked processes must not delete, by `id`, because some of them redefine
+# equality.
 _never_deleted: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _server_ports: set[int] = set()
 
@@ -203,8 +204,8 @@ def _call_in_owner(owner: Owner, function: Callable, args: tuple, kwargs: dict) 
 
 def _enter_fork() -> None:
     """Discard the parent's exit functions and connections, and run the hooks."""
-    # Freezing keeps also the parent's garbage: deleting a function of TensorFlow needs
-    # threads that do not exist here.
+    # A freeze also keeps the parent's garbage: deleting a function of TensorFlow needs
+    # threads that do not exist in a forked process.
     gc.freeze()
     for function in _exit_functions:
         atexit.unregister(function)
@@ -227,13 +228,14 @@ def _enter_fork() -> None:
 
 
 def _close_servers(ports: set[int]) -> None:
-    """Redirect the descriptors of servers to /dev/null, so that numbers stay in use.
+    """Redirect descriptors of servers to /dev/null, so that their numbers stay in use.
 
-    A connection that a server has accepted has the server's port, so it is closed too.
+    `ports` are the servers' ports. A connection that a server has accepted has the same
+    port, so it is closed, too.
     """
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/dev/fd"):
-        # A descriptor that is no socket, and that of `listdir`, raise an error.
+        # A descriptor that is not a socket, and that of `listdir`, raise an error.
         with contextlib.suppress(OSError):
             descriptor = int(name)
             if _local_port(descriptor) in ports:

@@ -244,7 +244,7 @@ def _check_algorithm(value: object) -> None:
 
 
 def _check_keys(name: str, value: Mapping[str, Any]) -> None:
-    """Raise if a dict by level is empty, or has keys that are no levels."""
+    """Raise unless the keys of a dict are `"inner"`, `"outer"`, or both."""
     if not value or not set(value) <= set(_LEVELS):
         raise ValueError(
             f'`{name}` as a dict must have the key "inner" or "outer", or both. '
@@ -253,14 +253,17 @@ def _check_keys(name: str, value: Mapping[str, Any]) -> None:
 
 
 def is_compressor(value: object) -> bool:
-    """Return whether a value is a `tfdp.compression.Compressor`, without TensorFlow."""
+    """Return whether a value has the methods of a `tfdp.compression.Compressor`.
+
+    The class itself is not compared, since it cannot be imported without TensorFlow.
+    """
     methods = ("reduce", "reduce_scatter", "wire_ratio")
     is_instance = not isinstance(value, type)
     return is_instance and all(hasattr(value, method) for method in methods)
 
 
 def _check_compression(value: Any) -> None:
-    """Raise if a value is no compression, and no dict of them by level."""
+    """Raise unless a value is a compression, or a dict of compressions by level."""
     if value is None or is_compressor(value):
         return
     if isinstance(value, Mapping):
@@ -354,7 +357,7 @@ def _check_backup_workers(options: CommunicationOptions) -> None:
 
 
 def _check_nodes(node_size: object, nodes: object) -> None:
-    """Raise if `nodes` is no list of names, or is given with `node_size`."""
+    """Raise if `nodes` is not a list of names, or is given with `node_size`."""
     if nodes is not None and (
         isinstance(nodes, str)
         or not isinstance(nodes, Sequence)

@@ -87,7 +87,7 @@ def place_of(frame: types.FrameType | None) -> str:
         frame: Frame or `None`.
 
     Returns:
-        String with file, line and text, or `"a line that is not known"`.
+        String with file, line and text, or `"an unknown line"`.
 
     Example:
 
@@ -125,7 +125,7 @@ def text_of_line(path: str, line: int) -> str:
 
 
 def _cell(path: str) -> str:
-    """Name the source of code without a file: a notebook's cell, or `<string>`."""
+    """Name the source of code without a file: "a cell" of a notebook, or `<string>`."""
     return path if path.startswith("<") and "ipython" not in path else "a cell"
 
 

@@ -25,7 +25,7 @@ from tfdp.ground.text import pluralize
 # Far above TensorFlow's group keys, which count sets of devices from 1.
 _FIRST_GROUP_KEY = 1 << 24
 _KEYS_PER_STRATEGY = 1 << 18
-# The number of the next launch order, in a list of one.
+# The index of the next strategy, in a list so that functions can change it.
 _next_index = [0]
 
 # Partition of a group into subgroups: the positions of the members of each.
@@ -172,13 +172,14 @@ def device_positions(devices: Sequence[str]) -> list[int]:
 
 
 def align_group_keys(all_gather: Callable[[int], list[int]]) -> None:
-    """Continue the group keys of this process from the largest ones of any worker.
+    """Give the next strategy the same index, and so equal group keys, on all workers.
 
     One worker may have created more strategies than another before: in a notebook, for
-    example, or for a model of its own.
+    example, or for a model of its own. All continue from the largest index.
 
     Args:
-        all_gather: Callable, from the number of this worker to those of all.
+        all_gather: Callable that takes the next index of this worker, and returns those
+            of all workers.
     """
     _next_index[0] = max(all_gather(_next_index[0]))
 

@@ -136,7 +136,7 @@ def wall_offset() -> float:
 def copy_of(ring: collections.deque[_T]) -> list[_T]:
     """Return the entries of a ring to which another thread may append meanwhile."""
     while True:
-        with contextlib.suppress(RuntimeError):  # it has changed during the iteration
+        with contextlib.suppress(RuntimeError):  # the ring changed during the copy
             return list(ring)
 
 

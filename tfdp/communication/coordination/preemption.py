@@ -112,7 +112,9 @@ class PreemptionWatch:
         self._last_step_and_time: tuple[int, float] | None = None
 
     def is_given(self, step: int, *, must_ask: bool = False) -> bool:
-        """Return whether any worker has a notice; all workers get the same answer.
+        """Return whether any worker has a notice, if workers all-gather at this step.
+
+        All workers get the same answer: `False` at steps between two all-gathers.
 
         Args:
             step: Int, the same on all workers, never less than before.

@@ -1,9 +1,9 @@
 """Admission of a process to a job: what both ends prove, and a job's state.
 
 The claim of a process that connects is its rank, and its generation of the cluster or
-one of two other numbers: it asks for the state of a job that may run already, or to be
-taken into it. Its address follows, which the workers of a job that may grow do not know
-before.
+one of two other numbers: it asks for the state of a job that may run already, or
+applies to join it. Its address follows, since the workers of a job that may grow do not
+know it.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def ask_job(cluster: Cluster, *, applies: bool = False) -> JobState | None:
     """Ask the workers of a cluster whether its job is running already.
 
     Args:
-        cluster: `Cluster` of this process, which is no member.
-        applies: Bool, whether this process asks to be taken in. Defaults to `False`.
+        cluster: `Cluster` of this process, which is not a member of the job.
+        applies: Bool, whether this process applies to join. Defaults to `False`.
 
     Returns:
         `JobState` of the latest generation, or `None` if the job has not started. In a

@@ -445,10 +445,11 @@ class Gathering:
         return answer["texts"]
 
     def missing(self) -> list[int]:
-        """Return the ranks whose text has not arrived; none if the host is lost.
+        """Return the ranks of the workers whose text has not arrived.
 
-        The host may end right after its answer, which `texts` then returns. While the
-        host does not answer, it is what is missing.
+        This is the host's own rank alone if the host does not answer in time. The list
+        is empty if the host is lost: it may have sent the texts before, and `texts`
+        returns them.
         """
         try:
             asked = self._store.ask("missing", key=self.key)

@@ -191,7 +191,7 @@ class Membership:
         self.store = Store(self.cluster.rank, host, self)
 
     def applicants(self, lost: Sequence[int] = ()) -> list[str]:
-        """Return the addresses of the processes that ask to be taken in.
+        """Return the addresses of the processes that apply to join the job.
 
         Args:
             lost: Sequence of ints, ranks of workers whose places are free. Defaults to

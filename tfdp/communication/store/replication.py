@@ -131,7 +131,7 @@ class Replication:
             self.begin()
         is_standby = self.standby is not None and self.standby.rank == rank
         if not is_standby or number <= self._begun:
-            return  # of an earlier copy
+            return  # the change belongs to an earlier copy
         self._waits_since = time.monotonic() if number < self._sent else 0.0
         if number < self._complete:
             return

@@ -204,7 +204,7 @@ class Server:
                 self._serve(member, message)
             return True
         except (ConnectionFailed, *_MALFORMED):
-            pass  # it has ended, or does not speak this protocol
+            pass  # the member has ended, or does not speak this protocol
         self._remove(member)
         return False
 
@@ -214,7 +214,7 @@ class Server:
         del self._members[rank]
         self._forget_reads(member)
         if self._is_closed:
-            return  # the member has left this host, not the job
+            return  # members of a closed store move to the next host: none is lost
         self._commit({"lost": [rank]})
         self._replication.remove(member)
         if not self._has_started:
@@ -375,7 +375,7 @@ class Server:
         for rank in ranks:
             if rank in self._members:
                 # Its end of the connection ends, too, and `_remove` does the rest.
-                with contextlib.suppress(OSError):  # it has ended already
+                with contextlib.suppress(OSError):  # the connection has ended already
                     self._members[rank].sock.shutdown(socket.SHUT_RDWR)
         for key in list(self._gathers):
             self._complete_gather(key)

@@ -67,7 +67,8 @@ def call_of(
         kind: String, such as `"all-reduce"`.
         array: Flat array.
         tag: Int, identity of the collective.
-        bounds: Sequence of int or `None`, the bounds of the parts.
+        bounds: Sequence of ints, the bounds of the members' parts of the array, which
+            must be the same on all members; or `None` for none. Defaults to `None`.
 
     Returns:
         `Call`.

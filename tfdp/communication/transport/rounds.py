@@ -137,7 +137,7 @@ class Rounds:
         self._version = 0
         self._state: tuple[int, list[Array]] | None = None
         self._means: list[tuple[int, list[Array]]] = []
-        # Contributions to the round before, which count in the present one.
+        # Contributions that arrived after the previous round: this round counts them.
         self._late: list[Contribution] = []
         self._is_open = True
         self._deadline = 0.0
@@ -312,8 +312,8 @@ class RoundLeader(Rounds):
 
     def _is_complete(self, *, is_late: bool) -> bool:
         """Whether the round can end; never with fewer workers than it needs."""
-        # With too few workers, no follower's thread ends the round, and the leader's
-        # thread raises an error.
+        # With fewer workers than `_least`, the threads that serve followers do not end
+        # the round, and `_check` raises an error in the leader's thread.
         assert self._least is not None
         is_enough = len(self._members) >= self._least
         return is_enough and super()._is_complete(is_late=is_late)

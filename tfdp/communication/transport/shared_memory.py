@@ -188,7 +188,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
                 # bell.
                 outboxes[self.index].put(slot, _SUMS, total)
                 for member in self._links if number else ():
-                    # These are the sums of the chunk before, written before this bell.
+                    # Sums of the previous chunk, written before this bell.
                     chunk = self._chunk(targets[member], number - 1)
                     chunk[:] = outboxes[member].get(before, _SUMS, chunk)
 

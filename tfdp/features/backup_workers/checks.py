@@ -9,7 +9,10 @@ from tfdp.ground.text import pluralize
 
 
 def check_model(strategy: Any, model: Any) -> None:
-    """Raise if a model's steps need all workers, or several steps make an update.
+    """Raise if a model uses options that `backup_workers` does not support.
+
+    These are options that need the gradients of all workers, such as sharding; that
+    update after several steps; that train without synchronization; or that run eagerly.
 
     Args:
         strategy: The model's tfdp strategy.
@@ -43,7 +46,7 @@ def check_model(strategy: Any, model: Any) -> None:
 
 
 def check_workers(strategy: Any) -> None:
-    """Raise if there are too few workers, or something else connects them.
+    """Raise unless there are enough workers, which the transport `direct` connects.
 
     Args:
         strategy: A tfdp strategy.

@@ -1,4 +1,4 @@
-"""`FirstGradients`: sums of the gradients that come first, over worker 0."""
+"""`FirstGradients`: sums of the gradients that arrive first at worker 0."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _MOST_STEPS, _MOST_BYTES = 256, 256 << 20
 # Numbers for the names of connections; the same on all workers, since all trace the
 # same steps in the same order.
 _names = itertools.count()
-# The rows of a replica, and those of the global batch.
+# Spec of two numbers: the rows of a replica, and the rows of the global batch.
 _ROWS = tf.TensorSpec([2], tf.float64)
 
 
 @dataclasses.dataclass
 class Counts:
-    """Numbers of steps of a `fit`, the same on all workers.
+    """Steps of a `fit`, and those closed without a worker; the same on all workers.
 
     Args:
         steps: Int, steps so far.
@@ -69,7 +69,7 @@ class Counts:
 
 
 class FirstGradients(GradientExchange):
-    """Sums of the gradients that come first, over connections to worker 0.
+    """Sums of the gradients that arrive first at worker 0, which sends them to all.
 
     Args:
         strategy: A tfdp strategy.
@@ -82,14 +82,14 @@ class FirstGradients(GradientExchange):
         self.counts = Counts()
         self._strategy, self._model = strategy, weakref.ref(model)
         self._devices = [host_of(d) for d in strategy.extended.group.devices]
-        # Number of sums that have arrived before this worker has made their steps.
+        # Number of sums that have arrived before this worker has run their steps.
         self._waiting = _compat.plain_variable(0, tf.int64, self._devices[0])
         self._backgrounds: dict[tuple, Background] = {}
         self._lock = threading.Lock()
         self._traced: set[int] = set()
 
     def begin_step(self, args: tuple, total: tf.Tensor | None) -> tuple:
-        """Take no rows if the step has closed already, see `GradientExchange`."""
+        """Return the batch, without rows if its step has closed already."""
         check_model(self._strategy, self._model())
         if total is None:
             raise ValueError(
@@ -102,7 +102,7 @@ class FirstGradients(GradientExchange):
         is_behind = self._waiting.read_value() > 0
 
         def take(part: Any) -> Any:
-            """Return all rows of a part of the batch, or none."""
+            """Return the rows of a part of the batch; none if this worker is behind."""
             if not tf.is_tensor(part) or part.shape.rank == 0:
                 return part
             count = tf.cast(count_of(part), tf.int64)
@@ -118,7 +118,7 @@ class FirstGradients(GradientExchange):
     def reduce(
         self, gradients: list, variables: list[Any], replica: int
     ) -> ReducedGradients:
-        """See `GradientExchange`."""
+        """Sum the gradients that arrive in time, see `GradientExchange`."""
         if replica in self._traced:
             raise ValueError(
                 "`backup_workers` supports one update of the optimizer in a step. "
@@ -152,7 +152,7 @@ class FirstGradients(GradientExchange):
         return ReducedGradients(flats, buckets, flat, sparse)
 
     def sum_by_share(self, share: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-        """See `GradientExchange`."""
+        """Sum the tensors of workers that arrive in time, see `GradientExchange`."""
         spec = tf.TensorSpec(tensor.shape, tensor.dtype)
         background = self._background((), [spec], spec.shape[0] * spec.dtype.size)
         rows = tf.stack([tf.cast(share, tf.float64), tf.ones([], tf.float64)])
@@ -193,7 +193,7 @@ class FirstGradients(GradientExchange):
     def _connect(
         self, num_bytes: int, joined: Collection[int], *, is_counted: bool
     ) -> QuorumMember:
-        """Connect all workers.
+        """Connect all workers for the sums of one `Background`; return this one's end.
 
         Args:
             num_bytes: Int, see `_background`.
@@ -247,7 +247,7 @@ def _size_of(variables: list[Any]) -> int:
 
 
 def _set(waiting: Any, number: int) -> None:
-    """Set the variable that steps read, if there is one, from a thread."""
+    """Store the number of waiting sums in the variable that steps read, if any."""
     if waiting is not None:
         waiting.assign(number, read_value=False)
 
@@ -272,7 +272,7 @@ def _exchange(
     try:
         share = _share_of(parts, joined)
     except Exception as error:
-        # The other workers would wait for it.
+        # Otherwise the other workers would wait for this share.
         member.close(str(error))
         raise
     result = member.exchange(share)

@@ -14,7 +14,7 @@ from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.ground.text import say
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 
-# Name of the number in the logs of an epoch.
+# Name of the number of dropped gradients in the logs of an epoch.
 _LOG = "dropped_gradients"
 
 
@@ -31,7 +31,7 @@ class _DroppedGradients(keras.callbacks.Callback):
         self._before = 0
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Add the number of this epoch."""
+        """Add the number of gradients that were dropped in this epoch."""
         number = self._exchange.counts.without.total()
         if logs is not None:
             logs[_LOG] = number - self._before
@@ -46,7 +46,7 @@ class BackupWorkers(Feature):
         self._exchanges = weakref.WeakKeyDictionary()
 
     def gradient_exchange(self, fit: Fit) -> FirstGradients | None:
-        """Return the exchange of a model, the same for each of its calls of `fit`."""
+        """Return the exchange of a model; `None` without `backup_workers`."""
         if not _is_on(fit.strategy):
             return None
         if fit.model not in self._exchanges:
@@ -66,7 +66,7 @@ class BackupWorkers(Feature):
                 fit.arguments["callbacks"] = [_DroppedGradients(exchange), *others]
 
     def batches_between_meetings(self, model: Any) -> int | None:
-        """Return `None`: workers do not synchronize within an epoch."""
+        """Return `None` with `backup_workers`, as no step synchronizes; else 1."""
         return None if _is_on(strategy_of(model)) else 1
 
     def after_fit(self, fit: Fit) -> None:
@@ -78,7 +78,7 @@ class BackupWorkers(Feature):
 
 
 def _check_steps(strategy: Any, steps: int) -> None:
-    """Raise if an error has ended the last `fit` after different steps on workers."""
+    """Raise on all workers if their last `fit` has ended after unequal `steps`."""
     made = strategy.extended.worker_group.all_gather("the steps of the last fit", steps)
     if len(set(made)) > 1:
         raise RuntimeError(
@@ -90,7 +90,7 @@ def _check_steps(strategy: Any, steps: int) -> None:
 
 
 def _is_on(strategy: Any) -> bool:
-    """Return whether steps do not wait for late workers."""
+    """Return whether a strategy has `backup_workers`; `False` for `None`."""
     return strategy is not None and strategy.extended.options.backup_workers > 0
 
 

@@ -28,10 +28,10 @@ CLASSES = {
 }
 # Classes that a step is divided into.
 _OF_STEPS = (STEP, DATA, EXPOSED)
-# Classes in lines. Backups are saves, of which `Account` has to know more.
+# Classes in lines: backups are a separate one there, which `Account` counts as saves.
 _IN_LINES = {*CLASSES, BACKUP}
-# Time within an attempt that no line accounts for, from which it is not an error of
-# rounding.
+# Time in no line of an attempt from which it counts as not recorded: less is an error
+# of rounding.
 _NOTABLE_SECONDS = 0.5
 _NUMBERS = (
     "no",
@@ -113,7 +113,7 @@ class Shares:
     def __str__(self) -> str:
         percents = {name: round(100 * self.share(name)) for name in CLASSES}
         others = [name for name in CLASSES if name != STEP]
-        others.sort(key=self.share, reverse=True)  # stable
+        others.sort(key=self.share, reverse=True)  # ties keep the order of `CLASSES`
         parts = [f"{percents[n]} % {self.label(n)}" for n in others if percents[n]]
         text = f"goodput {percents[STEP]} %"
         return f"{text}: {', '.join(parts)}" if parts else text
@@ -147,7 +147,7 @@ def shares(lines: Iterable[str]) -> Shares:
 
 
 class Account:
-    """Sums of a job's time, to which lines are added."""
+    """Sums of a job's time by class, from the lines of its ledger that are added."""
 
     def __init__(self) -> None:
         self._num_damaged = 0
@@ -181,10 +181,10 @@ class Account:
         self._add(line)
 
     def _clear(self) -> None:
-        """Begin with a new job."""
+        """Reset all sums, for a new job."""
         self._seconds: dict[str, float] = {}
         self._num_attempts = 0
-        # Attempts that continued the job of the one before, without a restart.
+        # Attempts that continued the job of the previous one, without a restart.
         self._num_continued = 0
         self._is_done = self._has_backups = self._measures_communication = False
         self._has_relaunched = self._had_backups = False
@@ -196,7 +196,7 @@ class Account:
         self._opening: list[dict[str, Any]] | None = None
 
     def _add(self, line: dict[str, Any]) -> None:
-        """Add a line that was parsed."""
+        """Add a parsed line of the ledger, by its kind."""
         match line["kind"]:
             case "attempt":
                 self._begin_attempt(line)
@@ -206,7 +206,7 @@ class Account:
                 self._last, self._is_done = self._moment(line), line["done"]
 
     def _begin_attempt(self, line: dict[str, Any]) -> None:
-        """Count an attempt, and the time since the one before or the launch."""
+        """Count an attempt, and the time since the previous one or the launch."""
         start = moment_of(line)
         launched = line.get("launched")
         since = None if launched is None else moment_of(launched)
@@ -230,7 +230,7 @@ class Account:
         self._opening = [line]
 
     def _add_work(self, line: dict[str, Any]) -> None:
-        """Add the seconds of a line, and of what is missing before it."""
+        """Add the seconds of a line, and the time before it that no line has."""
         if self._opening is not None:
             self._opening.append(line)
             if "first" in line:

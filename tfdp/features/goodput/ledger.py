@@ -18,21 +18,21 @@ from tfdp.ground.base.files import open_regular
 from tfdp.ground.base.process_identity import boot_id, state_and_start
 from tfdp.ground.text import say
 
-# Name of a ledger in a folder. Beside a folder, it is the ending of its name.
+# Name of a ledger in a folder of logs, and ending of its name beside a directory.
 NAME = "goodput.jsonl"
-# Version of the lines; those of a higher version are not read.
+# Version of the lines; lines of another version are not read.
 FORMAT = 1
 # Key of the launcher's settings in `TF_CONFIG`, below `"tfdp"`.
 _KEY = "goodput"
 # Longest line that is read. A line of a ledger has a few hundred bytes.
 _LONGEST_LINE_BYTES = 1 << 16
-# No link is followed, and a FIFO does not block.
+# Flags for opening a ledger: no symbolic link is followed, and a FIFO does not block.
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 _FLAGS |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def uptime() -> float:
-    """Return the seconds since the boot of this machine, which no one can set."""
+    """Return the seconds since this machine's boot, by a clock that is never set."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)
 
@@ -99,7 +99,7 @@ class Launch:
 
     @classmethod
     def new(cls, folder: str | os.PathLike[str]) -> Launch:
-        """Return the settings of the launcher that this process is.
+        """Return the settings of this process, which is a launcher.
 
         Args:
             folder: String or path-like, its folder of logs.
@@ -149,8 +149,8 @@ def is_number(value: Any) -> bool:
 def path_beside(directory: str) -> str:
     """Return the path of the ledger beside a directory of backups.
 
-    It is no file of the directory, which is deleted with the backups. Only on a volume
-    that is mounted there it is: what is beside the volume may not be kept.
+    The directory is deleted with the backups, so that the ledger is not in it, unless a
+    volume is mounted there: files beside the volume may not be kept.
 
     Args:
         directory: String, a path.
@@ -188,7 +188,7 @@ def find(directory: str) -> list[str]:
 
 
 def _referred(path: str) -> list[str]:
-    """Return the ledgers that a ledger in a folder of logs refers to, the last last."""
+    """Return the existing ledgers that a ledger refers to, the latest one last."""
     found: list[str] = []
     for text in read(path):
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -200,11 +200,11 @@ def _referred(path: str) -> list[str]:
 
 
 def read(path: str) -> Iterator[str]:
-    """Return the lines of a ledger; what is no text has replacement characters.
+    """Yield the lines of a ledger, with replacement characters for invalid bytes.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If it is no regular file.
+        ValueError: If it is not a regular file.
     """
     with open_regular(path) as file:
         while line := file.readline(_LONGEST_LINE_BYTES):
@@ -288,7 +288,7 @@ def _open(path: str) -> int:
     """Open a ledger for this user alone, and return its file descriptor.
 
     Raises:
-        ValueError: If it is no regular file with a single link.
+        ValueError: If it is not a regular file with a single link.
         OSError: If it cannot be opened.
     """
     number = os.open(path, _FLAGS, 0o600)

@@ -36,7 +36,7 @@ _CLASSES = {
 class Recorder:
     """Recorder of worker 0's time, each moment of which has one class.
 
-    Each event counts the time since the one before, and begins the next class. Lines
+    Each event counts the time since the previous one, and begins the next class. Lines
     are written at most about once a second.
 
     Args:
@@ -79,7 +79,7 @@ class Recorder:
         self._waited = 0.0
         self._fit = 0
         self._epoch = 0
-        # First and last batch of the epoch since the last line; the batch that runs.
+        # First and last batch of the epoch since the last line, and the running batch.
         self._first: int | None = None
         self._last = self._batch = 0
         self._is_done = self._has_steps = False
@@ -92,17 +92,17 @@ class Recorder:
         line |= {"follows": True} if follows else {}
         self._lines = [json.dumps({**line, "launched": launched})]
 
-    # Events of `fit`.
+    # Methods for the events of `fit`.
 
     def fit_begins(self) -> None:
-        """Begin the start-up of a `fit`."""
+        """Count a `fit`, and time from now on as its start-up."""
         self._fit += 1
         self._is_done = False
         self._waited = self.wait_seconds()
         self._change(account.STARTUP)
 
     def epoch_begins(self, epoch: int) -> None:
-        """Record the number of an epoch, from 0, and end the steps of the one before.
+        """Record the number of an epoch, from 0, and end the steps of the previous one.
 
         Keras then makes an iterator, which may wait for the data.
 
@@ -125,7 +125,7 @@ class Recorder:
         self._batch = batch
 
     def step_begins(self) -> None:
-        """Begin a step."""
+        """Count the time from now on as that of steps."""
         self._change(account.STEP)
 
     def step_ends(self, num_steps: int, *, was_traced: bool) -> None:
@@ -149,13 +149,13 @@ class Recorder:
         """End a step that has raised an error.
 
         Args:
-            has_data: Bool, `False` at the end of the data, which is no failure.
+            has_data: Bool, `False` at the end of the data, which is not a failure.
         """
         self._class = account.RECOVERY if has_data else account.DATA
         self._change(account.RECOVERY if has_data else account.IDLE)
 
     def fit_ends(self, *, is_complete: bool) -> None:
-        """End a `fit`.
+        """End a `fit`, and write the lines; time from now on is idle, or recovery.
 
         Args:
             is_complete: Bool, whether it has not raised an error.
@@ -172,23 +172,23 @@ class Recorder:
         self._append()
         self.file.close()
 
-    # Events of activities, see `tfdp.ground.base.activities`.
+    # Methods for the events of activities, see `tfdp.ground.base.activities`.
 
     def begins(self, activity: str) -> None:
-        """Begin an activity, unless another thread does."""
+        """Begin to count the time of an activity, unless another thread runs it."""
         if threading.get_ident() == self._thread:
             self._outer.append(self._class)
             self._change(_CLASSES[activity])
 
     def ends(self, activity: str) -> None:
-        """End an activity, and continue the class before it."""
+        """End an activity, and count time in the previous class again."""
         del activity
         if threading.get_ident() == self._thread:
             self._change(self._outer.pop())
             if self._at >= self._due:
                 self.write()
 
-    # Lines.
+    # Methods that write lines of the ledger.
 
     def write(self) -> None:
         """Append the lines since the last write; if that fails, keep them.
@@ -227,7 +227,7 @@ class Recorder:
         self._class, self._at = new, now
 
     def _end_line(self) -> None:
-        """Add a line with the time and the steps since the line before."""
+        """Add a line with the time and the steps since the previous line."""
         self._change(self._class)
         self._divide_steps()
         line: dict[str, Any] = {"kind": "work", "time": time.time(), "up": self._at}

@@ -47,7 +47,7 @@ class _Goodput(Feature):
         self._num_fits = 0
 
     def choose_callbacks(self, fit: Fit) -> None:
-        """Begin to record a `fit` whose time has a ledger."""
+        """Begin to record a `fit` with backups, or with a launcher."""
         if loops.current() is not None:  # a callback of another `fit` runs this one
             return
         callbacks = callback_list(fit.arguments.get("callbacks"))
@@ -63,7 +63,7 @@ class _Goodput(Feature):
         if extended is None or (
             extended.worker_group.is_job_chief and not extended.is_applicant
         ):
-            # The ledger of a lost worker 0 is continued.
+            # After the loss of worker 0, this worker continues its ledger.
             continues = extended is not None and extended.generation > 0
             recorder = self._recorder_at(directory, launch, continues=continues)
             self._record(fit, recorder)
@@ -104,7 +104,7 @@ class _Goodput(Feature):
         recorder.fit_begins()
 
     def _end_measuring(self) -> None:
-        """Stop the record of steps, and the stamps in steps that are traced."""
+        """Stop recording steps, and adding time stamps to steps that are traced."""
         self.recorder, self._is_measuring = None, False
         if self._wait is not None:
             data_waits.deactivate(self._wait)
@@ -119,7 +119,7 @@ class _Goodput(Feature):
         Returns:
             Callable with the arguments of `step`.
         """
-        # Without stamps, only the first call is known to trace.
+        # Without time stamps in the graph, only the first call is known to trace.
         is_new = not data_waits and not model.run_eagerly
 
         @functools.wraps(step)
@@ -150,10 +150,10 @@ class _Goodput(Feature):
         return 0 if self._wait is None else self._wait.num_traces
 
     def _measure_steps(self, model: Any) -> None:
-        """Have the step of a model timed, and traced with stamps of waits for data.
+        """Time the step of a model, and trace it with time stamps of waits for data.
 
-        All workers do so, since they compare their programs. Deterministic operations
-        have no clock: waits are then a part of steps.
+        All workers add the stamps, since they compare their programs. Deterministic
+        operations have no clock: waits are then a part of steps.
 
         Args:
             model: The Keras model.
@@ -169,7 +169,7 @@ class _Goodput(Feature):
     def _recorder_at(
         self, directory: str | None, launch: Launch | None, *, continues: bool
     ) -> Recorder:
-        """Return the recorder of a ledger, a new one if it is at another place.
+        """Return the recorder of a ledger: the latest, or a new one for another place.
 
         Args:
             directory: String, the directory of backups, or `None` without any.
@@ -220,21 +220,21 @@ class _Ledger(keras.callbacks.Callback):
         self._recorder, self._others = recorder, others
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Time the step of a model without a tfdp strategy."""
+        """Wrap the step of a model without a tfdp strategy, so that it is timed."""
         function = self.model.train_function
         if not hasattr(function, "is_timed"):
             self.model.train_function = FEATURE.timed(self.model, function)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Record the epoch."""
+        """Record that an epoch begins."""
         self._recorder.epoch_begins(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Record the batch."""
+        """Record that a batch begins."""
         self._recorder.batch_begins(batch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Write the shares so far for TensorBoard, if `fit` has it."""
+        """Write the shares so far for TensorBoard, if another callback writes there."""
         folders = sorted(filter(None, map(_log_dir_of, self._others)))
         if folders:
             write_scalars(self._recorder.shares(), dict.fromkeys(folders), epoch)
@@ -256,7 +256,7 @@ class _Ledger(keras.callbacks.Callback):
                 callback.latest.clear()
                 samples = [callback.meter.sample(reading) for reading in readings]
                 seconds = statistics.fmean(each.exposed_seconds for each in samples)
-                return seconds if seconds >= 0 else None  # NaN: not known yet
+                return seconds if seconds >= 0 else None  # NaN is not measured yet
         return None
 
 
@@ -291,7 +291,7 @@ def write_scalars(shares: Shares, folders: Iterable[str], epoch: int) -> None:
                     tf.summary.scalar(tag, shares.share(name), epoch)
             writer.close()
         except (OSError, tf.errors.OpError):
-            continue  # the ledger has the same numbers
+            continue  # nothing is lost: the ledger has the same numbers
 
 
 def _log_dir_of(callback: Any) -> str | None:

@@ -139,7 +139,7 @@ class Meeting(Rounds):
     def _furthest(self) -> list[Array]:
         """Return the state of the waiting island with the most updates.
 
-        If several have as many, it is that of the first of them by index.
+        If several have the same number, it is the state of the first by index.
         """
         states = self._first_states
         return states[max(states, key=lambda index: (states[index][0], -index))][1]
@@ -203,7 +203,7 @@ class Hub:
         # `time.monotonic()` when each island that has ever connected was last known to
         # connect, run or disconnect.
         self._last_contact: dict[int, float] = {}
-        # The cache lets the warning of a lack of files be printed only once.
+        # With the cache, the warning about a lack of files is printed only once.
         self._acceptor = Acceptor(
             secret,
             SERVICE,
@@ -307,7 +307,7 @@ class Hub:
         finally:
             meeting.leave(member)
             with self._lock:
-                if meeting.is_over:  # no island will ask for its state
+                if meeting.is_over:  # no island will ask for the meeting's state
                     self._meetings.pop(number, None)
 
     def _register_alive(self, connection: HubConnection, indices: set[int]) -> None:

@@ -81,8 +81,8 @@ class HubConnection:
         """Send heartbeats, which `receive` skips, until the other end is lost.
 
         Args:
-            is_over: `threading.Event` that ends them earlier.
-            lock: Context manager, entered to send one.
+            is_over: `threading.Event` that ends the heartbeats earlier.
+            lock: Context manager, entered to send a heartbeat.
         """
         with contextlib.suppress(*GONE):  # the next message raises the error
             while not is_over.wait(BEAT_SECONDS):

@@ -180,7 +180,7 @@ class LauncherLink(threading.Thread):
     """Thread that reports to the hub which islands of a launcher run or restart.
 
     The hub waits for a failed island as long as its launcher reports it. Connecting is
-    retried, and an unreachable hub is no error of the launcher: its islands raise it.
+    retried, and an unreachable hub raises an error in the islands, not here.
 
     Args:
         island: `Island`, any island of this launcher.
@@ -225,7 +225,7 @@ class LauncherLink(threading.Thread):
             self._changed.clear()
 
     def _report_on(self, connection: HubConnection) -> None:
-        """Report on a connection until this link is closed."""
+        """Send reports over a connection until this link is closed."""
         try:
             is_last = False
             while not is_last:

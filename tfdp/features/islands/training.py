@@ -36,7 +36,8 @@ from tfdp.training.replicas.variables import StatisticVariable
 # Duration of a wait for other islands after which the user is notified.
 _WARN_AFTER_SECONDS = 30.0
 _THREAD = "tfdp island"
-# Numbers of the calls of `fit` in this process: islands exchange within one number.
+# Numbers of the calls of `fit` in this process: islands exchange in calls with the same
+# number.
 _fit_numbers = itertools.count()
 # The `IslandTraining` of each model that is in `fit`.
 _running: weakref.WeakKeyDictionary[Any, IslandTraining] = weakref.WeakKeyDictionary()
@@ -172,7 +173,7 @@ class OuterState(OuterStep):
 
 
 class IslandTraining:
-    """DiLoCo on one island; exchanges run on a thread beside the training steps.
+    """DiLoCo on one island; exchanges run on a thread, concurrently with the steps.
 
     Args:
         model: Keras model.
@@ -220,7 +221,7 @@ class IslandTraining:
         return self._batches // batches_per_update(self._model.optimizer)
 
     def begin_fit(self) -> None:
-        """Take the number of this `fit`, also if it has no steps left to train."""
+        """Give this `fit` the next number, even if it has no steps left to train."""
         user_code.check_process_of_tensorflow("`fit`")
         self._fit = next(_fit_numbers)
 
@@ -357,7 +358,7 @@ class IslandTraining:
                 "late."
             )
         was_behind = exchange.result()
-        if was_behind:  # the common weights replace those of the updates since
+        if was_behind:  # the common weights replace the local updates
             self._new_updates = 0
         self.staleness = max(self.staleness, self._updates - self._sent_at)
         weights = self._state.weights

@@ -57,10 +57,10 @@ class Exchanges:
         self._reducer: Reducer | None = None
         self._background_reducer: Reducer | None = None
         self._in_flight: dict[int, Background | Deferred] = {}
-        # Set if `min_participants` lets a late worker miss outer steps.
+        # Exchange for `min_participants`, which lets a late worker miss outer steps.
         self.rounds: RoundExchange | None = None
-        # For each fragment, the number of the update after which it was sent; 0 if no
-        # exchange is in flight.
+        # For each fragment, the number of the update after which its pseudo-gradients
+        # were sent; 0 if no exchange is in flight.
         self._launched = make_variable(
             shape=(len(fragments),),
             dtype="int",
@@ -74,12 +74,12 @@ class Exchanges:
 
     @property
     def variables(self) -> list:
-        """List of the Keras variables that it created in the inner optimizer."""
+        """List of the Keras variables that were created in the inner optimizer."""
         outer = [self.outer.is_begun, *self.outer.anchors]
         return [*outer, self._launched, self.staleness]
 
     def prepare(self, strategy: Any) -> None:
-        """Create the threads that run exchanges beside the steps, if supported.
+        """Create the threads that run exchanges concurrently with steps, if supported.
 
         Call it on all workers before a step is traced, since the graph refers to them.
         A second call has no effect.
@@ -145,7 +145,7 @@ class Exchanges:
         launched.scatter_nd_update([[number]], [tf.cast(updates, launched.dtype)])
 
     def is_in_flight(self, number: int) -> tf.Tensor:
-        """Return a scalar bool tensor: a fragment was sent, and not finished yet.
+        """Return a scalar bool tensor, true if the exchange of a fragment is in flight.
 
         Args:
             number: Int, index of the fragment.
@@ -201,7 +201,7 @@ class Exchanges:
     def _sums_of_sent(
         self, number: int, reducer: GradientReducer
     ) -> Sequence[tf.Tensor]:
-        """Return the means over all replicas of a fragment's gradients in flight."""
+        """Return the means over all replicas of a fragment's sent pseudo-gradients."""
         sent = self._in_flight_of(number)
         tensors = sent.collect(_compat.active_local_replica_id())
         if isinstance(sent, Background):
@@ -228,7 +228,7 @@ class Exchanges:
     def adopt_common_weights(self) -> None:
         """Set the weights of this replica to the common ones, if exchanges are delayed.
 
-        A delayed exchange has mixed local weights into them.
+        A delayed exchange has mixed local weights into the weights of a replica.
         """
         if self._outer_options.delay:
             assign(self._trained, [read(anchor) for anchor in self.outer.anchors])
@@ -268,7 +268,7 @@ class Exchanges:
         assign(variables, values)
 
     def _pseudo_gradient_reducer(self, reducer: GradientReducer) -> GradientReducer:
-        """Return the reducer of pseudo-gradients of the running replica."""
+        """Return the reducer for exchanges: `reducer`, or one that compresses."""
         context = replica_context()
         if self._outer_options.compression is None or context is None:
             return reducer

@@ -1,6 +1,6 @@
 """Pseudo-gradients in flight, between the update that sends and the one that uses them.
 
-They are stored until all replicas sum them (`Deferred`), summed on a thread beside the
+They are stored until all replicas sum them (`Deferred`), summed on a thread during the
 steps (`Background`), or exchanged in rounds that skip late workers (`RoundExchange`).
 """
 
@@ -27,17 +27,17 @@ from tfdp.training.reduction.reducer import Reducer
 # Numbers for the names of `RoundExchange`s; the same on all workers, since all create
 # these in the same order.
 _names = itertools.count()
-# The samples of a replica, which come before its pseudo-gradients.
+# Spec of the samples of a replica, which are sent before its pseudo-gradients.
 _SAMPLES = tf.TensorSpec([], tf.float32)
-# The fields `is_made` and `is_behind` of a round's reply.
+# Spec of the fields `is_made` and `is_behind` of a round's reply.
 _FLAGS = tf.TensorSpec([2], tf.int32)
 
 
 class Deferred:
     """Queue of a replica's pseudo-gradients, which are summed when they are used.
 
-    For transports whose collectives cannot run beside the steps: it saves no time, but
-    has the same result as `Background`.
+    It is for transports whose collectives cannot run concurrently with the steps, and
+    saves no time, but has the same result as `Background`.
 
     Args:
         strategy: A tfdp strategy, or Keras's default strategy of one device.
@@ -70,10 +70,10 @@ class Deferred:
 
 
 def has_background(strategy: Any) -> bool:
-    """Return whether collectives of a strategy may run beside its steps.
+    """Return whether collectives of a strategy may run concurrently with its steps.
 
-    Those of TensorFlow's runtime and of NCCL may not: their order must be the same on
-    all devices.
+    Collectives of TensorFlow's runtime and of NCCL may not: their order must be the
+    same on all devices.
     """
     return is_tfdp(strategy) and isinstance(
         strategy.extended.group.transport, ProcessTransport
@@ -81,7 +81,7 @@ def has_background(strategy: Any) -> bool:
 
 
 def background_reducer(strategy: Any, compression: Any) -> Reducer:
-    """Create the reducer of exchanges beside the steps.
+    """Create the reducer of exchanges that run concurrently with the steps.
 
     Call it on all workers, outside of a step. It has a separate process group, so that
     its collectives do not wait for those of a step.
@@ -108,7 +108,7 @@ def background_exchange(
     compressed: Sequence[Any] | None,
     specs: Sequence[tf.TensorSpec],
 ) -> Background:
-    """Create a thread that sums the pseudo-gradients of a fragment beside the steps.
+    """Create a thread that sums the pseudo-gradients of a fragment during the steps.
 
     Args:
         name: String, name of the thread.
@@ -168,7 +168,7 @@ class RoundResult(NamedTuple):
 
 
 class RoundExchange:
-    """Exchange in rounds that skip late workers, on a thread beside the steps.
+    """Exchange in rounds that skip late workers, on a thread during the steps.
 
     Args:
         strategy: A tfdp strategy.
@@ -225,12 +225,12 @@ class RoundExchange:
         return RoundResult(flags[0] > 0, flags[1] > 0, samples, gradients, state)
 
     def pause(self) -> None:
-        """Make no more rounds until all workers have synchronized."""
+        """Wait for the running round, and run no more rounds until `resume`."""
         self._background.wait()
         self._endpoint.pause()
 
     def resume(self) -> None:
-        """Make rounds again after all workers have synchronized."""
+        """Run rounds again, after all workers have synchronized."""
         self._endpoint.resume()
 
 

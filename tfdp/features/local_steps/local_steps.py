@@ -78,7 +78,7 @@ class LocalSteps(StepFeature):
 
     @property
     def variables(self) -> list:
-        """List of the Keras variables that it created in the optimizer."""
+        """List of the Keras variables that this feature created in the optimizer."""
         of_exchanges = [] if self.exchanges is None else self.exchanges.variables
         return [self.updates, self.samples, self.waiting_samples, *of_exchanges]
 
@@ -98,7 +98,7 @@ class LocalSteps(StepFeature):
             self.exchanges.rounds.pause()
 
     def after_sync(self) -> None:
-        """Restart inner steps and rounds after all workers have synchronized."""
+        """Restart the pace, and resume rounds, after all workers have synchronized."""
         if self.pace is not None:
             self.pace.restart()
         if self.exchanges is not None and self.exchanges.rounds is not None:
@@ -118,7 +118,7 @@ class LocalSteps(StepFeature):
         return self._node_reducers.of_replica(strategy, replica_context())
 
     def begin(self, *, has_batch: bool) -> None:
-        """Copy the outer weights if necessary, before the first update of a step."""
+        """Copy the weights into the outer weights, if due, before a step's update."""
         if self.exchanges is not None:
             self.exchanges.outer.begin()
 
@@ -172,7 +172,7 @@ class LocalSteps(StepFeature):
         """Exchange all fragments and slots, so that all replicas have the same state.
 
         Args:
-            optimizer: Keras optimizer, no wrapper.
+            optimizer: Keras optimizer, not a wrapper.
             reducer: `GradientReducer` of all replicas.
         """
         for number in range(len(self._fragments)):
@@ -193,7 +193,7 @@ class LocalSteps(StepFeature):
 
         Args:
             number: Int, index of the fragment.
-            optimizer: Keras optimizer, no wrapper.
+            optimizer: Keras optimizer, not a wrapper.
             reducer: `GradientReducer` of all replicas.
         """
         samples = _compat.local_part(self.samples)
@@ -202,7 +202,7 @@ class LocalSteps(StepFeature):
         exchanges = self.exchanges
         if exchanges is not None:
             # A worker that missed rounds started from an older outer state, so that
-            # its pseudo-gradients are computed before the broadcast replaces that.
+            # its pseudo-gradients are computed before the broadcast replaces the state.
             gradients = exchanges.outer.pseudo_gradients(self._fragments[number])
             if exchanges.rounds is not None:
                 exchanges.broadcast_state(reducer)
@@ -290,7 +290,7 @@ def slots_of(optimizer: Any) -> list:
     the number of steps, and are always the same on all replicas.
 
     Args:
-        optimizer: Keras optimizer, no wrapper.
+        optimizer: Keras optimizer, not a wrapper.
     """
     variables = [v for part in innermost(optimizer) for v in part.variables]
     slots = [v for v in variables if len(v.shape) and tf.as_dtype(v.dtype).is_floating]
@@ -349,7 +349,7 @@ class LocalStepsFeature(Feature):
 
         Args:
             model: Keras model in `fit`.
-            is_delayed: Bool, whether delayed exchanges, which run beside the steps, do
+            is_delayed: Bool, whether delayed exchanges, which run during the steps, do
                 not count as synchronizations. Defaults to `True`.
 
         Returns:

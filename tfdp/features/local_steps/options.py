@@ -191,7 +191,7 @@ class LocalStepsOptions:
 
     @property
     def offsets(self) -> list[int]:
-        """List of ints: the update, modulo `sync_every`, after which each is due."""
+        """List of ints by fragment: its update, modulo `sync_every`, that exchanges."""
         count = self.num_fragments
         return [
             (i + 1) * self.sync_every // count % self.sync_every for i in range(count)

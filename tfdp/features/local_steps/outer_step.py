@@ -29,7 +29,7 @@ class OuterStep:
     """
 
     def __init__(self, template: Any, anchors: Sequence[Any]) -> None:
-        with tf.init_scope():  # `get_config` reads the rate, even during a trace
+        with tf.init_scope():  # `get_config` reads the learning rate during a trace
             config = template.get_config()
         self.optimizer = type(template).from_config(config)
         self.anchors = list(anchors)
@@ -82,7 +82,7 @@ class ReplicatedOuterStep(OuterStep):
 
     @property
     def state(self) -> dict[str, Any]:
-        """Dict from names to Keras variables, including the outer optimizer's."""
+        """Dict by name of the Keras variables that a checkpoint of this step has."""
         state = {"is_begun": self.is_begun, "iterations": self.optimizer.iterations}
         for index, anchor in enumerate(self.anchors):
             state[f"weights/{index}"] = anchor

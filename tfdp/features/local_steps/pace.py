@@ -45,12 +45,12 @@ class Pace:
         self._is_first = True
 
     def restart(self) -> None:
-        """Restart at the first update after all workers have synchronized."""
+        """Count updates and time anew, after all workers have synchronized."""
         self._num_passed = self._num_made = 0
         self._clock_started, self._is_first = None, True
 
     def take_seconds(self) -> float | None:
-        """Return the mean time of an inner step, or `None`, and reset it."""
+        """Return the mean seconds of an inner step since the last call, or `None`."""
         mean = self._seconds / self._num_timed if self._num_timed else None
         self._seconds, self._num_timed = 0.0, 0
         return mean
@@ -70,8 +70,8 @@ class Pace:
         first = self._num_passed + 1
         positions = {number % self._every for number in range(first, first + count)}
         has_exchange = bool(positions & self._exchange_positions)
-        # The updates after an exchange are always made, so that there is a time of an
-        # inner step in each interval.
+        # The updates after an exchange are never skipped, so that the time of an inner
+        # step is measured in each interval.
         is_due = self._num_made < self.share * (self._num_passed + count)
         is_made = has_exchange or self._is_first or is_due
         if has_exchange:

@@ -1,6 +1,6 @@
 """Micro-batches found by trial: a step that runs out of memory is made in more parts.
 
-- `kept_batch`: the batch of the running step, kept so that the step can be made again.
+- `kept_batch`: the batch of the running step, kept so that the step can be repeated.
 - `division`: the part of a step: the number of micro-batches, and what has changed.
 - `descent`: memory of steps below a known limit, and of steps with twice the rows.
 - `search`: the feature of `fit`: doubles the number when a step runs out of memory,

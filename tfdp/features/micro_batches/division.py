@@ -44,7 +44,7 @@ class MicroBatches(RowDivider):
         self._computed = make_variable(
             shape=(), dtype="int32", initializer="zeros", name="computed_steps"
         )
-        # Whether the number is that of a descent, which has not ended.
+        # Whether the number belongs to a descent that has not ended.
         self._is_trial = make_variable(
             shape=(), dtype="int32", initializer="zeros", name="is_trial"
         )
@@ -60,7 +60,7 @@ class MicroBatches(RowDivider):
 
     @property
     def counters(self) -> dict[str, Any]:
-        """Dict of the number, which backups save."""
+        """Dict of the variables that backups save: the number, and if it is a trial."""
         return {"micro_batches": self._number, "micro_batches_trial": self._is_trial}
 
     @property
@@ -70,21 +70,21 @@ class MicroBatches(RowDivider):
 
     @number.setter
     def number(self, number: int) -> None:
-        """Set the number, outside a step."""
+        """Set the number of micro-batches, outside of a step."""
         self._number.assign(number)
 
     @property
     def is_trial(self) -> bool:
-        """Bool, whether the number is that of a descent, which has not ended."""
+        """Bool, whether the number belongs to a descent that has not ended."""
         return bool(self._is_trial.numpy())
 
     def begin_descent(self, descent: Descent) -> None:
-        """Begin with single rows."""
+        """Begin a descent: the next step computes its rows one by one."""
         self.descent, self.number = descent, Descent.START
         self._is_trial.assign(1)
 
     def end_descent(self) -> None:
-        """Keep the number."""
+        """End the descent, and keep its number of micro-batches."""
         self.descent = None
         self._is_trial.assign(0)
 
@@ -102,7 +102,7 @@ class MicroBatches(RowDivider):
         return read(self._number)
 
     def keep_batch(self, args: tuple) -> tuple:
-        """Keep the batch of a step, so that the step can be made again."""
+        """Keep the batch of a step, so that the step can be repeated."""
         plain, _ = unpack_counted(args)
         local = [
             first_tensor(_compat.select_replica(replica, plain))
@@ -112,7 +112,7 @@ class MicroBatches(RowDivider):
         return self.kept.keep(args, tf.reduce_max(counts))
 
     def begin_changes(self) -> list:
-        """Record that this step can no longer be made again."""
+        """Record that this step can no longer be repeated: it changes the state."""
         part = _compat.local_part(self._computed)
         return [part.assign_add(1, read_value=False)]
 
@@ -126,7 +126,7 @@ class MicroBatches(RowDivider):
         self._num_done += 1
 
     def forget_step(self) -> None:
-        """Forget a step that has failed, and is not made again."""
+        """Forget a step that has failed, and is not repeated."""
         self.kept.drop()
         self._num_done = self._num_computed()
 

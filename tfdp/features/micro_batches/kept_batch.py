@@ -1,4 +1,4 @@
-"""The batch of the running step, kept so that the step can be made again."""
+"""The batch of the running step, kept so that the step can be repeated."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import tensorflow as tf
 class KeptBatch:
     """Queues with the arguments of the running step, on the host; nothing is copied.
 
-    Batches with other dtypes, such as those with sample weights, have another queue, as
-    an earlier trace of the step still puts its batches into its own.
+    Batches with other dtypes, such as those with sample weights, have another queue,
+    since each trace of the step continues to use the queue of its dtypes.
 
-    The step puts them in before it computes, and Python removes them after it.
+    The step enqueues its arguments before it computes, and Python dequeues them later.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class KeptBatch:
         self._kinds: dict[tuple, tuple[tf.queue.FIFOQueue, tuple]] = {}
 
     def keep(self, args: tuple, rows: tf.Tensor) -> tuple:
-        """Keep the arguments of a step, in its graph; return them after it.
+        """Enqueue the arguments of a step in its graph, and return them for the step.
 
         Args:
             args: Tuple of nests of tensors and distributed values.
@@ -40,7 +40,7 @@ class KeptBatch:
             return _packed(args, [tf.identity(tensor) for tensor in tensors])
 
     def take(self) -> list:
-        """Return the kept batch as data for a step that is made again."""
+        """Remove the kept batch, and return it as data of the repeated step."""
         queue, args = self._filled[0]
         _, *tensors = tf.nest.flatten(queue.dequeue())
         return list(_packed(args, tensors))
@@ -55,18 +55,18 @@ class KeptBatch:
         return int(parts[0])
 
     def drop(self) -> None:
-        """Remove the kept batch, if any."""
+        """Remove the kept batch from its queue, if there is one."""
         for queue, _ in self._filled:
             queue.dequeue()
 
     @property
     def _filled(self) -> list[tuple[tf.queue.FIFOQueue, tuple]]:
-        """List of the queue that has a batch, with its arguments; or none."""
+        """List of the queue that has a batch, with its arguments; empty if none has."""
         return [kind for kind in self._kinds.values() if int(kind[0].size())]
 
 
 def _packed(args: tuple, tensors: Sequence[tf.Tensor]) -> tuple:
-    """Return arguments like others, with other tensors."""
+    """Return `args` with its tensors replaced by others, in order."""
     remaining = iter(tensors)
     flat = [
         next(remaining) if tf.is_tensor(part) else part

@@ -32,10 +32,10 @@ _OUT_OF_MEMORY = (tf.errors.ResourceExhaustedError, PeerStepFailed)
 
 
 class MicroBatchSearch(Feature):
-    """Makes a step again, with twice the micro-batches, when it ran out of memory."""
+    """Repeats a step that ran out of memory, with twice the micro-batches."""
 
     def choose_callbacks(self, fit: Fit) -> None:
-        """Have whole batches computed again if this `fit` has no callback for it."""
+        """Compute batches whole again, in a `fit` without the callback for division."""
         callbacks = callback_list(fit.arguments.get("callbacks"))
         is_auto = any(str(getattr(c, "steps", None)) == "auto" for c in callbacks)
         division = division_of(fit.model)
@@ -46,14 +46,14 @@ class MicroBatchSearch(Feature):
             fit.model.train_function = None
 
     def wrap_step(self, model: Any, step: Callable) -> Callable:
-        """Return a step that is made again until it fits in memory."""
+        """Return a step that is repeated until it fits in memory."""
         division = division_of(model)
         if division is None:
             return step
 
         @functools.wraps(step)
         def fitting(data: Any) -> Any:
-            """Make a step, with twice the micro-batches as often as needed."""
+            """Run a step, and repeat it with twice the micro-batches until it fits."""
             if not division.has_begun:
                 division.has_begun = True
                 _begin(model, division)
@@ -80,7 +80,7 @@ class MicroBatchSearch(Feature):
 
 
 def _begin(model: Any, division: MicroBatches) -> None:
-    """Start with the number of an earlier run, and find the limit of memory."""
+    """Start with the number of an earlier run, or a descent if memory is limited."""
     extended = model.distribute_strategy.extended
     group = extended.worker_group
     is_trial = division.is_trial
@@ -102,7 +102,7 @@ def _begin(model: Any, division: MicroBatches) -> None:
 
 
 def _descend(model: Any, division: MicroBatches) -> None:
-    """Halve the number of micro-batches after a step, if all expect that it fits.
+    """Halve the number of micro-batches after a step, if all workers expect it to fit.
 
     Args:
         model: The Keras model.
@@ -134,23 +134,23 @@ def division_of(model: Any) -> MicroBatches | None:
 
 
 def _double(model: Any, division: MicroBatches, error: Exception) -> None:
-    """Double the number of micro-batches after a failed step.
+    """Double the number of micro-batches after a step that ran out of memory.
 
-    Every worker does so, or none.
+    All workers double it, or all raise.
 
     Args:
         model: The Keras model.
         division: `MicroBatches`.
-        error: The error of the step.
+        error: The error of the step on this worker.
 
     Raises:
-        ValueError: If the step cannot be made again.
+        ValueError: If a worker cannot repeat the step.
     """
     number, rows = division.number, division.kept.num_rows()
     is_own = not isinstance(error, PeerStepFailed)
     reason = _obstacle(model, division, rows, is_own=is_own)
-    # Another worker may have ended a step that this one had begun to change: then it is
-    # in no collective of the replicas, and learns the reason from the end of this one.
+    # Once this step has begun to change the state, another worker may have completed
+    # it, and waits in no collective of the replicas: it sees that this worker ends.
     meets = _can_meet(model) and not division.has_computed()
     if meets and _any_worker(model.distribute_strategy, bool(reason)):
         reason = reason or "another worker could not make it again: see its message."
@@ -165,7 +165,7 @@ def _double(model: Any, division: MicroBatches, error: Exception) -> None:
 
 
 def _can_meet(model: Any) -> bool:
-    """Return whether there are other workers, with which to agree after an error."""
+    """Return whether this worker has others, with which it can agree after an error."""
     extended = model.distribute_strategy.extended
     return extended.worker_group.num_workers > 1 and extended.group.backend == "direct"
 
@@ -174,7 +174,7 @@ def _any_worker(strategy: Any, value: bool) -> bool:
     """Return whether a value is true on any worker.
 
     It is a collective of the replicas, like the one in which the other workers wait for
-    this one: it ends their step, and they come here, too.
+    this one: it ends their step, and they call this function, too.
 
     Args:
         strategy: A tfdp strategy.
@@ -199,7 +199,7 @@ def _any_worker(strategy: Any, value: bool) -> bool:
 def _obstacle(
     model: Any, division: MicroBatches, rows: int | None, *, is_own: bool
 ) -> str:
-    """Return why a failed step cannot be made again, or `""`.
+    """Return why a failed step cannot be repeated, or `""`.
 
     Args:
         model: The Keras model.
@@ -230,7 +230,7 @@ def _obstacle(
 
 
 def _report(model: Any, division: MicroBatches, before: int) -> None:
-    """Log and store the number that was found after a step ran out of memory."""
+    """Log and store the number that was found after a step failed with `before`."""
     number = division.number
     _store(
         model,

@@ -80,7 +80,7 @@ class Profile:
         self._folder = TemporaryFolder("profile")
         try:
             tf.profiler.experimental.start(self._folder.name)
-        except tf.errors.AlreadyExistsError:  # for example, TensorBoard's callback
+        except tf.errors.AlreadyExistsError:  # such as by TensorBoard's callback
             self._folder.cleanup()
             self._folder = None
             return False

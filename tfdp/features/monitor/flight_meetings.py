@@ -15,11 +15,11 @@ from tfdp.communication.coordination.flight_record import (
 from tfdp.features.monitor.time_intervals import Interval, seconds_covered
 from tfdp.features.monitor.trace import clock_offset
 
-# A worker that others wait for is stuck after this time. In a job that runs, records
-# are written at slightly different times.
+# A worker is stuck if others have waited for it for this time: also in a running job,
+# records are written at slightly different times.
 STUCK_SECONDS = 1.0
-# A worker is slow if the others have waited for it for this part of the time, and for
-# this part of all waits, in enough collectives.
+# A worker is slow if the others wait for it during this fraction of the time, and this
+# fraction of all their waiting is for it. Fewer collectives than this decide nothing.
 _LATE_PART, _OWN_PART, _FEWEST_COLLECTIVES = 0.1, 0.8, 20
 
 # The record of each worker that has written one, by rank.
@@ -31,7 +31,7 @@ _Timed = TypeVar("_Timed", RecordedCollective, Span)
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """A collective as all members of its group have entered it, or not.
+    """A collective that some members of its group have entered, and some have not.
 
     Args:
         entries: Dict from the rank of a member that has entered to its
@@ -59,7 +59,7 @@ class SlowWorker:
     Args:
         rank: Int, rank of the worker.
         waited_seconds: Float, how long the others have waited for it.
-        seconds: Float, time in which they have.
+        seconds: Float, time from the first to the last entry of a worker.
         num_late: Int, collectives that it has entered last.
         num_collectives: Int, collectives that all have entered.
     """
@@ -135,7 +135,7 @@ def completed(record: FlightRecord) -> dict[str, Interval]:
 
 
 def first_differing(lanes: Lanes) -> dict[int, RecordedCollective] | None:
-    """Return the first collective, by rank, that is another one on some workers."""
+    """Return the first collective that differs between workers, by rank, or `None`."""
     found = [
         entries
         for numbers in lanes.values()
@@ -159,7 +159,7 @@ def _begin(entry: RecordedCollective) -> float:
 
 
 def first_incomplete(records: Records, lanes: Lanes) -> Meeting | None:
-    """Return the collective in which a worker has waited first, or `None`."""
+    """Return the first collective in which a worker was stuck, or `None`."""
     meetings = [
         meeting
         for numbers in lanes.values()
@@ -180,8 +180,8 @@ def _incomplete(
 ) -> Iterator[Meeting]:
     """Yield the first collective of a lane that not all members have entered, if any.
 
-    A lane runs its collectives one after another, so that a worker has entered those
-    up to its last one, also where its ring has dropped them.
+    A lane runs its collectives one after another, so that a worker has entered all up
+    to its last one, even those that its flight record has dropped.
 
     Args:
         records: Dict from a rank to its `FlightRecord`.
@@ -199,7 +199,7 @@ def _incomplete(
         late = [r for r in members if r in records and last.get(r, -1) < number]
         if waiting and (late or absent):
             begin = min(map(_begin, waiting.values()))
-            # A worker is missing until it wrote its record, at least.
+            # A worker is missing at least until it has written its record.
             until = [max(records[rank].written_at for rank in waiting)]
             until += [records[rank].written_at for rank in late]
             yield Meeting(waiting, late + absent, max(0.0, min(until) - begin), begin)
@@ -227,7 +227,7 @@ def slowest_of(records: Records, lanes: Lanes) -> SlowWorker | None:
             (e.begin, r) for r, e in entries.items()
         )
         waits[rank].append((before, begin))
-    # Collectives of several lanes wait at the same time.
+    # Waits in several lanes overlap, and are counted once.
     seconds = {rank: seconds_covered(its) for rank, its in waits.items()}
     slowest = max(seconds, key=lambda rank: seconds[rank])
     begins = [entry.begin for entries in common for entry in entries.values()]

@@ -34,7 +34,7 @@ COLUMNS = ("worker", "host", "place", "last collective", "its state", "line")
 # Most workers that are listed by rank.
 _MOST_RANKS = 8
 _LOOP_LANE = 0
-# The operation's own part of its name scope.
+# Where the name of a collective's own operation begins in its name scope.
 _OPERATION = re.compile("(?:^|/)Collective_")
 
 
@@ -163,7 +163,7 @@ def _sentence_of_missing(records: Records, meeting: Meeting, late: str) -> str:
 
 
 def _activity(records: Records, rank: int) -> str:
-    """Describe what a worker did that has not entered a collective, as a predicate."""
+    """Describe what a worker did instead of entering a collective, as a predicate."""
     if rank not in records:
         return f"has left no record{_last_sign(records, rank)}"
     record = records[rank]
@@ -184,7 +184,7 @@ def _activity(records: Records, rank: int) -> str:
 def _open_collective(record: FlightRecord) -> RecordedCollective | None:
     """Return the collective in which a worker waits, or `None`.
 
-    One that is followed by another of its lane has ended with an error.
+    A collective without an end that another one in its lane follows has failed.
     """
     last = {each.lane: each for each in record.collectives}
     return next((each for each in last.values() if each.end is None), None)
@@ -277,7 +277,7 @@ def _workers(ranks: Sequence[int]) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Return a text with a capital letter at its begin."""
+    """Return a text with its first letter capitalized."""
     return text[0].upper() + text[1:]
 
 

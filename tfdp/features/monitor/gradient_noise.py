@@ -52,7 +52,7 @@ class GradientNoise(StepFeature):
         return {"signal": self.signal, "noise": self.noise}
 
     def check(self, optimizer: Any) -> None:
-        """Raise if the optimizer does not have the gradients that are compared.
+        """Raise if an update does not have each replica's gradient and their mean.
 
         Raises:
             ValueError: With sharded accumulators, or with Adasum.

@@ -55,7 +55,7 @@ class Meter:
         self._begin = None
 
     def step_begins(self) -> None:
-        """Record the start time, unless it is the end of the step before."""
+        """Record the start time, unless it is the end of the previous step."""
         if self._begin is None:
             self._begin, self._clock = time.time(), time.perf_counter()
 
@@ -83,7 +83,7 @@ class Meter:
         return Reading(values, begin, self._begin, seconds, num_steps)
 
     def sample(self, reading: Reading) -> Sample:
-        """Convert a reading to a sample."""
+        """Compute the times of a step, a `Sample`, from its reading."""
         return sample_of(reading, self.recorder.rows)
 
     def trace_begins(self) -> None:

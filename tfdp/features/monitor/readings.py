@@ -35,7 +35,7 @@ class Reading:
 
     Args:
         values: Array of shape `[num_rows, 3]`, see `Recorder.read`.
-        begin: Float, end of the step before, in seconds of the wall clock.
+        begin: Float, end of the previous step, in seconds of the wall clock.
         end: Float, end of this step, in seconds of the wall clock.
         seconds: Float, time between the two by a monotonic clock.
         num_steps: Int, steps of the execution; the values are those of the last step.
@@ -54,7 +54,7 @@ class Sample:
 
     Args:
         num_steps: Int, steps of the execution that it represents.
-        step_seconds: Float, time from the end of the step before to the end of this.
+        step_seconds: Float, time from the end of the previous step to that of this one.
         input_seconds: Float, time of the step before its data was available.
         compute_seconds: Float, the step without exposed communication.
         communication_seconds: Float, time in which a collective was running.
@@ -223,9 +223,9 @@ def _marks(
 
 
 def _without_queueing(collectives: list[Timed]) -> list[Timed]:
-    """Return collectives whose start is after the end of the one before in the chain.
+    """Return collectives that start after the end of the previous one in their chain.
 
-    The recorded start is the time at which its input was ready.
+    The recorded start is the time at which the input of a collective was ready.
     """
     free: dict[int, float] = {}
     started = []

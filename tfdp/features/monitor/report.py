@@ -35,7 +35,7 @@ from tfdp.features.monitor.windows import (
 
 # Base name of the report files.
 _NAME = "communication"
-# The latest windows from which stragglers are found; a run may have millions.
+# Number of the latest windows in which stragglers are sought; a run may have millions.
 _KEPT_WINDOWS = 10_000
 # How long the first worker waits for the windows of another worker, and at the end of
 # `fit` for the reporting thread.
@@ -79,7 +79,7 @@ class RunReport:
         self._files: list[CsvFile | TensorBoardFile] = []
 
     def take(self, row: Row) -> None:
-        """Write a row; the first row of an epoch ends the epoch before."""
+        """Write a row; the first row of an epoch ends the previous epoch."""
         if self._before is not None and row.epoch != self._before.epoch:
             self.end_epoch()
         recent = [row] if self._before is None else [self._before, row]
@@ -103,7 +103,7 @@ class RunReport:
         last = windows[-1]
         if len(windows) == 1 and self._last_of_epoch_before is not None:
             # A straggler needs two windows: with one window per epoch, the last one of
-            # the epoch before is the other.
+            # the previous epoch is the other.
             windows.appendleft(self._last_of_epoch_before)
         self._last_of_epoch_before = last
         straggler = persistent_straggler(windows, self._hosts)
@@ -151,7 +151,7 @@ class RunReport:
         return summary_table(self.totals, hosts, advice)
 
     def _open(self) -> list[CsvFile | TensorBoardFile]:
-        """Open the CSV file and, if it is installed, that of TensorBoard."""
+        """Open the CSV file, and that of TensorBoard if TensorBoard is installed."""
         names = column_names(len(self._hosts), self.labels)
         self._files = [CsvFile(self._folder / f"{self._name}.csv", names)]
         if has_tensorboard():
@@ -223,7 +223,7 @@ class ReportThread(threading.Thread):
             self.error = error
 
     def _send_or_merge(self, windows: list[Window]) -> None:
-        """Send this worker's windows to the first one; on it, merge and report them."""
+        """Send windows to worker 0; on worker 0, merge and report those of all."""
         if self._report is not None:
             for window in windows:
                 others = self._windows_of_others(window.step)

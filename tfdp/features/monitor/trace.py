@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdp.features.monitor.time_intervals import Interval, clipped, merged
 
-# Commands without TensorFlow write traces too.
+# Commands that do not import TensorFlow write traces too.
 if TYPE_CHECKING:
     from tfdp.features.monitor.readings import Reading, Replica
 
@@ -185,7 +185,7 @@ def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class _Bar:
-    """A slice with its place in the file.
+    """A slice with its start and end in ticks, as in the file.
 
     Args:
         begin: Int, start in ticks since the start of the trace.
@@ -256,7 +256,7 @@ def _phases(lane: int, reading: Reading, replica: Replica) -> list[Slice]:
     if begin <= replica.loss < until:
         bars.append(Slice(lane, "forward", begin, replica.loss))
         bars.append(Slice(lane, "backward", replica.loss, until))
-    else:  # no operation waits for the time stamp of the loss, so that it may be late
+    else:  # the time stamp of the loss may be late: no operation waits for it
         bars.append(Slice(lane, "forward and backward", begin, until))
     for begin, end in clipped(merged(replica.exposed()), until, reading.end):
         bars.append(Slice(lane, "update", until, begin))

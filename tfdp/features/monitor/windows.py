@@ -33,7 +33,7 @@ _KEPT_TIMES, _KEPT_ROWS = 20_000, 1_000
 # A worker is a straggler if it is slower by the first fraction of a step in several
 # windows, or by the second in one.
 _NOTABLE, _CLEAR = 0.2, 0.5
-# The number of windows in which a persistent straggler is slow at least.
+# Least number of windows in which a persistent straggler is slow.
 _SEVERAL = 2
 
 
@@ -216,7 +216,7 @@ class WeightedMean:
 
     @property
     def value(self) -> float:
-        """Float, NaN before the first number."""
+        """Float, the mean; NaN before the first number."""
         return self._sum / self._weight if self._weight else math.nan
 
 

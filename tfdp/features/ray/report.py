@@ -100,7 +100,7 @@ def _saved(model: Any) -> Iterator[str]:
 
 
 def _folder_of_run() -> str:
-    """Return the path at which Ray stores the run's checkpoints."""
+    """Return the folder of the run; raise if Ray does not store it on a file system."""
     storage = ray.train.get_context().get_storage()
     if storage.storage_filesystem.type_name != "local":
         raise ValueError(

@@ -3,5 +3,6 @@
 - `checked_step`: digests of what replicas compute, compared before the update.
 - `ranked_group`: replicas that compute the parts of others, with sums in a fixed order.
 - `suspects`: which replicas have computed wrongly.
-- `training`: the steps of `fit` that are replayed, made again, or end it.
+- `training`: the steps of `fit` that two replicas compute, and what follows if bits
+  differ: the step is repeated, and if they differ again, `fit` ends.
 """

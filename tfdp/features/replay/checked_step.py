@@ -27,7 +27,7 @@ from tfdp.training.step.undo import changed_beside_update, undo_after
 
 
 class CheckedStep(LoopFeature):
-    """The comparison within a step.
+    """Hooks of a step that compare the digests of what its replicas compute.
 
     Args:
         strategy: A tfdp strategy of several replicas.
@@ -47,8 +47,8 @@ class CheckedStep(LoopFeature):
         # `[num_replicas, 2 * num_digests]`; and those of the sums, `[num_replicas]`.
         self._computed = [self._variable([None, None]) for _ in range(num_local)]
         self._received = [self._variable([None]) for _ in range(num_local)]
-        # What replicas have given to collectives of the step that is traced, and the
-        # number of its updates.
+        # By local replica: digests of what it gives to collectives of the step that is
+        # being traced, and the number of updates in that step.
         self._given: list[list[tf.Tensor]] = [[] for _ in range(num_local)]
         self._num_updates = [0] * num_local
         self._graph: Any = None
@@ -68,7 +68,7 @@ class CheckedStep(LoopFeature):
         return np.stack(np.split(computed, 2, axis=1)), received
 
     def take_batch(self, args: tuple) -> tuple:
-        """Return the rows of the replicas, or of the next ones in a stand-in."""
+        """Return the batch with each replica's rows; in a stand-in, the next one's."""
         return tuple(
             CountedBatch(self._taken(arg.batch), arg.num_rows)
             if isinstance(arg, CountedBatch)
@@ -89,10 +89,10 @@ class CheckedStep(LoopFeature):
         return _compat.PerReplica(own) if is_divided else own[0]
 
     def _of_next_worker(self, rows: Any) -> Any:
-        """Return the first replica's rows of the next worker, given those of this one.
+        """Return the rows of the next worker's first replica, given this worker's.
 
         Raises:
-            ValueError: If the rows are no numbers of one shape.
+            ValueError: If the rows are not dense tensors of numbers.
         """
         group = self._strategy.extended.host_group
         if group.size == 1 or not _has_rows(rows):
@@ -122,7 +122,7 @@ class CheckedStep(LoopFeature):
         return ranked_group(group, note, is_stand_in=self.is_stand_in)
 
     def around_step(self, model: Any) -> Callable[[], None]:
-        """Forget the last step; undo all changes of a stand-in or of a failed step."""
+        """Reset the digests; return what undoes a stand-in, or a step that differs."""
         replica = _local_replica()
         self._graph = tf.compat.v1.get_default_graph()
         self._given[replica].clear()
@@ -133,14 +133,14 @@ class CheckedStep(LoopFeature):
         return undo_after(variables, lambda: self._is_undone(replica))
 
     def _is_undone(self, replica: int) -> tf.Tensor:
-        """Return whether what the step has changed beside the update is undone."""
+        """Return whether the changes of the step, apart from the update, are undone."""
         if self.is_stand_in:
             return tf.constant(True)
         computed = _are_alike(_read(self._computed[replica]))
         return ~(computed & _are_equal(_read(self._received[replica])))
 
     def admit(self, gradients: Sequence[Any] | None) -> tf.Tensor | bool:
-        """Compare the digests of all replicas; record those of a stand-in."""
+        """Return whether the digests of all replicas agree; `False` for a stand-in."""
         if gradients is None:
             return True
         replica = _local_replica()
@@ -167,7 +167,7 @@ class CheckedStep(LoopFeature):
         divisor: tf.Tensor | None,
         statistics: GradientStatistics,
     ) -> tf.Tensor | None:
-        """Compare the sums of all replicas; sums of shards exist only once."""
+        """Return whether all replicas have the same sums; `None` for shards."""
         if type(step.layout) is not StateLayout:
             return None
         digest = _digest([part for item in statistics.sums for part in _parts(item)])
@@ -176,12 +176,12 @@ class CheckedStep(LoopFeature):
         return _are_equal(received)
 
     def _variable(self, shape: list) -> Any:
-        """Create a variable for digests, at first none."""
+        """Create a variable for digests on the host, empty at first."""
         empty = np.zeros([size or 0 for size in shape], np.int64)
         return _compat.plain_variable(empty, tf.int64, self._host, shape)
 
     def _assign(self, variable: Any, value: tf.Tensor) -> None:
-        """Assign digests."""
+        """Assign digests to a variable on the host."""
         with tf.device(self._host):
             variable.assign(value, read_value=False)
 
@@ -192,13 +192,13 @@ def _read(variable: Any) -> tf.Tensor:
 
 
 def _are_alike(computed: tf.Tensor) -> tf.Tensor:
-    """Return whether each replica has computed what its stand-in has."""
+    """Return whether each replica has computed the same digests as its stand-in."""
     own, others = tf.split(computed, 2, axis=1)
     return tf.reduce_all(own == tf.roll(others, 1, 0))
 
 
 def _are_equal(received: tf.Tensor) -> tf.Tensor:
-    """Return whether all replicas have received the same."""
+    """Return whether all replicas have received the same sums."""
     return tf.reduce_all(received == received[:1])
 
 
@@ -220,7 +220,7 @@ def _sums_of(optimizer: Any) -> list:
 
 
 def _has_rows(part: Any) -> bool:
-    """Return whether a part of a batch has rows."""
+    """Return whether a part of a batch has rows: it is not a scalar."""
     shape = getattr(part, "shape", None)
     return shape is not None and shape.rank != 0
 

@@ -35,7 +35,7 @@ class RankedGroup(TrainingGroup):
         joined = self.inner.gather(rows)
         if self.ranks == self.inner.ranks:
             return joined
-        # The last replica has the rank of the first one.
+        # The last replica has the rank of the first one: its rows belong in front.
         counts = self.inner.gather(tf.shape(rows)[:1])
         return tf.ensure_shape(tf.roll(joined, counts[-1], 0), joined.shape)
 
@@ -44,7 +44,7 @@ class _OrderedSums:
     """Sums of a group in the order of ranks, in place of a reducer.
 
     Args:
-        gather: Callable that gathers rows.
+        gather: Callable that all-gathers rows of all replicas, by rank.
     """
 
     def __init__(self, gather: Callable[[tf.Tensor], tf.Tensor]) -> None:

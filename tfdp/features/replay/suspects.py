@@ -27,7 +27,7 @@ class Round(NamedTuple):
         differs = own != others
         if not differs.any():
             return 0, []
-        # Later digests may be wrong since others have received a wrong part.
+        # Later digests may be wrong since other replicas have received a wrong part.
         first = int(np.argmax(differs.any(axis=0)))
         size = len(own)
         ranks = np.flatnonzero(differs[:, first]).tolist()
@@ -42,12 +42,12 @@ class Round(NamedTuple):
 def suspects(rounds: Sequence[Round]) -> list[int]:
     """Return the ranks of the replicas that may have computed wrongly.
 
-    A replica that is in all pairs that differ is the one, and so is one whose own
-    digests differ between both rounds. Otherwise all that differ are named.
+    A replica in all pairs that differ is the suspect, and so is one whose own digests
+    differ between the two rounds. Otherwise all replicas of these pairs are suspects.
 
     Args:
-        rounds: Sequence of `Round`, the second one of the step that was made again. At
-            least one has a difference.
+        rounds: Sequence of `Round`, the second one of the repeated step. At least one
+            has a difference.
 
     Example:
 

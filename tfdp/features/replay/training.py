@@ -1,4 +1,4 @@
-"""The steps of `fit` that are replayed, made again, or end it."""
+"""The steps of `fit` that two replicas compute, repeated where bits differ."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class ReplayedSteps:
         self._read = tf.function(lambda iterator: iterator.get_next(), autograph=False)
 
     def wrap(self, step: Callable) -> Callable:
-        """Return a step in place of another one, which replays it when it is due."""
+        """Return a function that runs a step, or replays it when that is due."""
         if self._is_making:
             return step
         self._functions.clear()
 
         @functools.wraps(step)
         def replaying(data: Any) -> Any:
-            """Make a step, or replay it."""
+            """Run the step, or replay it if that is due."""
             begin = time.monotonic()
             before, self._num_steps = self._num_steps, self._num_steps + 1
             is_due = self._num_steps % self._period == 0
@@ -82,7 +82,7 @@ class ReplayedSteps:
         return replaying
 
     def _replay(self, step: Callable, data: Any) -> Any:
-        """Make a step that two replicas compute; make it again where bits differ.
+        """Run a step that two replicas compute; repeat it where bits differ.
 
         Raises:
             WorkerLost: On all workers, to continue without the one that is wrong.
@@ -91,13 +91,13 @@ class ReplayedSteps:
         try:
             batch = self._read(data)
         except tf.errors.OutOfRangeError:
-            return step(data)  # ends the epoch
+            return step(data)  # the same error of the step ends the epoch
         self._num_replayed += 1
         rounds: list[Round] = []
         while len(rounds) < 2:
             self._run(batch, is_stand_in=True)
             logs = self._run(batch, is_stand_in=False)
-            # All workers read the same, as digests are gathered.
+            # All workers read the same digests, since these are all-gathered.
             rounds.append(Round(*self._checked.read()))
             if rounds[-1].is_right:
                 break
@@ -106,7 +106,7 @@ class ReplayedSteps:
         return logs
 
     def _run(self, batch: Any, *, is_stand_in: bool) -> Any:
-        """Run one of both computations of a step."""
+        """Run a step as stand-ins or with each replica's own rows; return its logs."""
         if is_stand_in not in self._functions:
             self._functions[is_stand_in] = self._make_function()
         self._checked.is_stand_in = is_stand_in
@@ -130,7 +130,7 @@ class ReplayedSteps:
             model.train_function = usual
 
     def _report(self, rounds: list[Round]) -> None:
-        """Name the replicas that differ, for a step that was made again.
+        """Name the replicas that differ, for a step that was repeated.
 
         Raises:
             WorkerLost: On all workers, to continue without the one that is wrong.
@@ -185,7 +185,7 @@ def check_replay(strategy: Any, model: Any) -> None:
         model: Keras model.
 
     Raises:
-        ValueError: Naming the setting.
+        ValueError: If a setting excludes replays; the text names it.
     """
     features = getattr(model.optimizer, "features", None)
     problems = {
@@ -214,7 +214,7 @@ def check_replay(strategy: Any, model: Any) -> None:
 
 @contextlib.contextmanager
 def _activated(checked: CheckedStep) -> Iterator[None]:
-    """Have the steps that are traced inside checked."""
+    """Check the steps that are traced in this context."""
     active.activate(checked)
     try:
         yield
@@ -224,7 +224,7 @@ def _activated(checked: CheckedStep) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unoptimized() -> Iterator[None]:
-    """Have functions run with the operations that are traced.
+    """Run the functions in this context with the operations that are traced.
 
     A stand-in makes no update, so TensorFlow would optimize its graph in another way,
     and other kernels round in another way: those around `BatchNormalization` did.
@@ -239,14 +239,14 @@ def _unoptimized() -> Iterator[None]:
 
 
 class Replays(Feature):
-    """Replays steps of a `fit` that has a callback for it."""
+    """Replays steps of a `fit` with the callback `ConsistencyCheck(replay=...)`."""
 
     def __init__(self) -> None:
         self.of_model: weakref.WeakKeyDictionary[Any, ReplayedSteps]
         self.of_model = weakref.WeakKeyDictionary()
 
     def choose_callbacks(self, fit: Fit) -> None:
-        """Find the callback that asks for replays."""
+        """Prepare replays if a callback of this `fit` asks for them."""
         callbacks = callback_list(fit.arguments.get("callbacks"))
         found = [c.replay for c in callbacks if getattr(c, "can_replay", False)]
         fractions = [fraction for fraction in found if fraction is not None]

@@ -23,7 +23,7 @@ class LeftOut(NamedTuple):
         epoch: Int, number of its epoch, from 1.
         batch: Int, number of its last batch within the epoch, from 1.
         value: Float, the loss or the norm of the gradient.
-        median: Float, that of the values before.
+        median: Float, median of the previous accepted values.
     """
 
     step: int

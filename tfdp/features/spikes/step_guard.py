@@ -28,22 +28,23 @@ MOST_LOGGED = 256
 MOST_EXCLUDED = 1024
 # Variables that an error names.
 MOST_NAMED = 3
-# The least deviation, relative to the median: a constant loss has none.
+# The least deviation, relative to the median: that of a constant loss would be zero.
 _LEAST_DEVIATION = 0.01
 # The standard deviation of a normal distribution, in its median absolute deviations.
 _NORMAL = 1.4826
 
 
 class StepGuard(StepFeature):
-    """Condition for each update: its loss, or its gradient's norm, is no spike.
+    """Condition for each update: its loss, or its gradient's norm, is not a spike.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
         threshold: Float, deviations above the median from which a value is a spike.
         window: Int, number of accepted values that the statistics are of.
         on: String, `"loss"` or `"gradient_norm"`.
-        action: String, `"skip"`, `"stop"` or `"rollback"`. After a spike all updates
-            are left out but with `"skip"`, until the host has stopped or gone back.
+        action: String, `"skip"`, `"stop"` or `"rollback"`. Except with `"skip"`, all
+            updates after a spike are left out until the host has stopped or rolled
+            back.
     """
 
     label = "`SpikeGuard`"
@@ -84,8 +85,8 @@ class StepGuard(StepFeature):
         self.skipped_values = zeros("skipped_values", MOST_LOGGED, 2, dtype="float32")
         # Positions of the variables with the largest gradients, plus one.
         self.largest = zeros("largest", MOST_NAMED)
-        # The last batch of the spike that the host has to act on, or 0, and the number
-        # of its batches.
+        # The last batch of the spike that the host has to act on, or 0; and the number
+        # of batches in its update.
         self.waiting = zeros("waiting")
         self.num_of_update = zeros("num_of_update")
         self.excluded = zeros("excluded", MOST_EXCLUDED)
@@ -107,7 +108,7 @@ class StepGuard(StepFeature):
         return {f"spike_{name}": getattr(self, name) for name in names}
 
     def check(self, optimizer: Any) -> None:
-        """Raise if what compression leaves out of a micro-batch cannot be undone.
+        """Raise if the residuals of compressed micro-batches could not be undone.
 
         Raises:
             ValueError: With sharded accumulators and a compressor with residuals.
@@ -125,14 +126,14 @@ class StepGuard(StepFeature):
             )
 
     def begin(self, *, has_batch: bool) -> None:
-        """Count a batch; leave it out if it is excluded, also before an update."""
+        """Count a batch; mark it as left out if it is excluded, or a spike waits."""
         if not has_batch:
             return
         _set(self.num_batches, read(self.num_batches) + 1)
         _set(self._is_left_out, self._is_excluded() | self._is_waiting())
 
     def _is_excluded(self) -> tf.Tensor:
-        """Return whether training has gone back to leave this batch out."""
+        """Return whether a rollback has excluded this batch."""
         if self.action != "rollback":
             return tf.constant(False)
         return tf.reduce_any(read(self.excluded) == read(self.num_batches))
@@ -148,9 +149,9 @@ class StepGuard(StepFeature):
         divisor: tf.Tensor | None,
         statistics: GradientStatistics,
     ) -> tf.Tensor:
-        """Return whether an update is no spike; record what was decided.
+        """Return whether an update is made, as it is not a spike; record the decision.
 
-        An overflow of the loss scale is no spike: it changes nothing here.
+        An overflow of the loss scale is not a spike, and is not recorded.
         """
         is_finite = statistics.is_finite()
         if self.on == "loss":
@@ -180,7 +181,7 @@ class StepGuard(StepFeature):
         return ~is_left_out
 
     def _median_and_limit(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the median of the window, and the largest value that is no spike."""
+        """Return the median of the window, and the value above which spikes begin."""
         number = read(self.num_values)
         size = tf.minimum(number, self.window)
         values = read(self.values)  # [window]
@@ -200,7 +201,7 @@ class StepGuard(StepFeature):
         _set(self.num_in_a_row, 0)
 
     def _wait(self, totals: Totals) -> None:
-        """Leave out all updates until the host has acted, for a new spike.
+        """Leave out all updates until the host acts, unless this batch is excluded.
 
         Args:
             totals: `Totals` of the update.
@@ -214,7 +215,7 @@ class StepGuard(StepFeature):
 
         Args:
             value: Scalar float32 tensor, the loss or the norm of the gradient.
-            median: Scalar float32 tensor, that of the window.
+            median: Scalar float32 tensor, the median of the window.
         """
         number, batch = read(self.num_skipped), read(self.num_batches)
         place = tf.range(MOST_LOGGED, dtype=number.dtype) == number % MOST_LOGGED
@@ -236,7 +237,7 @@ class StepGuard(StepFeature):
     def around_step(self, model: Any) -> Callable[[], None]:
         """Return a function that undoes a step's other changes if it is left out.
 
-        They are those of metrics, of the statistics of BatchNormalization and of the
+        These are changes of metrics, of the statistics of BatchNormalization and of the
         states of random generators.
         """
         is_left_out = self._is_left_out
@@ -249,7 +250,7 @@ def _median(values: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
 
     Args:
         values: Tensor of shape `[window]`.
-        size: Scalar int tensor, the number of elements; the result is of no use at 0.
+        size: Scalar int tensor, the number of elements; at 0 the result has no meaning.
     """
     is_known = tf.range(values.shape[0], dtype=size.dtype) < size
     ordered = tf.sort(tf.where(is_known, values, float("inf")))

@@ -24,7 +24,7 @@ ROLLBACK = '`SpikeGuard(action="rollback")`'
 
 
 class SpikeRollback(Exception):
-    """Training goes back to the newest backup, and leaves out batches of a spike."""
+    """Raised to roll back to the newest backup, and leave out batches of a spike."""
 
 
 class SpikeGuards(Feature):
@@ -34,7 +34,7 @@ class SpikeGuards(Feature):
         """Remove the guard if this `fit` has no callback for it.
 
         Raises:
-            ValueError: If it is to go back to a backup, and cannot.
+            ValueError: If a guard shall roll back to a backup, and cannot.
         """
         callbacks = fit.arguments.get("callbacks")
         guards = guards_of(callbacks)
@@ -57,8 +57,11 @@ class SpikeGuards(Feature):
         error: Exception,
         stack: contextlib.ExitStack,
     ) -> bool:
-        """Go back to the newest backup after a spike."""
-        # The `fit` whose callback runs this loop recovers.
+        """Prepare `fit` to continue from the newest backup, if a spike has ended it.
+
+        Arguments and result are those of `Feature.recover`.
+        """
+        # The enclosing `fit`, whose callback runs this loop, recovers.
         if not isinstance(error, SpikeRollback) or loops.current() is not None:
             return False
         restart_data(arguments)
@@ -67,7 +70,7 @@ class SpikeGuards(Feature):
 
 
 def _prepare_rollback(fit: Fit) -> None:
-    """Have a state saved before the first step, to which a rollback can go.
+    """Check that a rollback has a backup to return to, and can read the data again.
 
     Raises:
         ValueError: If there are no backups, or the data cannot be read again.

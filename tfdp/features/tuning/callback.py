@@ -370,7 +370,7 @@ def update_steps(model: Any) -> int:
     """
     optimizer: Any = model.optimizer
     plan = getattr(getattr(optimizer, "features", None), "plan", None)
-    if isinstance(plan, dict):  # maps an epoch to micro-batches per update from it on
+    if isinstance(plan, dict):  # from an epoch to micro-batches per update since then
         accumulated = max(plan.values())
     else:
         accumulated = batches_per_update(optimizer)

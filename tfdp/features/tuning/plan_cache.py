@@ -155,7 +155,7 @@ def load_plan(key: str, path: pathlib.Path | None = None) -> KeptPlan | None:
 
 
 def store_plan(key: str, plan: KeptPlan, path: pathlib.Path | None = None) -> bool:
-    """Store a plan in the cache, beside the other entries of the file.
+    """Store a plan in the cache, and keep the other entries of the file.
 
     Args:
         key: String, see `plan_key`.

@@ -25,7 +25,7 @@ MAX_PROPOSALS = 5
 _PARTS = (1, 2, 4, 8, 16, 32)
 # Smallest size of a bucket that is tried.
 _MIN_BUCKET_BYTES = 2**14
-# Size of a smaller first bucket, which is tried beside one of the full size.
+# Size of a smaller first bucket, which is tried in addition to one of the full size.
 _FIRST_BUCKET_BYTES = 2**20
 # Halvings of an interval in a bisection, to a millionth of its length.
 _BISECTIONS = 20

@@ -19,8 +19,8 @@ from tfdp.training.keras_hooks.worker_callbacks import callback_list
 # The speed of a worker is the median of its latest steps, at most the first number of
 # them and at least the second.
 _KEPT_STEPS, _MIN_STEPS = 64, 5
-# Step of the first rebalancing within an epoch, which may last for hours; the following
-# ones come after twice the number of steps each.
+# Step of the first rebalancing, since an epoch may last for hours; each further one is
+# due at twice the step of the previous one.
 _FIRST_STEP = 20
 
 
@@ -49,7 +49,7 @@ class Rebalance(TimedSteps):
         self.meter.start()
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Store a reading, and rebalance if one of the increasing steps is reached."""
+        """Store a reading, and rebalance if that is due at this step."""
         if reading is not None:
             self._readings.append(reading)
         if self.step >= self._due:

@@ -24,10 +24,10 @@ DEFAULT = 0
 # Rounds before each halving, and of the last comparison. The interval of nine ratios
 # leaves out one on either side, and contains the median with a probability of 96 %.
 _ROUNDS, _LAST_ROUNDS = 2, 9
-# Timed steps of a block, and with gradient accumulation the least timed updates.
+# Timed steps of a block, and with gradient accumulation its minimum of timed updates.
 BLOCK_STEPS, _MIN_UPDATES = 20, 5
-# Updates at the start of a block that are not timed: caches hold data of the plan
-# before. In the first block of a plan they also trace it and allocate memory.
+# Updates at the start of a block that are not timed: caches hold data of the previous
+# plan. In the first block of a plan they also trace it and allocate memory.
 _SKIPPED, _SKIPPED_AT_FIRST = 1, 3
 
 
@@ -273,7 +273,7 @@ class Tuner:
         self.outcome = TrialResult(winner, gain, len(self._proposals))
 
     def _proposal(self, plan: int) -> Proposal | None:
-        """Return the proposal of a plan's number, `None` for the default."""
+        """Return the proposal with a plan's number, or `None` for the default."""
         return None if plan == DEFAULT else self._proposals[plan - 1]
 
     def _new_block(self, num_skipped: int) -> _Block:

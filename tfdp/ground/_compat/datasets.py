@@ -41,7 +41,8 @@ DistributedIteratorInterface = distribute_types.DistributedIteratorInterface
 # `Dataset.from_generator`.
 PYTHON_FUNCTIONS = ("PyFunc", "EagerPyFunc")
 _GENERATOR = "GeneratorDataset"
-# The name of a source of elements, and the attributes with its tensors, by class.
+# By class of a source dataset: the method by which users create it, and the names of
+# the attributes with its tensors.
 _SOURCES = {
     "TensorDataset": ("from_tensors", ("_tensors",)),
     "TensorSliceDataset": ("from_tensor_slices", ("_tensors",)),
@@ -123,8 +124,8 @@ def _captured_variants(part: tf.data.Dataset) -> list[tf.Tensor]:
 
 def _names_in_variant(variant: tf.Tensor) -> Iterator[str]:
     """Yield the user's names of the stages of a captured dataset."""
-    # The conversion fails for a variant that is no dataset, and for a dataset that is
-    # too large for a graph.
+    # The conversion fails for a variant that is not a dataset, and for a dataset that
+    # is too large for a graph.
     with contextlib.suppress(tf.errors.OpError):
         text = gen_dataset_ops.dataset_to_graph_v2(variant).numpy()
         yield from _names_in_graph(tf.compat.v1.GraphDef.FromString(text))
@@ -220,7 +221,7 @@ def sources_of(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
 
 
 def shards_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
-    """Return the number of shards and the index of each `Dataset.shard`."""
+    """Return, for each `Dataset.shard` in a dataset, its number of shards and index."""
     return [
         (int(part._num_shards), int(part._index))
         for part in dataset_inputs(dataset)
@@ -315,10 +316,10 @@ def local_element_spec(dataset: Any) -> Any:
 
 
 def without_partial_batches(dataset: Any) -> Any:
-    """Mark a distributed dataset with the same number of batches for each replica.
+    """Stop the workers of a distributed dataset from synchronizing its end, in place.
 
-    By default workers ask each other in every step whether one has data left. If the
-    number of batches is known, they need not ask.
+    By default workers ask each other in every step whether one has data left. If each
+    replica has the same number of batches, they need not ask.
     """
     dataset._enable_get_next_as_optional = False
     return dataset
@@ -368,7 +369,7 @@ def any_has_value(optionals: list[list]) -> tf.Tensor:
 
 
 def values_or_empty(iterator: Any, optionals: list[list]) -> Any:
-    """Return optionals' values as one batch, with empty parts for those without."""
+    """Return the values of optionals as one batch; an empty optional has no rows."""
     workers = iterator._input_workers
     parts = input_lib._get_value_or_dummy(workers, optionals, produce_dummy=True)
     if getattr(iterator, "_replica_order", None) is not None:

@@ -68,7 +68,8 @@ def variable_classes(mapping: dict) -> Iterator[None]:
 def without_tf_config() -> Iterator[None]:
     """Hide `TF_CONFIG` from a strategy of one machine, which ignores it.
 
-    TensorFlow reads it only to log that, and fails to parse an empty one.
+    TensorFlow reads the variable only to log that it is ignored, and fails if it is
+    empty.
     """
     config = os.environ.pop("TF_CONFIG", None)
     try:
@@ -169,9 +170,9 @@ def _create_plain_variable(next_creator: Callable, **kwargs: Any) -> Any:
 
 
 def forget_functions_of_replicas(strategy: Any) -> None:
-    """Trace again each `tf.function` that an eager `strategy.run` has been given.
+    """Have each `tf.function` that an eager `strategy.run` calls be traced again.
 
-    `strategy.run` traces a copy of it, which it keeps. Checked on TensorFlow 2.21.
+    `strategy.run` traces and caches a copy of the function. Checked on TensorFlow 2.21.
     """
     mirrored_run._cfer_fn_cache.pop(strategy, None)
 
@@ -233,16 +234,21 @@ def tensor_on(array: np.ndarray, dtype: tf.DType) -> tf.Tensor:
 
 
 def elements_of(variable: Any, start: int, stop: int) -> Any:
-    """Return a range of elements of a flattened variable or readable, as an array.
+    """Return a range of the flattened elements of a variable, as an array.
 
-    Of a variable on the CPU it is a view. While the view exists, TensorFlow assigns to
-    another buffer. Checked on TensorFlow 2.21.
+    For a variable on the CPU the array is a view. While the view exists, TensorFlow
+    assigns to another buffer. Checked on TensorFlow 2.21.
+
+    Args:
+        variable: Variable, or another object with a method `numpy`.
+        start: Int, index of the first element.
+        stop: Int, one after the index of the last element.
     """
     value = _first_value(variable)
     if not hasattr(value, "read_value"):
         return np.asarray(value.numpy()).ravel()[start:stop]
     with tf.device(value.device):
-        # `read_value` makes a second tensor, by an operation of its own.
+        # `read_value` would add an identity operation, whose result is a second tensor.
         tensor = tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)
         if device_type(value.device) == "CPU":
             return view_of(tensor).reshape(-1)[start:stop]
@@ -262,9 +268,9 @@ def _first_value(variable: Any) -> Any:
 
 
 def sum_of_local_parts(variable: Any, num_replicas: int) -> Any:
-    """Return the sum over all replicas of a variable that each holds a part of.
+    """Return the sum over all replicas of a variable with a part on each replica.
 
-    The parts of other workers are estimated by the mean of the local ones.
+    The parts of other workers are estimated by the mean of the local parts.
     """
     value = variable.value
     if not isinstance(value, values.DistributedVariable):

@@ -64,7 +64,7 @@ def op_position(tensor: tf.Tensor) -> int:
 
 @contextlib.contextmanager
 def ordered_by_itself() -> Iterator[None]:
-    """Order the side effects of one replica independently of other replicas.
+    """Open a context for one replica, whose side effects wait for no other replica.
 
     TensorFlow runs operations with side effects but no resource, such as `Assert`, in
     the order in which they are traced. Replicas are traced one after another, so such

@@ -50,7 +50,7 @@ def build_symbolically(model: Any, data_batch: Any) -> None:
 
 
 def _skip_next_reset(metrics: Any) -> None:
-    """Skip the next reset of metrics, since one device builds them after it."""
+    """Skip the next reset of metrics: on one device Keras builds them after a reset."""
 
     def reset_state() -> None:
         """Leave the metrics as they are, and restore Keras's method."""
@@ -120,7 +120,7 @@ def layers_of(model: Any) -> list:
 
 
 def calls_of(model: Any) -> list[tuple[str, list[str]]]:
-    """Return, for each call in a functional model, its name and its inputs' names."""
+    """Return each call in a functional model: names of the layer and of its inputs."""
     by_depth = getattr(model, "_nodes_by_depth", {})
     return [
         (node.operation.name, [parent.operation.name for parent in node.parent_nodes])
@@ -177,7 +177,7 @@ def replaced_optimizer(model: Any, optimizer: Any) -> Iterator[None]:
 
 
 def backup_without_files(callback: Any, folder: TemporaryDirectory) -> Any:
-    """Return a copy of a `BackupAndRestore` that writes no files beside the weights.
+    """Return a copy of a `BackupAndRestore` that writes no files except for weights.
 
     Its metadata is written to a temporary directory instead.
     """
@@ -186,13 +186,14 @@ def backup_without_files(callback: Any, folder: TemporaryDirectory) -> Any:
     path = os.path.join(folder.name, "training_metadata.json")
     vars(twin).update(
         # The callback creates the backup directory if it does not exist. Two workers
-        # that do so at the same time would collide, so this one uses its own.
+        # that create one directory at the same time would collide, so that each copy
+        # has a separate directory.
         backup_dir=folder.name,
         _training_metadata_path=path,
         _prev_training_metadata_path=f"{path}.bkp",
         double_checkpoint=False,
         delete_checkpoint=False,
-        _tfdp_folder=folder,  # lives as long as the callback
+        _tfdp_folder=folder,  # the folder lives as long as the callback
     )
     return twin
 

@@ -117,12 +117,15 @@ def uses_weight_decay(optimizer: Any, variable: Any) -> bool:
 
 
 def drop_missing_gradients(optimizer: Any, gradients: list, variables: list) -> tuple:
-    """Drop variables without gradients, with a warning; raise if none has one."""
+    """Return gradients and variables without those whose gradient is `None`.
+
+    Keras warns of the dropped variables, and raises if no gradient is left.
+    """
     return optimizer._filter_empty_gradients(gradients, variables)
 
 
 def overwrite_by_gradients(optimizer: Any, gradients: list, variables: list) -> tuple:
-    """Assign the gradients of float8 scales to them; return the other ones."""
+    """Assign their gradients to float8 scales; return other gradients and variables."""
     return optimizer._overwrite_variables_directly_with_gradients(gradients, variables)
 
 
@@ -145,7 +148,7 @@ def update_variables(
 
 
 def count_update(optimizer: Any, count: Any) -> None:
-    """Add to an optimizer's counter of updates."""
+    """Add a number or a tensor to an optimizer's counter of updates."""
     optimizer._iterations.assign_add(count)
 
 

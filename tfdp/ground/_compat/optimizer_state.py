@@ -65,7 +65,7 @@ def accumulators_of(optimizer: Any) -> list:
 
 
 def micro_batch_counter(optimizer: Any) -> Any:
-    """Return an optimizer's counter, of micro-batches if it accumulates."""
+    """Return an optimizer's counter: of updates, or of micro-batches to accumulate."""
     return optimizer._iterations
 
 
@@ -171,7 +171,8 @@ def built_without_memory(optimizer: Any, variables: list) -> Any:
 
 def copy_of(variable: Any) -> Any:
     """Return a copy of a Keras variable, in the active scope and on its device."""
-    # Weight decay is excluded by the name of the `tf.Variable`.
+    # The copy keeps the name of the `tf.Variable`: Keras excludes variables from weight
+    # decay by their names.
     copy = keras.Variable(
         variable.value.read_value(), dtype=variable.dtype, name=variable.name
     )

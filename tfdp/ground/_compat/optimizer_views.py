@@ -18,8 +18,9 @@ from tfdp.ground._compat.distribute import local_part, outside_strategies
 def stand_in(optimizer: Any, **attributes: Any) -> Any:
     """Return a shallow copy of an optimizer with some other attributes.
 
-    Keras's update reads the learning rate and the slots from the optimizer itself. A
-    stand-in gives one update other ones, without a change of the user's optimizer.
+    Keras's update reads the learning rate and the slots from the optimizer itself. By a
+    stand-in one update gets another rate or other slots, and the user's optimizer does
+    not change.
     """
     copy = object.__new__(type(optimizer))
     vars(copy).update(vars(optimizer))
@@ -115,7 +116,7 @@ def share_state(clone: Any, optimizer: Any) -> None:
 
 
 def copy_exclusions(optimizer: Any, clone: Any) -> None:
-    """Exclude the variables from weight decay that an optimizer excludes."""
+    """Exclude from a clone's weight decay the variables that an optimizer excludes."""
     for name in vars(optimizer):
         if name.startswith("_exclude_from_weight"):
             vars(clone)[name] = vars(optimizer)[name]

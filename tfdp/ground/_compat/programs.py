@@ -77,7 +77,7 @@ def marked(tensor: tf.Tensor, marker: str) -> tf.Tensor:
 
 
 def marker_of(op: tf.Operation) -> str:
-    """Return the marker of an identity operation, or `""` for any other one."""
+    """Return the marker of an operation that `marked` created, or else `""`."""
     try:
         marker = op.get_attr(_MARKER)
     except ValueError:

@@ -27,7 +27,8 @@ def is_deterministic() -> bool:
 
 def random_state() -> str:
     """Return the state that TensorFlow's unseeded operations draw their seeds from."""
-    rng = getattr(context.context(), "_rng", None)  # exists after set_random_seed
+    # The attribute `_rng` exists after a call of `tf.random.set_seed`.
+    rng = getattr(context.context(), "_rng", None)
     return repr((context.global_seed(), rng.getstate() if rng else None))
 
 
@@ -51,7 +52,8 @@ def global_seed() -> int | None:
 
 def tensorflow_random_state() -> dict[str, Any]:
     """Return TensorFlow's global seed and the states of its generators, for JSON."""
-    rng = getattr(context.context(), "_rng", None)  # exists after set_random_seed
+    # The attribute `_rng` exists after a call of `tf.random.set_seed`.
+    rng = getattr(context.context(), "_rng", None)
     generator = getattr(stateful_random_ops, "global_generator", None)
     seed = context.global_seed()
     return {
@@ -87,7 +89,10 @@ def set_keras_global_seed(seed: int) -> None:
 
 
 def keras_seed_state() -> list[int] | None:
-    """Return the state of the generator of layers without a seed, or `None`."""
+    """Return the state of the generator from which layers without a seed draw.
+
+    It is `None` as long as Keras has not created the generator.
+    """
     generator = global_state.get_global_attribute(_SEED_GENERATOR)
     return None if generator is None else np.asarray(generator.state.numpy()).tolist()
 

@@ -122,11 +122,14 @@ def set_value_of(variable: Any, value: Any) -> None:
 
 
 def create_value_again(variable: Any, like: tf.Variable) -> None:
-    """Replace the variable on replicas of a Keras variable by a new one, with zeros.
+    """Replace the value of a Keras variable by new `tf.Variable`s of zeros.
+
+    Each replica gets one. The caller has entered the scope of the strategy.
 
     Args:
-        variable: Keras variable. The strategy's scope is open.
-        like: `tf.Variable` with the name and the identity, see `variable_like`.
+        variable: Keras variable.
+        like: `tf.Variable` with the name scope and identity of the new ones. Keras's
+            optimizers find the variable by this identity.
     """
     scope, _, _ = like.name.rpartition("/")
     with tf.name_scope(f"{scope}/") if scope else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""Activities of this process beside steps, such as evaluation, and their observers."""
+"""Activities of this process other than training steps, and their observers."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class BatchWeight:
 
 
 def use(value: BatchWeight | None) -> contextlib.AbstractContextManager[None]:
-    """Set the weight of this thread's replica inside a context."""
+    """Return a context in which this thread's replica has a weight, or `None`."""
     return step_context.using(batch_weight=value)
 
 

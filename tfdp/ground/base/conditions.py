@@ -12,12 +12,13 @@ def run_if(
     action: Callable[[], None],
     otherwise: Callable[[], None] | None = None,
 ) -> None:
-    """Run an action if a predicate holds, at trace time if that is a Python bool.
+    """Run an action if a predicate is true, in a graph by `tf.cond`.
 
     Args:
-        predicate: Scalar bool tensor, or bool.
-        action: Callable, run if it is true.
-        otherwise: Callable, run if it is false, or `None`. Defaults to `None`.
+        predicate: Scalar bool tensor; or bool, which is evaluated at trace time.
+        action: Callable, run if the predicate is true.
+        otherwise: Callable, run if the predicate is false, or `None`. Defaults to
+            `None`.
     """
     if isinstance(predicate, bool):
         branch = action if predicate else otherwise

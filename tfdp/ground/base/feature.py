@@ -95,7 +95,7 @@ class Feature:
         error: Exception,
         stack: contextlib.ExitStack,
     ) -> bool:
-        """Prepare to run a loop again after an error; `fit` from its newest backup.
+        """Prepare to repeat a loop after an error; `fit` resumes from its last backup.
 
         Args:
             name: String, `"fit"`, `"evaluate"` or `"predict"`.
@@ -105,7 +105,8 @@ class Feature:
             stack: `contextlib.ExitStack`, closed at the end of the call.
 
         Returns:
-            Bool, whether the loop runs again; if not, the error is raised.
+            Bool, whether the loop is repeated. If no feature returns `True`, the error
+            is raised.
         """
         return False
 

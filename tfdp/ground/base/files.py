@@ -19,8 +19,8 @@ from tfdp.ground.text import pluralize
 _READ_FLAGS = os.O_RDONLY
 for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"):
     _READ_FLAGS |= getattr(os, _flag, 0)
-# Characters of a temporary file's name, at most. File systems allow 255 bytes, and a
-# character may take several bytes in UTF-8.
+# Largest number of characters of a temporary file's name. File systems allow 255 bytes,
+# and a character may take several bytes in UTF-8.
 _MAX_NAME_CHARACTERS = 200
 
 
@@ -64,7 +64,7 @@ def replaced(
         remove_left_over(os.path.dirname(target) or ".")
         temporary = _temporary_path_beside(target)
     elif os.path.lexists(temporary):
-        _remove(temporary)  # left by a killed process, or a link to another place
+        _remove(temporary)  # the file of a killed process, or a link to another place
     try:
         yield temporary
         if os.path.isdir(temporary):
@@ -177,7 +177,8 @@ def sync_folder(path: str | os.PathLike) -> None:
     try:
         os.fsync(number)
     except OSError as error:
-        # Both codes are those of a file system that cannot sync folders.
+        # `EINVAL` and `ENOTSUP` are the errors of a file system that cannot sync
+        # folders.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

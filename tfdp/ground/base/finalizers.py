@@ -17,8 +17,8 @@ from typing import Any
 from tfdp.ground import forks
 from tfdp.ground.base.threads import start_thread
 
-# Seconds that the exit of the process waits for pending finalizers, at most: TensorFlow
-# may take a minute to delete an iterator.
+# Longest time, in seconds, that the exit of the process waits for pending finalizers:
+# TensorFlow may take a minute to delete an iterator.
 _LONGEST_SECONDS = 90.0
 
 
@@ -70,7 +70,7 @@ class FinalizerThread:
         return forks.finalize(owned_by, self._calls.put, (function, args, kwargs))
 
     def _reset(self) -> None:
-        """Begin without a thread and pending calls, as in a forked process."""
+        """Begin without thread and pending calls, at first and in a forked process."""
         self._lock = threading.Lock()
         # Garbage collection may call `put` during another `put` of the same thread.
         # `SimpleQueue` allows that.
@@ -79,7 +79,7 @@ class FinalizerThread:
 
     def _finish(self, thread: threading.Thread) -> None:
         """Wait for the thread's pending calls, when the process exits."""
-        # In a process that was forked after the start, the thread is another one.
+        # A process that was forked after the start does not have the parent's thread.
         if thread is self._thread:
             self._calls.put(None)
             thread.join(_LONGEST_SECONDS)

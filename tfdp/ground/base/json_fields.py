@@ -21,8 +21,8 @@ def from_fields(kind: type[_T], content: Mapping[str, Any]) -> _T:
 
     Raises:
         KeyError: If a field is missing.
-        TypeError: If a value has another type, or is no finite number.
-        ValueError: If a key of a dict is no int.
+        TypeError: If a value has another type, or is not a finite number.
+        ValueError: If a key of a dict is not an int.
 
     Example:
 
@@ -60,7 +60,7 @@ def _value_of(hint: Any, value: Any) -> Any:
     kinds = arguments or (hint,)
     if type(value) is int and float in kinds:
         value = float(value)
-    # Exact types, since a bool is an int, too.
+    # Types are compared exactly, since a bool is an int, too.
     if type(value) not in kinds or (type(value) is float and not math.isfinite(value)):
         raise TypeError(value)
     return value

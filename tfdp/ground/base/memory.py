@@ -21,7 +21,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class _Names(NamedTuple):
-    """Names of a cgroup's files, and what its statistics begin with."""
+    """Names of a cgroup's files, and the prefix of the names in its statistics."""
 
     limit: str
     used: str
@@ -33,7 +33,9 @@ _V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 def free_bytes() -> int:
-    """Return the free bytes of the host, or below a limit of container or process.
+    """Return the bytes of memory that this process may still use.
+
+    They are the free bytes of the host, or fewer by limits of container and process.
 
     Example:
 
@@ -60,7 +62,7 @@ def free_in_container() -> float:
 
 
 def reset_peak() -> bool:
-    """Begin to measure the peak of this process's memory; return whether it can be.
+    """Begin to measure the peak of this process's memory; `False` if that fails.
 
     Source: proc(5), `/proc/pid/clear_refs`.
     """
@@ -105,9 +107,9 @@ def free_of_process() -> float:
 
 
 def _cgroups() -> Iterator[tuple[Path, _Names]]:
-    """Yield the memory cgroups that this process is in, each in that before.
+    """Yield the folders of this process's memory cgroups, each inside the previous one.
 
-    In a container the folder may be that of the container itself.
+    In a container the first folder may be that of the container's own cgroup.
     """
     with contextlib.suppress(OSError):
         for line in (_PROCESS / "cgroup").read_text().splitlines():

@@ -14,7 +14,8 @@ ENDED = frozenset("ZXx")
 class ProcessIdentity:
     """Identity of a process, unique among all processes of a machine since its boot.
 
-    An open port is no proof of a running process: a forked process may hold it.
+    An open port does not prove that a process runs: its forked process may have the
+    port.
 
     Args:
         machine: String with the boot of the kernel, the namespace of process ids and

@@ -54,8 +54,8 @@ class ProgramTrace:
     def __init__(self, graph: Any) -> None:
         self.graph = graph
         self.effects: dict[Any, list[Effect]] = {}
-        # Functions by which each replica reads its own value, by the `id` of the
-        # placeholder for it.
+        # Functions by which each replica reads a value, by the `id` of the placeholder
+        # that stands for the value in the program.
         self.reads: dict[int, Callable[[], tf.Tensor]] = {}
         # The tensors that gradients are taken of.
         self.losses: list[Any] = []
@@ -100,7 +100,7 @@ class ProgramTrace:
         return tensor
 
     def note_assigned(self, variable: Any) -> None:
-        """Record that the step has assigned a mirrored variable."""
+        """Handle the step's assignment to a mirrored variable: here, do nothing."""
 
     def template_of(self, op: Any, make: Callable[[Any], Any]) -> Any:
         """Return the template that `make` creates for an operation, cached."""
@@ -159,5 +159,5 @@ def traced() -> ProgramTrace | None:
 
 
 def tracing(trace: ProgramTrace | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which this thread traces a program, or none."""
+    """Return a context in which this thread traces a program, or none for `None`."""
     return step_context.using(trace=trace)

@@ -19,7 +19,7 @@ def seed() -> int | None:
 
 
 def set_seed(value: int) -> None:
-    """Set a global seed for operations without a seed of their own.
+    """Set TensorFlow's global seed as the stand-in, for operations without a seed.
 
     Args:
         value: Int, the seed.

@@ -20,7 +20,7 @@ import uuid
 from tfdp.ground.base.process_identity import ENDED, machine, state_and_start
 from tfdp.ground.forks import TemporaryDirectory
 
-# The form of a name: `tfdp-`, purpose, host, process, start of the process, suffix.
+# Parts of a temporary name: `tfdp-`, purpose, host, process, its start, suffix.
 _NAME = re.compile(r"\.?tfdp-[a-z]+-([0-9a-f]{8})-([0-9]+)-([0-9]+)-.+")
 # Seconds since the last change after which a file of another host counts as left over:
 # a file that is still being written changes more often.
@@ -90,7 +90,7 @@ def remove_left_over(folder: str | os.PathLike) -> None:
     with contextlib.suppress(OSError), os.scandir(os.fspath(folder)) as entries:
         for entry in entries:
             if _NAME.fullmatch(entry.name):
-                with contextlib.suppress(OSError):  # another process has removed it
+                with contextlib.suppress(OSError):  # another process removed the file
                     _remove_if_left_over(entry)
 
 

@@ -15,9 +15,9 @@ import tensorflow as tf
 from tfdp.ground import _compat
 from tfdp.ground.base import loops, step_context
 
-# Values for unknown dimensions in the check of a function. Tried in this order until
-# the model accepts one. A model with many strides needs large images, and a model that
-# halves and doubles them, or folds axes, needs multiples.
+# Values for unknown dimensions in the check of a function. The check tries them in this
+# order until the model accepts one. A model with many strides needs large images, and a
+# model that halves and doubles images, or folds axes, needs multiples.
 _TRIED_SIZES = (16, 96, 224, 512)
 # The part of TensorFlow's error with the type and name of an unsupported operation.
 _LACKS = re.compile(r": (\w+) \(No registered .*?\{\{node ([^}]*)\}\}", re.DOTALL)
@@ -28,7 +28,7 @@ class CannotCompileError(Exception):
 
 
 def is_wanted() -> bool:
-    """Return whether XLA shall compile the current step and is not tracing it yet.
+    """Return whether XLA is to compile the current step, and does not trace it yet.
 
     A model that is not built, as in `predict` without `fit`, creates its variables in
     the first trace, which XLA cannot compile; the next trace is compiled.

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-# The number of buckets of a step to aim for, and the smallest bucket, in bytes: for
-# fewer bytes, launching a collective takes longer than moving them.
+# The wanted number of buckets of a step, and the smallest bucket in bytes: launching a
+# collective takes longer than moving fewer bytes.
 _WANTED_BUCKETS = 8
 _LEAST_BUCKET_BYTES = 2**20
 

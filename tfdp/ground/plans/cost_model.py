@@ -154,7 +154,7 @@ def choose(
 
 
 def num_serial_messages(transfer: Transfer, links: Links) -> int:
-    """Return the number of a transfer's messages that are serial inside a node.
+    """Return how many messages of a transfer follow one another inside a node.
 
     Args:
         transfer: `Transfer`.

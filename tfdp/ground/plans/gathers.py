@@ -111,7 +111,7 @@ class StepGathers:
         return tuple(g for g in self.gathers if g.is_large(self.rows))
 
     def __str__(self) -> str:
-        """Return a line for each gather, as `Gather.describe` has it."""
+        """Return a line for each gather, as `Gather.describe` formats it."""
         return "\n".join(f"  {g.describe(self.rows)}" for g in self.gathers)
 
     @property
@@ -121,7 +121,7 @@ class StepGathers:
         return max(known, key=lambda pair: pair[0], default=None)
 
     def describe(self, gathers: Sequence[Gather]) -> str:
-        """Describe the largest of some gathers, in order of size."""
+        """Describe the three largest of some gathers, and count the others."""
         ordered = sorted(
             gathers, key=lambda g: g.num_bytes(self.rows or 1) or 0, reverse=True
         )

@@ -118,7 +118,7 @@ class ShardPlan:
         return self.owners is not None
 
     def owned(self, owner: int) -> tuple[int, ...]:
-        """Return the positions of the variables that an owner holds."""
+        """Return positions of an owner's variables; none in plans of element shards."""
         owners = self.owners or ()
         return tuple(
             index for index, its_owner in enumerate(owners) if its_owner == owner

@@ -100,7 +100,7 @@ class Transfer:
     repeats: int = 1
 
 
-# The cache serves plans, which ask for the same transfers for each bucket.
+# The result is cached because plans need the same transfers for each bucket.
 @functools.lru_cache(maxsize=256)
 def transfers_of(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ...]:
     """Return the transfers of one all-reduce, in order.

@@ -89,7 +89,11 @@ DEFAULT_UNITS = UnitOptions()
 
 
 def groups_of(gather_groups: Sequence[str], units: Sequence[str] | None) -> Any:
-    """Return `gather_groups`, or `units`, its deprecated name, with a warning."""
+    """Return `gather_groups`; or `units`, its deprecated name, with a warning.
+
+    Raises:
+        ValueError: If both are given.
+    """
     if units is None:
         return gather_groups
     if gather_groups:
@@ -124,7 +128,9 @@ def equal_ranges(size: int, num_owners: int) -> Ranges:
 
 
 def range_of_owner(size: int, num_owners: int, owner: int) -> Ranges:
-    """Return ranges with all elements of a parameter at one owner.
+    """Return ranges that give all elements of a parameter to one owner.
+
+    Arguments are those of `equal_ranges`, and the rank of the owner.
 
     Example:
 

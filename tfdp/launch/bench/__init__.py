@@ -1,12 +1,12 @@
 """Benchmarks of `tfdp bench`: paired ratios of sides that alternate on one machine.
 
-A side is a group of worker processes. An arm is one measured variant of a side. A turn
-or block of an arm is a number of steps that run without interruption.
+A side is a group of worker processes, which run one or several measured variants
+(`Arm`). A block, or turn, is a number of steps of a variant, without interruption.
 
 The engine, in reading order, which `tools/bench` uses too:
 
-- `sides`: the driver. A `Side` starts worker processes; `alternate` runs the arms of
-  all sides block by block; `Ratio` is a paired ratio with its interval.
+- `sides`: the driver. A `Side` starts worker processes; `alternate` runs the variants
+  of all sides block by block; `Ratio` is a paired ratio with its interval.
 - `channel`: the worker's end of the pipe to the driver, and its timer.
 - `replicas`: local workers, or the cluster of this process, and the checks of both.
 - `machine`, `output`: the machine and versions; the report as table, JSON and plot.

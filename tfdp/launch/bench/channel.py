@@ -1,6 +1,6 @@
 """The worker's end of a benchmark's pipe: orders arrive on stdin as lines of JSON.
 
-An order names an arm, and the number of steps to run.
+An order names a measured variant, and the number of steps to run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 
 class Arms(Protocol):
-    """Mapping, such as a dict, from names to arms: the measured variants."""
+    """Mapping, such as a dict, from names to measured variants."""
 
     def __getitem__(self, name: str, /) -> Arm: ...
 
@@ -70,7 +70,7 @@ def work(make_arms: Callable[[dict[str, Any]], Arms]) -> None:
 
     Args:
         make_arms: Callable that maps the worker's setup, a dict from the driver, to
-            `Arms`.
+            `Arms`, its measured variants by name.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -93,13 +93,12 @@ def timed(
     barrier: Callable[[], Any] | None = None,
     finish: Callable[[Any], Any] = lambda tensor: tensor.numpy(),
 ) -> Arm:
-    """Return an arm that measures the seconds per call of a function.
+    """Return a measured variant: it calls a function, and returns seconds per call.
 
-    An arm is a callable that runs a number of steps. The last result is read within
-    the measured time, so that no work is pending. One call before the first is not
-    timed: it waits until all workers have received their orders, and refills caches
-    that other processes have used. Where a call takes too long for that, a barrier only
-    synchronizes the workers.
+    The last result is read within the measured time, so that no work is pending. One
+    call before the first is not timed: it waits until all workers have received their
+    orders, and refills caches that other processes have used. `barrier` replaces this
+    call for functions that take too long.
 
     Args:
         function: Callable that returns a tensor.

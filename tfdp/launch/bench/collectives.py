@@ -25,7 +25,7 @@ from tfdp.launch.bench.sides import Runner, alternate_for
 
 # Bytes of an element by type.
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
-# Duration of a block of the slowest algorithm.
+# Duration of a block of the slowest algorithm; the others run as many calls.
 _BLOCK_SECONDS = 0.1
 _WORKER = "tfdp.launch.bench.collectives_worker"
 COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -72,7 +72,7 @@ class Settings(ReplicaSettings):
 
     @property
     def worker_setup(self) -> dict[str, Any]:
-        """Dict, the setup that each worker receives."""
+        """Dict for each worker: its strategy, devices, communication and dtype."""
         setup = {"dtype": self.dtype, "communication": {"node_size": self.node_size}}
         return {**super().worker_setup, **setup}
 
@@ -122,8 +122,8 @@ def measure(
         on_turn: Callable, called after each block. Defaults to nothing.
 
     Returns:
-        Tuple of the rows of the table, and a dict from the name of an arm to the
-        seconds per call in each of its blocks.
+        Tuple of the rows of the table, and a dict from the name of a measured variant,
+        `collective/algorithm/bytes`, to the seconds per call in each of its blocks.
     """
     rows: list[Row] = []
     all_times: dict[str, list[float]] = {}
@@ -185,7 +185,7 @@ def _algorithms(settings: Settings, collective: str) -> Sequence[str]:
 
 
 def run(settings: Settings, files: output.Files) -> int:
-    """Measure, print the table and write the files.
+    """Measure the collectives, print the table, and write the files of results.
 
     Args:
         settings: `Settings` of the run.

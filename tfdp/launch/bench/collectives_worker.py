@@ -21,14 +21,14 @@ from tfdp.launch.bench.nccl_tests import (
 from tfdp.launch.bench.training import make_strategy, timed
 from tfdp.training.reduction.algorithm_selector import AlgorithmChoice
 
-# Prefix of the name of an arm that checks results.
+# Prefix of the name of a variant that checks results.
 _CHECK = "check "
 
 
 class CollectiveArms:
-    """Measured variants, or arms, of all collectives by name, created on first use.
+    """Mapping of the measured variants of all collectives, created on first use.
 
-    The arm `all_reduce/ring/4096` returns the seconds of one call;
+    The variant `all_reduce/ring/4096` returns the seconds of one call;
     `check all_reduce/ring/4096` returns the number of wrong elements on the local
     replicas, and `backend` returns the name of the communication backend.
 
@@ -40,7 +40,7 @@ class CollectiveArms:
     def __init__(self, strategy: Any, dtype: str) -> None:
         self.strategy = strategy
         self._group, self._dtype = strategy.extended.group, tf.as_dtype(dtype)
-        # Cases are grouped by collective and size, whose algorithms alternate.
+        # Cases of one collective and size exist together: their algorithms alternate.
         self._cases = OnDemand(self._make, lambda n: (n.split("/")[0], n.split("/")[2]))
 
     def __getitem__(self, name: str) -> Arm:
@@ -50,7 +50,7 @@ class CollectiveArms:
         return case.num_wrong if name.startswith(_CHECK) else case.seconds
 
     def _make(self, name: str) -> _Case:
-        """Create the case of an arm named `collective/algorithm/bytes`."""
+        """Create the case of a variant named `collective/algorithm/bytes`."""
         collective, algorithm, size = name.split("/")
         length = int(size) // self._dtype.size
         if collective == "all_gather":
@@ -93,7 +93,7 @@ class _Case:
 
         @tf.function(autograph=False)
         def step() -> tuple[tf.Tensor, list[tf.Tensor]]:
-            """Return one element of each local result, stacked, and the results."""
+            """Run the collective; return the first elements of the results, and all."""
             results = []
             for replica, device in enumerate(group.devices):
                 with tf.device(device):
@@ -109,7 +109,7 @@ class _Case:
         """Run the collective once, and count wrong elements on the local replicas.
 
         Args:
-            steps: Int, not used: each arm takes a number of steps.
+            steps: Int, not used: every measured variant takes a number of steps.
         """
         del steps
         group, wrong = self._group, 0

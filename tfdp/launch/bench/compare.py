@@ -27,11 +27,11 @@ from tfdp.launch.bench.sides import Ratio, alternate_for, paired_ratio, started
 if TYPE_CHECKING:  # matplotlib is an optional dependency
     from matplotlib.axes import Axes
 
-# Duration of a block of the slowest set-up.
+# Duration of a block of the slowest set-up; the others run as many steps.
 _BLOCK_SECONDS = 0.4
 # The set-ups of tfdp, with their names in headings.
 OURS = {DEVICES: "devices", WORKERS: "processes"}
-# Seconds per step of each block, by `side/arm`.
+# Seconds per step of each block, by `side/variant`.
 Times = dict[str, list[float]]
 
 
@@ -62,7 +62,7 @@ class Settings(ModelSettings):
 
 
 def run(settings: Settings, files: output.Files) -> None:
-    """Measure, print the table and write the files.
+    """Time the steps of all set-ups, print the table, and write the files of results.
 
     Args:
         settings: `Settings` of the run.
@@ -112,7 +112,7 @@ def run(settings: Settings, files: output.Files) -> None:
 def _measure(
     settings: Settings, group: Sequence[SetUp], on_turn: Callable[[], Any]
 ) -> Times:
-    """Run the processes of a group of set-ups, whose arms alternate.
+    """Run the processes of a group of set-ups, whose variants alternate.
 
     Args:
         settings: `Settings` of the run.
@@ -120,7 +120,7 @@ def _measure(
         on_turn: Callable, called after each block.
 
     Returns:
-        Dict from `side/arm` to seconds per step, block by block.
+        Dict from `side/variant` to seconds per step, block by block.
     """
     sides = {
         set_up: set_up.side(
@@ -154,7 +154,7 @@ def _title(settings: Settings) -> str:
 
 
 def _notes(settings: Settings, *, has_torch: bool) -> list[str]:
-    """Return the notes below the table."""
+    """Return the notes below the table: what was measured, and what was tuned."""
     threads = pluralize(settings.num_threads, "thread")
     notes = [
         f"A step with SGD, {pluralize(settings.batch_size, 'sample')} for each of "
@@ -210,7 +210,7 @@ class Row:
 def rows_of(
     model: str, set_ups: Sequence[SetUp], times: Times, global_batch_size: int
 ) -> list[Row]:
-    """Return the rows of one model.
+    """Return the rows of the table for one model, one for each set-up.
 
     The fastest tuned variant is chosen by every other block and compared by the
     remaining blocks: the best of several noisy medians would look faster than it is.
@@ -218,7 +218,7 @@ def rows_of(
     Args:
         model: String, name of the model.
         set_ups: Sequence of `SetUp`, the measured set-ups.
-        times: Dict from `side/arm` to seconds per step, block by block.
+        times: Dict from `side/variant` to seconds per step, block by block.
         global_batch_size: Int, number of samples of a step.
 
     Returns:
@@ -263,7 +263,7 @@ def _fastest(model: str, set_up: SetUp, times: Times) -> str:
     Args:
         model: String, name of the model.
         set_up: `SetUp` whose variants were measured.
-        times: Dict from `side/arm` to seconds per step, block by block.
+        times: Dict from `side/variant` to seconds per step, block by block.
     """
     medians = {
         choice: statistics.median(times[set_up.key(model, choice)][::2])
@@ -273,9 +273,10 @@ def _fastest(model: str, set_up: SetUp, times: Times) -> str:
 
 
 def _compared(set_up: SetUp, seconds: list[float]) -> list[float]:
-    """Return the seconds per step of the blocks that did not choose a variant.
+    """Return the seconds per step of the blocks that are compared with other set-ups.
 
-    With defaults there is no choice, and all blocks are compared.
+    The other blocks have chosen the tuned variant. With defaults there is no choice,
+    and all blocks are compared.
 
     Args:
         set_up: `SetUp` that was measured.
@@ -319,7 +320,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def plot(title: str, rows: Sequence[Row], caption: str, path: Path) -> None:
-    """Plot the ratios with their intervals, in one panel for each set-up of tfdp.
+    """Plot tfdp's speed relative to each rival, one panel for each set-up of tfdp.
 
     Args:
         title: String, title of the plot.
@@ -350,7 +351,7 @@ def plot(title: str, rows: Sequence[Row], caption: str, path: Path) -> None:
 
 
 def _draw(axes: Axes, ratios: list[Ratio], label: str, place: tuple[int, int]) -> None:
-    """Draw the bars of one rival, beside those of the others.
+    """Draw the bars of one rival, next to those of the others.
 
     Args:
         axes: The axes to draw on.

@@ -1,4 +1,4 @@
-"""Set-ups that `tfdp bench compare` measures: their processes and arms."""
+"""Set-ups that `tfdp bench compare` measures: their processes and variants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfdp.launch.bench.sides import Side
 
 DEFAULTS, TUNED = "defaults", "tuned"
 DEVICES, WORKERS, PLAIN, STOCK, DDP = "devices", "workers", "plain", "stock", "ddp"
-# Name of the arm in which the processes of a set-up do not communicate.
+# Name of the variant in which the processes of a set-up do not communicate.
 ALONE = "no communication"
 # Pack sizes, in MiB, that are tried for the stock strategy.
 PACKS_MB = (1, 4, 25)
@@ -26,7 +26,7 @@ _KEPT_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": _GIBIBYTE,
 }
 _FIT: dict[str, Any] = {"fit": True}
-# Variants that are tried to tune each kind of set-up: settings of an arm by name.
+# Variants that are tried to tune each kind of set-up, with the settings of each.
 _CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     DEVICES: {"no XLA": _FIT, "jit_compile=True": {**_FIT, "jit_compile": True}},
     STOCK: {f"packs of {mb} MB": {"pack_bytes": mb * 2**20} for mb in PACKS_MB},
@@ -38,12 +38,12 @@ _DEFAULTS = {kind: {} if kind in (STOCK, DDP) else _FIT for kind in _CHOICES}
 
 @dataclasses.dataclass(frozen=True)
 class SetUp:
-    """Processes that train with the same settings.
+    """A set-up to compare: processes that train with the same settings.
 
     Args:
         kind: String, `DEVICES`, `WORKERS`, `PLAIN`, `STOCK` or `DDP`.
         tuning: String, `DEFAULTS` or `TUNED`.
-        num_workers: Int, number of replicas of each set-up but `PLAIN`.
+        num_workers: Int, number of replicas of each set-up except `PLAIN`.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class SetUp:
 
     @property
     def choices(self) -> Mapping[str, Mapping[str, Any]]:
-        """Mapping from the name of a variant to the settings of its arm.
+        """Mapping from the name of each variant with communication to its settings.
 
         The name is `""` where there is one variant only.
         """
@@ -74,9 +74,9 @@ class SetUp:
 
     @property
     def arms(self) -> dict[str, dict[str, Any]]:
-        """Dict of the settings of each arm, or measured variant, but its model.
+        """Dict of the settings of each measured variant, except model and batch size.
 
-        A key is the part of the arm's name after the model's name.
+        A key is the part of the variant's name after the model's name.
         """
         arms = {
             f", {choice}" if choice else "": dict(arm_settings)
@@ -84,14 +84,14 @@ class SetUp:
         }
         if self.kind in (DEVICES, PLAIN):
             return arms
-        # The stock strategy computes the same with packs of any size, so that one arm
-        # without communication is enough.
+        # The stock strategy computes the same with packs of any size, so that one
+        # variant without communication is enough.
         names = list(arms)[:1] if self.kind == STOCK else list(arms)
         alone = {f"{name}, {ALONE}": {**arms[name], "alone": True} for name in names}
         return arms | alone
 
     def key(self, model: str, choice: str) -> str:
-        """Return the key of an arm's times, `side/arm`.
+        """Return the key of a variant's times, `side/variant`.
 
         Args:
             model: String, name of the model.
@@ -101,10 +101,10 @@ class SetUp:
         return f"{self.kind}, {self.tuning}/{arm}"
 
     def key_alone(self, model: str, choice: str) -> str | None:
-        """Return the key of the step without communication.
+        """Return the key of a variant's times without communication.
 
-        It is `None` for a set-up that never communicates. Devices of one process
-        compute the same as workers, whose times are used for them.
+        It is `None` for a set-up that never communicates. For devices of one process
+        it is the key of workers, which compute the same.
 
         Args:
             model: String, name of the model.

@@ -138,7 +138,7 @@ class Clock(keras.callbacks.Callback):
         self.times: list[float] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Record the end of a step."""
+        """Record the time at which a step ends."""
         self.times.append(time.perf_counter())
 
     @property

@@ -27,8 +27,8 @@ class Model:
 
     Args:
         family: String, `"mlp"` (two hidden layers), `"cnn"` (three stages of two
-            3 x 3 convolutions; each stage has twice the channels of the one before) or
-            `"transformer"` (pre-norm blocks on characters).
+            3 x 3 convolutions; each stage has twice the channels of the previous one)
+            or `"transformer"` (pre-norm blocks on characters).
         width: Int, units of a hidden layer, channels of the first stage, or size of
             the embeddings.
         num_blocks: Int, number of blocks of a transformer. Defaults to `4`.
@@ -65,8 +65,8 @@ class Model:
                 for num_inputs, num_outputs in stages
             )
             return convolutions + (inputs[-1] + 1) * NUM_CLASSES
-        # Two norms, attention (query, key, value, output), and two dense layers. The
-        # ends are the embeddings, the last norm and the linear head.
+        # A block has two norms, attention (query, key, value, output), and two dense
+        # layers. The ends are the embeddings, the last norm and the linear head.
         block = 4 * width + 4 * (width + 1) * width + 8 * width * width + 5 * width
         ends = (VOCABULARY + CONTEXT) * width + 2 * width + (width + 1) * VOCABULARY
         return self.num_blocks * block + ends
@@ -131,7 +131,7 @@ def model_of_size(family: str, millions: float) -> Model:
 class ModelSettings:
     """Base class of settings of a benchmark that trains models of one family.
 
-    It is no dataclass, so that each benchmark orders its own fields.
+    It is not a dataclass, so that each benchmark orders its own fields.
     """
 
     family: str

@@ -8,9 +8,9 @@ import numpy as np
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
-# Stands for the algorithm of a collective other than all-reduce, which has no choice.
+# Algorithm of a collective other than all-reduce, which has no choice of algorithms.
 NO_ALGORITHM = "-"
-# Name of a worker's arm that returns the name of its communication backend.
+# Name of a worker's variant that returns the name of its communication backend.
 BACKEND = "backend"
 # Period of the inputs. A prime, so that misplaced data is noticed: data is misplaced
 # by multiples of a shard's length, which 7 rarely divides.
@@ -70,8 +70,8 @@ def algorithm_bandwidth(num_bytes: int, seconds: float) -> float:
 def bus_factor(collective: str, num_replicas: int) -> float:
     """Return the ratio of bus bandwidth to algorithm bandwidth of a collective.
 
-    The product of it and the algorithm's bandwidth is "busbw", which is comparable to
-    the speed of the hardware for any collective and number of replicas.
+    This ratio times the algorithm's bandwidth is "busbw", which is comparable to the
+    speed of the hardware for any collective and number of replicas.
 
     Args:
         collective: String, one of `COLLECTIVES`.

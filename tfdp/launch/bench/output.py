@@ -33,7 +33,7 @@ _INSTALL = "pip install 'tfdp[bench]'"
 # Note of a report without a plot.
 LEFT_OUT = f"No plot was drawn, since matplotlib is not installed: `{_INSTALL}`"
 _DOTS_PER_INCH = 150
-_WIDTH, _HEIGHT = 7.5, 4.5  # inches
+_WIDTH, _HEIGHT = 7.5, 4.5  # size of a figure in inches
 # Settings of matplotlib for all figures.
 _LOOK: Any = {
     "axes.axisbelow": True,

@@ -16,7 +16,7 @@ from tfdp.launch.bench.sides import Runner, Side, started
 class ReplicaSettings:
     """Base class of settings of a benchmark that runs on a choice of replicas.
 
-    It is no dataclass, so that each benchmark orders its own fields.
+    It is not a dataclass, so that each benchmark orders its own fields.
     """
 
     algorithms: Sequence[str]
@@ -26,7 +26,7 @@ class ReplicaSettings:
 
     @property
     def worker_setup(self) -> dict[str, Any]:
-        """Dict, the setup that each worker receives."""
+        """Dict for each worker: its strategy, devices, and all addresses."""
         return {
             "strategy": "tfdp" if (self.num_workers or 0) > 1 else "auto",
             "devices": self.devices_per_worker,
@@ -61,7 +61,7 @@ class Replicas(NamedTuple):
     """Replicas that are ready to run.
 
     Args:
-        runner: `Runner` of the replicas' arms.
+        runner: `Runner` of the replicas' measured variants.
         topology: `Topology` of the replicas.
         is_chief: Bool, whether this process reports the results.
     """
@@ -72,11 +72,11 @@ class Replicas(NamedTuple):
 
 
 class ClusterRunner:
-    """Runner of this process's arms, while other workers of its cluster run theirs.
+    """Runner of this process's variants, while the cluster's other workers run theirs.
 
     Args:
         worker_group: `WorkerGroup` of the strategy.
-        arms: `Arms` of this process.
+        arms: `Arms`, the measured variants of this process.
     """
 
     name = "here"
@@ -85,7 +85,12 @@ class ClusterRunner:
         self._worker_group, self._arms = worker_group, arms
 
     def run(self, arm: str, steps: int) -> list[Any]:
-        """Run a block of steps of an arm, and return each worker's measurement."""
+        """Run steps of a measured variant, and return each worker's measurement.
+
+        Args:
+            arm: String, name of the variant: a key of `Arms`.
+            steps: Int, number of steps, which run without interruption.
+        """
         measurement = self._arms[arm](steps)
         return self._worker_group.all_gather(f"time of {arm}", measurement)
 

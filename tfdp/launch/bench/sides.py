@@ -38,16 +38,16 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__")
 
 
 class Side:
-    """Worker processes that wait on a pipe while another side has its turn.
+    """Group of worker processes, idle until the driver sends a block of steps.
 
     Args:
         name: String, name of the side in results and errors.
         module: String, the module that each worker runs.
         setup: Dict, the setup that each worker receives.
         num_workers: Int, number of workers. Defaults to `1`.
-        python: String, another interpreter for a module of tfdp, or of a package in the
-            same folder, whose imports that interpreter has; or `None` for this
-            interpreter. Defaults to `None`.
+        python: String, another interpreter, or `None` for this one. It imports tfdp and
+            the package of `module` from this interpreter's folder, and must have all
+            other packages that `module` imports. Defaults to `None`.
         environment: Dict of additional environment variables of the workers, or `None`.
             Defaults to `None`.
     """
@@ -99,11 +99,16 @@ class Side:
             raise
 
     def wait_until_ready(self) -> None:
-        """Wait until all workers have started."""
+        """Wait until all workers have started; raise `RuntimeError` if one fails."""
         self._replies()
 
     def run(self, arm: str, steps: int) -> Any:
-        """Run a block of steps of an arm, and return each worker's measurement."""
+        """Run steps of a measured variant, and return each worker's measurement.
+
+        Args:
+            arm: String, name of the variant: a key of the workers' `Arms`.
+            steps: Int, number of steps, which run without interruption.
+        """
         for worker in self._workers:
             assert worker.stdin is not None
             # A worker that has ended is reported with its log by `_replies`.
@@ -119,7 +124,7 @@ class Side:
             worker.wait()
 
     def _replies(self) -> list[dict]:
-        """Return a reply of each worker; raise with the log of one that has ended."""
+        """Return a reply of each worker; raise with the log of one that sends none."""
         deadline = time.monotonic() + self.deadline_seconds
         replies = []
         for rank, worker in enumerate(self._workers):
@@ -194,7 +199,7 @@ class Runner(Protocol):
     name: str
 
     def run(self, arm: str, steps: int) -> Any:
-        """Run a block of steps of an arm, and return each worker's measurement."""
+        """Run steps of a measured variant, and return each worker's measurement."""
 
 
 def alternate(
@@ -209,22 +214,22 @@ def alternate(
     """Run all measured variants block by block, in reverse order every other time.
 
     Args:
-        arms: Sequence of tuples of a side and the name of an arm.
-        blocks: Int, number of blocks of each arm.
+        arms: Sequence of tuples of a side and the name of a variant.
+        blocks: Int, number of blocks of each variant.
         steps: Int, number of steps in a block.
-        warm_up: Int, steps of each arm before the first block. Defaults to `2`.
+        warm_up: Int, steps of each variant before the first block. Defaults to `2`.
         on_turn: Callable, called after each block. Defaults to nothing.
         slowest: Callable that selects one of the workers' measurements. Defaults to
             `max`, for seconds per step.
 
     Returns:
-        Dict from `side/arm` to the measurements of the slowest worker, one for each
-        block.
+        Dict from `side/variant` to the measurements of the slowest worker, one for
+        each block.
     """
     times: dict[str, list[Any]] = {f"{side.name}/{arm}": [] for side, arm in arms}
     for side, arm in arms:
         if warm_up:
-            side.run(arm, warm_up)  # traces functions, and fills caches
+            side.run(arm, warm_up)  # the warm-up traces functions, and fills caches
     for block in range(blocks):
         for side, arm in arms if block % 2 == 0 else reversed(arms):
             times[f"{side.name}/{arm}"].append(slowest(side.run(arm, steps)))
@@ -239,17 +244,17 @@ def alternate_for(
     blocks: int,
     on_turn: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Warm all arms up, and `alternate` them in blocks of a given duration.
+    """Warm all variants up, and `alternate` them in blocks of a given duration.
 
     Args:
-        seconds: Float, duration of a block of the slowest arm.
-        arms: Sequence of tuples of a side and the name of an arm.
-        blocks: Int, number of blocks of each arm.
+        seconds: Float, duration of a block of the slowest variant.
+        arms: Sequence of tuples of a side and the name of a variant.
+        blocks: Int, number of blocks of each variant.
         on_turn: Callable, called after each block. Defaults to nothing.
 
     Returns:
-        Dict from `side/arm` to seconds per step of the slowest worker, one for each
-        block.
+        Dict from `side/variant` to seconds per step of the slowest worker, one for
+        each block.
     """
     steps = steps_that_take(seconds, arms)
     return alternate(arms, blocks=blocks, steps=steps, warm_up=0, on_turn=on_turn)
@@ -258,18 +263,18 @@ def alternate_for(
 def steps_that_take(
     seconds: float, arms: Sequence[tuple[Runner, str]], most: int = 200
 ) -> int:
-    """Warm all arms up, and return the number of steps for a block of a duration.
+    """Warm all variants up, and return the number of steps for a block of a duration.
 
     Args:
-        seconds: Float, duration of a block of the slowest arm.
-        arms: Sequence of tuples of a side and the name of an arm.
+        seconds: Float, duration of a block of the slowest variant.
+        arms: Sequence of tuples of a side and the name of a variant.
         most: Int, the largest result. Defaults to `200`.
 
     Returns:
-        Int, number of steps of a block of each arm: at least one.
+        Int, number of steps of a block of each variant: at least one.
     """
     for side, arm in arms:
-        side.run(arm, 1)  # traces functions, which must not be timed below
+        side.run(arm, 1)  # the first step traces functions, and must not be timed
     slowest = max(max(side.run(arm, 2)) for side, arm in arms)
     return max(1, min(most, round(seconds / slowest)))
 
@@ -306,11 +311,11 @@ class Ratio:
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """Return the ratio of two sides whose blocks alternated.
+    """Return the median ratio of two sides whose blocks alternated, with its interval.
 
     Args:
         numerators: Sequence of floats, a measurement of one side for each block.
-        denominators: Sequence of floats, those of the other side.
+        denominators: Sequence of floats, the other side's measurement for each block.
     """
     ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
     low, high = median_interval(ratios)

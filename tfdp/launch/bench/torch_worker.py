@@ -192,17 +192,17 @@ def make_arms(
     """Join the process group, and create the measured variants of this worker.
 
     Args:
-        setup: Dict for `join`, which also has `arms`: the settings of each arm.
-        make_step: Callable that maps a model, a batch size and further settings of an
-            arm to a training step. Defaults to `training_step`.
-        timed: Callable that maps a training step to an arm. Defaults to one that
-            measures seconds per step.
+        setup: Dict for `join`, which also has `arms`: the settings of each variant.
+        make_step: Callable that maps a model, a batch size and further settings of a
+            variant to a training step. Defaults to `training_step`.
+        timed: Callable that maps a training step to a measured variant. Defaults to
+            one that measures seconds per step.
     """
     join(setup)
     arm_settings = setup["arms"]
 
     def make(name: str) -> Arm:
-        """Build the model of the arm of a name in the setup, and return the arm."""
+        """Build the model of the variant with a name, and return the variant."""
         arm = dict(arm_settings[name])
         model, batch_size = Model(**arm.pop("model")), arm.pop("batch_size")
         return timed(make_step(model, batch_size, **arm))

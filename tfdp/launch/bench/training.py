@@ -193,7 +193,7 @@ def make_arms(setup: dict[str, Any]) -> Arms:
     arm_settings = setup["arms"]
 
     def make(name: str) -> Arm:
-        """Build the model of the arm of a name in the setup, and return the arm."""
+        """Build the model of the variant with a name, and return the variant."""
         arm = dict(arm_settings[name])
         arm_strategy = None if arm.pop("alone", False) else strategy
         model = Model(**arm.pop("model"))

@@ -107,7 +107,7 @@ def pause(context: JobContext, seconds: float) -> int | None:
 
 
 def _failure_of(job: Job, code: int) -> Failure | None:
-    """Return the failure that ended a job with an exit code, or `None`."""
+    """Return the worker's failure that caused a job's exit code, or `None`."""
     failed, lost = job.failed, job.lost
     # A worker that failed while the job was being stopped is not the cause.
     if failed is None or code != shell_code(failed.exit_code or 0):
@@ -161,7 +161,7 @@ class NodeAttempts:
         return job
 
     def _next_job(self) -> Job | int:
-        """Handle messages of node 0 until it starts an attempt or ends the job."""
+        """Handle messages of node 0 until one gives the next job, or an exit code."""
         job_or_code: Job | int | None = None
         while job_or_code is None:
             if (message := self._others.take()) is not None:
@@ -216,7 +216,7 @@ class NodeAttempts:
             raise click.ClickException(str(error)) from error
 
     def _clusters(self, places: Places) -> list[Cluster]:
-        """Return the cluster of each worker of this node."""
+        """Return the cluster of each worker of this node, given all nodes' places."""
         return [
             cluster_of_places(
                 places,
@@ -247,7 +247,7 @@ class NodeAttempts:
             self._exit_code = code
 
     def _stop(self, message: dict[str, Any]) -> None:
-        """Print why all nodes stop, after the workers of this node have ended.
+        """Print why all nodes stop, and report that this node's workers have ended.
 
         Args:
             message: Dict, message of node 0 of type `"stop"`.

@@ -31,7 +31,7 @@ Examples:
   tfdp bench collectives -n 2 --sizes 1MB 16MB
   tfdp bench compare -n 2 --models 1 5
 """
-# Options of the local workers; without `-n`, the cluster of this process runs.
+# Options of local workers. Without `-n`, benchmarks use the cluster of this process.
 workers = types.with_options(
     types.count_option(
         "-n --workers N",
@@ -150,7 +150,7 @@ def batch(whose: str) -> types.Decorator:
 
 
 def checked_files(name: str, arguments: dict[str, Any]) -> Files:
-    """Take the output files out of a command's arguments, and check them.
+    """Remove the options of output files from arguments, and return checked `Files`.
 
     The check precedes the benchmark, which takes minutes.
 
@@ -209,7 +209,7 @@ def geometric(first: int, last: int, factor: int) -> list[int]:
     Args:
         first: Int, the smallest size.
         last: Int, upper bound of the sizes.
-        factor: Int, ratio of a size to the one before.
+        factor: Int, ratio of a size to the previous one.
 
     Returns:
         List of ints, the sizes in ascending order.

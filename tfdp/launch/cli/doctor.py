@@ -299,7 +299,7 @@ def _source() -> str:
 
 
 def _states_in_mpi(cluster: Cluster) -> list[str]:
-    """Return the state of each worker's port under MPI: strategies find free ports."""
+    """Return the state of each worker's port under MPI, where strategies choose it."""
     states = ["a free port"] * cluster.num_workers
     states[cluster.rank] = "this task, a free port"
     return states

@@ -15,7 +15,7 @@ from tfdp.features.monitor.trace import chrome_trace
 from tfdp.ground.base.files import read_text
 from tfdp.launch.cli.screen import new_console
 
-# Files are read up to this size; they have some hundred kilobytes.
+# Flight records are read up to this size; usual ones have some hundred kilobytes.
 _MOST_BYTES = 64 << 20
 
 
@@ -79,7 +79,7 @@ def _read(folders: Sequence[str]) -> tuple[list[FlightRecord], list[str]]:
 
 
 def _table(records: flight_meetings.Records) -> Table:
-    """Return the table of all workers of a job."""
+    """Return the table that says where each worker of a job was."""
     table = Table(*flight_records.COLUMNS)
     for row in flight_records.rows_of(records):
         table.add_row(*row)

@@ -65,7 +65,7 @@ class ElasticJob(SeparateWorkersJob):
         self._most_replacements = most_replacements
         # Indices of the workers that were replaced, one for each time.
         self._replaced: list[int] = []
-        # Indices of the workers that have come while others have trained.
+        # Indices of the workers that were started while others were training.
         self._late: set[int] = set()
         # Time of the next check for workers that wait, and that of the last answer of
         # one that trains, or of the first check.
@@ -105,7 +105,7 @@ class ElasticJob(SeparateWorkersJob):
         if not is_due or (has_success and not self._late.issuperset(running)):
             return
         self._check_at = now + _CHECK_SECONDS
-        # A worker that has joined says so for as long as its process runs.
+        # A worker that has joined the job answers as long as its process runs.
         if self.job_runs():
             self._answered_at = now
         elif has_success:
@@ -131,7 +131,7 @@ class ElasticJob(SeparateWorkersJob):
         return ask_workers(cluster, cluster.workers) is not None
 
     def _handle_failure(self, index: int, worker: Worker) -> None:
-        """Schedule the replacement of a worker that has failed, if there is one."""
+        """Schedule a replacement of a failed worker, or report that there is none."""
         assert worker.exit_code is not None
         if self._has_success():
             # A replacement that comes too late to take part exits with this code.
@@ -173,7 +173,7 @@ def check_elastic(option: str, others: list[str]) -> None:
         others: List of strings, used options that do not work with it.
 
     Raises:
-        click.UsageError: If so.
+        click.UsageError: If `others` is not empty.
     """
     if others:
         raise click.UsageError(

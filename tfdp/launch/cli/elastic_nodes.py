@@ -55,7 +55,7 @@ class ElasticNodeJob(ElasticJob):
     def _after_failure(self, failed: Worker) -> int | None:
         """Replace failed workers while the others train, or else end the attempt."""
         if self._nodes.places is not None:
-            # A replacement asks the workers of now.
+            # A replacement joins the workers at their present addresses.
             self._clusters = self._clusters_of(self._nodes.places)
         if self._has_success() or self.job_runs():
             return super()._after_failure(failed)
@@ -93,7 +93,7 @@ class ElasticAttempts(NodeAttempts):
         return job
 
     def _after(self, job: Job, code: int) -> None:
-        """Report the end of an attempt to node 0, if it is there."""
+        """Keep the exit code of an attempt, and report it to node 0 if connected."""
         self._others.running = {}
         super()._after(job, code)
         self._code = PREEMPTED if code and job.is_preempted else code

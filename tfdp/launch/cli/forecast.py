@@ -44,7 +44,7 @@ class Forecast:
         warned: Tuple of strings, warnings about options without effect.
         compute_seconds: Float, duration of a step on one replica, or `None` if it is
             not known.
-        overlap: Float, last part of a step's compute during which gradients become
+        overlap: Float, last fraction of a step's compute during which gradients become
             ready.
         optimizer: String, name of the optimizer whose slots are counted. Defaults to
             `""`.

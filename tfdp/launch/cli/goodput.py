@@ -59,7 +59,7 @@ def goodput(directory: str, plot: Path | None, as_json: bool) -> None:
 
 
 def goodput_of(launch: Launch) -> str:
-    """Return the line about a job that a launcher has run, or `""` without a ledger.
+    """Return the line about how a launched job spent its time, or `""` if unknown.
 
     Args:
         launch: `Launch` of the launcher.
@@ -74,7 +74,7 @@ def goodput_of(launch: Launch) -> str:
 
 
 def _shares_of(directory: str) -> Shares:
-    """Return the shares of a job, of all its ledgers since the newest launch.
+    """Return the shares of a job, summed over all ledgers of its newest launch.
 
     Args:
         directory: String, see `find`.
@@ -97,11 +97,11 @@ def _damage(found: Shares) -> str:
 
 
 def _show(found: Shares, directory: str) -> None:
-    """Print the table of a job, and the line.
+    """Print the table of a job's time, and the line that sums it up.
 
     Args:
         found: `Shares` of the job.
-        directory: String, its directory in the title.
+        directory: String, the job's directory, for the title.
     """
     # Imported late, since it would delay other commands.
     from rich.table import Table
@@ -123,7 +123,7 @@ def _show(found: Shares, directory: str) -> None:
 
 
 def _content(found: Shares) -> dict[str, Any]:
-    """Return the shares of a job as JSON can hold them."""
+    """Return the shares of a job as a dict of JSON values."""
     return {
         "total_seconds": found.total_seconds,
         "num_restarts": found.num_restarts,
@@ -139,7 +139,7 @@ def _draw(found: Shares, directory: str, path: Path) -> None:
 
     Args:
         found: `Shares` of the job.
-        directory: String, its directory in the title.
+        directory: String, the job's directory, for the title.
         path: `Path` of the PNG file.
 
     Raises:

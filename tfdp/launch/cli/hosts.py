@@ -112,7 +112,7 @@ def _parse(word: str) -> Host:
 
 
 def _checked(hosts: list[Host]) -> tuple[Host, ...]:
-    """Check the number and the names of all hosts, and return them."""
+    """Return all hosts; raise `ValueError` for too many, or for unsuitable names."""
     if len(hosts) > _MOST_HOSTS:
         raise ValueError(f"there must be at most {pluralize(_MOST_HOSTS, 'host')}")
     seen: set[str] = set()

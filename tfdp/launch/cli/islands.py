@@ -100,7 +100,7 @@ class IslandOptions:
 
 
 def _address(text: str) -> str:
-    """Return the value of `--hub` after a check of its form."""
+    """Return the value of `--hub`; raise `ValueError` unless it is `HOST:PORT`."""
     try:
         split_address(text)
     except ValueError:
@@ -174,7 +174,7 @@ def run_islands(
             f"synchronize at {address}; logs in {folder}"
         )
         warn_of_surroundings(screen, count, settings.devices_per_worker)
-        # Each island is the only worker of a cluster of its own.
+        # Each island is the only worker of a separate cluster.
         devices = settings.devices_per_worker or 1
         clusters = [
             Cluster((f"127.0.0.1:{port}",), devices_per_worker=devices)
@@ -303,7 +303,7 @@ class IslandJob(SeparateWorkersJob):
         return {**environment, "TF_CONFIG": json.dumps(config)}
 
     def _is_over(self) -> bool:
-        """Report successful islands to the hub; return whether all have ended."""
+        """Report successful islands to the hub; return whether all islands ended."""
         self._each_turn()
         for worker in self._workers:
             # A successful island leaves the hub, so that the others do not wait for it.

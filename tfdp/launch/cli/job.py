@@ -31,10 +31,10 @@ from tfdp.launch.rendezvous.failure import LOST_EXIT_SECONDS
 
 # Longest wait for events in one round of the loop.
 _POLL_SECONDS = 0.1
-# Longest wait for the flight records of workers that are stopped, and age of a record
-# that counts as one of the same failure.
+# Longest wait for the flight records of workers before they are stopped, and greatest
+# age at which a record belongs to the same failure.
 _RECORD_SECONDS, _RECENT_SECONDS = 2.0, 5.0
-# Wait of one round while the reader of the output is slower than the workers.
+# Pause of the loop while the reader of the output is slower than the workers.
 _BEHIND_SECONDS = 0.01
 # Interval of requests to save: a worker outside of `fit` misses a request.
 _ASK_AGAIN_SECONDS = 5.0
@@ -109,7 +109,7 @@ class Job:
         self._num_record_requests = 0
         self._selector = selectors.DefaultSelector()
         self._tracebacks = Tracebacks()
-        # Number of printed lines, and the number of the last line of each worker.
+        # Number of printed lines, and by rank the number of each worker's last line.
         self._num_lines = 0
         self._last_line: dict[int, int] = {}
 
@@ -126,7 +126,7 @@ class Job:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        # Children that are no workers: the guard, and any child that existed before
+        # Child processes that are not workers: the guard, and any that existed before
         # this process became the launcher.
         self._other_children = process_tree.children()
         return self
@@ -190,7 +190,7 @@ class Job:
             raise click.ClickException(sentence) from error
 
     def _run(self) -> int:
-        """Start the workers, and run the loop until the job ends."""
+        """Start the workers, run the loop until the job ends; return its exit code."""
         for index in range(len(self._clusters)):
             self._start(index)
         start = time.monotonic()
@@ -211,7 +211,7 @@ class Job:
             self._ask_to_save(time.monotonic() - start)
         return self._code
 
-    # Methods from here to `_environment` are the ones that `IslandJob` overrides.
+    # Subclasses override the methods from here to `_environment`.
 
     def _is_over(self) -> bool:
         """Return whether all workers have ended."""
@@ -256,7 +256,7 @@ class Job:
         return [worker for worker in self._workers if worker.is_running]
 
     def _start(self, index: int) -> None:
-        """Start the worker of an index, in place of an earlier one that has ended."""
+        """Start worker `index` of this machine, or start it again after its end."""
         start = functools.partial(self._starter.start, self._environment(index))
         worker = Worker(self._first_rank + index, start, self._logs[index])
         self._workers[index : index + 1] = [worker]
@@ -325,7 +325,7 @@ class Job:
             self._selector.unregister(worker.output)
 
     def _recall(self, failed: Worker) -> None:
-        """Repeat the last lines of a failed worker, if many others came after these."""
+        """Print a failed worker's last lines again, if many others followed them."""
         since = self._num_lines - self._last_line.get(failed.rank, self._num_lines)
         is_seen = since <= TAIL_LINES and self._screen.is_one
         if failed.tail and not is_seen:
@@ -432,7 +432,7 @@ class Job:
         """Ask the workers to exit, and kill those that outlast the grace period.
 
         Args:
-            signum: Int, the signal that asks them.
+            signum: Int, the signal that asks them to exit.
         """
         self._is_stopping = True
         if signum == signal.SIGINT:

@@ -116,7 +116,7 @@ def check_num_workers(num_workers: int) -> None:
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     each = f"{_WORKERS_PER_CORE} for each of its {pluralize(num_cores(), 'CPU core')}"
     bounds = [(_WORKERS_PER_CORE * num_cores(), each)]
-    connects = not visible_gpus()  # with GPUs, NCCL connects the workers instead
+    connects = not visible_gpus()  # tfdp connects the workers, or with GPUs NCCL
     if open_files != resource.RLIM_INFINITY:
         most = max(1, (open_files - _OTHER_FILES) // _FILES_PER_WORKER)
         reason = f"by its limit of open files, {open_files} (ulimit -n)"
@@ -152,7 +152,7 @@ def worker_environment(
 
     Args:
         cluster: `Cluster` of this worker.
-        slot: Int, the worker's slot on this machine, which has GPUs of its own.
+        slot: Int, the worker's slot: its share of this machine, with separate GPUs.
         num_slots: Int, number of slots, including those that are currently left out.
         job: String, id of the job, by which its processes are identified.
         num_local: Int, number of workers on this machine, or `None` if all are.

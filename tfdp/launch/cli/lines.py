@@ -121,7 +121,7 @@ def without_escapes(text: str) -> str:
 
 
 def only_colours(text: str) -> str:
-    """Remove all escape sequences but colours.
+    """Remove all escape sequences except colours.
 
     Sequences that move the cursor would write over the worker's name before the line.
     """

@@ -23,7 +23,7 @@ _PLACE = re.compile(r"(\[[0-9a-fA-F:.]+(?:%\w+)?\]|[^\s:/@\[\]]+)(?::([0-9]{1,5}
 
 
 class RendezvousAddress(NamedTuple):
-    """Address of the rendezvous.
+    """Address of a job's rendezvous, at which its nodes find each other.
 
     Args:
         host: String, name or IP address of node 0.
@@ -39,7 +39,7 @@ class RendezvousAddress(NamedTuple):
 
 
 class NodeRange(NamedTuple):
-    """Number of machines.
+    """Number of machines of a job, or the range of it.
 
     Args:
         most: Int, number of machines, at most if `least` is set.
@@ -51,7 +51,7 @@ class NodeRange(NamedTuple):
     least: int | None = None
 
     def __str__(self) -> str:
-        """Return the value of `--nodes`."""
+        """Return the value of `--nodes`, such as "4" or "1:4"."""
         return f"{self.most}" if self.least is None else f"{self.least}:{self.most}"
 
 
@@ -100,7 +100,7 @@ class NodeOptions:
 
     @property
     def is_elastic(self) -> bool:
-        """Bool, whether the job continues without lost machines, and takes others."""
+        """Bool, whether the job continues without lost machines, and admits others."""
         return self.nodes is not None and self.nodes.least is not None
 
     def check(self, min_workers: int | None) -> None:

@@ -20,7 +20,7 @@ _PLACE = r"\d{4} [\d:.]+ +\d+ [\w./-]+\.(cc|h):\d+\] "
 _INFO = re.compile(
     rf"I{_PLACE}|WARNING: All log messages before absl::InitializeLog\(\)"
 )
-# Line of TensorFlow without a GPU, where it is no error.
+# Line that TensorFlow logs as an error on machines without a GPU, where it is harmless.
 _NO_GPU = re.compile(rf"E{_PLACE}failed call to cuInit")
 # Lines after Ctrl-C about the connections to peers that have exited.
 _PEER_FAILURE = re.compile(
@@ -108,7 +108,7 @@ def quiet_stderr() -> Iterator[None]:
 
 
 def _filter_lines(fd: int) -> None:
-    """Copy lines but noise from the pipe `fd` to stderr; exit when it ends."""
+    """Copy lines from the pipe `fd` to stderr, except noise; exit when `fd` ends."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with open(fd, "rb") as lines:

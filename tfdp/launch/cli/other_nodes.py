@@ -67,9 +67,9 @@ class OtherNodes(Member):
         self._peeked: dict[str, Any] | None = None
 
     def take(self) -> dict[str, Any] | None:
-        """Return and remove the next message but notices, or `None` if there is none.
+        """Return and remove the next message of node 0, or `None` if there is none.
 
-        Notices are printed on the screen.
+        Notices are printed on the screen, and not returned.
         """
         message, self._peeked = self._peeked, None
         while message is None and (message := super().take()) is not None:
@@ -164,7 +164,7 @@ class ElasticNodes(OtherNodes):
         super().__init__(*arguments, **connection)
 
     def take(self) -> dict[str, Any] | None:
-        """Return and remove the next message but notices, and news of other nodes."""
+        """Return the next message; print notices, and handle news of other nodes."""
         while (message := super().take()) is not None:
             match message.get("type"):
                 case "places":
@@ -211,7 +211,7 @@ class ElasticNodes(OtherNodes):
         self.trains, self._waits = False, True
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message to node 0, unless it is lost."""
+        """Send a message to node 0, unless node 0 is lost."""
         if not self.is_alone:
             super().send(message)
 
@@ -228,7 +228,7 @@ class ElasticNodes(OtherNodes):
                 self._link = None
 
     def _rejoin(self) -> None:
-        """Join node 0, if it is there, and queue its messages until it is lost."""
+        """Join node 0, if it answers, and queue its messages until it is lost."""
         self._hello = dataclasses.replace(self._hello, **self.running)
         text = f"node 0 at {self._place}"
         with (

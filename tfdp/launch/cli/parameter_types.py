@@ -20,11 +20,11 @@ from tfdp.ground.options import CommunicationOptions
 _MOST, _LEAST = 10**9, 1e-9
 # Largest size of any option in bytes.
 _MOST_BYTES = 2**40
-_LONGEST_NAME = 255  # bytes, on all usual file systems
+_LONGEST_NAME = 255  # bytes of a file's name, on all usual file systems
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 T = TypeVar("T")
-# Hints by the regular expression of an option of `mpirun`, `torchrun` or `horovodrun`.
+# Hints for options of `mpirun`, `torchrun` and `horovodrun`, by regular expressions.
 _COUNT = "Give the number of workers with -n"
 _OTHER_LAUNCHERS = {
     r"-np\d*|--np|--num-proc|--nproc-per-node|-N|--gpus": _COUNT,
@@ -57,8 +57,8 @@ class _Bounded(click.ParamType):
         except click.BadParameter:
             number = math.nan
         problem = f"it must be {self.what}"
-        # True for a finite number. `math.isfinite` would raise `OverflowError` for a
-        # very long int.
+        # The condition is true for a finite number. `math.isfinite` would raise
+        # `OverflowError` for a very long int.
         if number == number and number != math.inf:
             problem = _problem_of(number)
         if problem:
@@ -274,7 +274,7 @@ class ManyValues(click.Command):
     """Command whose options can have several values: `--models 1 5 20`.
 
     These are the options with `multiple=True`. The values end at the next option, and
-    in a command with arguments also at the first word that is no number.
+    in a command with arguments also at the first word that is not a number.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -295,7 +295,7 @@ def _repeated(
         args: List of strings, the command line.
         many: Set of the names of options that can have several values.
         flags: Set of the names of options without a value.
-        only_numbers: Bool, whether the values end at a word that is no number.
+        only_numbers: Bool, whether the values end at a word that is not a number.
     """
     result: list[str] = []
     option, needs_value = "", False
@@ -310,7 +310,7 @@ def _repeated(
         elif option and (_is_number(word) or not only_numbers):
             result.append(option)
         elif only_numbers:
-            return result + args[index:]  # the rest is a script and its own arguments
+            return result + args[index:]  # a script and its own arguments follow
         result.append(word)
     return result
 
@@ -339,6 +339,6 @@ class HintingCommand(click.Command):
                 if is_foreign and not ctx.resilient_parsing:
                     raise click.UsageError(f"{hint}. Received: {name}")
             if not word.startswith("-") and previous not in with_value:
-                break  # the script, after which all options belong to the script
+                break  # the word is the script: all later options are the script's own
             previous = word
         return super().parse_args(ctx, args)

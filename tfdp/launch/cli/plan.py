@@ -133,7 +133,7 @@ def plan(
         raise click.UsageError("--overlap is a share of --step-ms. Give both.")
     topology = _topology(nodes, replicas_per_node)
     links = _links(alpha, beta, DEFAULT_LINKS[backend])
-    # Raises for an algorithm and a compression that cannot be combined.
+    # An algorithm and a compression that cannot be combined raise an error here.
     with usage_errors(text_of=first_line):
         options = CommunicationOptions(
             bucket_mb=bucket_mb,

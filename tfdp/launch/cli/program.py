@@ -31,7 +31,7 @@ def check_program(script: str, is_module: bool) -> None:
 
 def _fault_of_module(name: str) -> str | None:
     """Return why a module cannot be run, or `None`; imports nothing."""
-    sys.path.insert(0, os.getcwd())  # where `python -m` looks first
+    sys.path.insert(0, os.getcwd())  # `python -m` looks in this folder first
     try:
         spec = importlib.util.find_spec(name.partition(".")[0])
     except (ImportError, ValueError):

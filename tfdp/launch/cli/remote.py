@@ -60,7 +60,7 @@ def _forward_signals(lines: Iterator[bytes], grace_seconds: float) -> None:
 
 def main() -> None:
     """Run `tfdp run` with the arguments that the other end of the connection sends."""
-    # The starter of sshd may have ignored SIGHUP, which child processes inherit.
+    # The process that started sshd may ignore SIGHUP, and child processes inherit that.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     print(banner(), flush=True)
     # One stream keeps the order of the lines of workers and launcher.

@@ -28,7 +28,7 @@ MOST_BYTES = 1 << 20
 
 
 def banner() -> str:
-    """Return the first line of a launcher, which has its version.
+    """Return the first line that a host's launcher prints: JSON with its version.
 
     Example:
 

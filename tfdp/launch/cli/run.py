@@ -236,7 +236,7 @@ def _missing_number(context: click.Context, args: Sequence[str]) -> click.UsageE
 def _restart_policy(
     settings: RunSettings, min_workers: int | None, grow_after: float | None
 ) -> Restarts:
-    """Create the restart policy, after a check of its options."""
+    """Create the restart policy; raise a usage error if its options conflict."""
     num_workers, max_restarts = settings.num_workers, settings.max_restarts
     if min_workers is not None and min_workers > num_workers:
         raise click.UsageError(

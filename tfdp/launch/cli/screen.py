@@ -97,7 +97,7 @@ class Screen:
             and not self._console.is_dumb_terminal
             and not self.is_verbatim
         )
-        # The line that each worker is drawing, by rank; the last drawn one is last.
+        # The line that each worker is drawing, by rank; the last updated one is last.
         self._unfinished: dict[int, str] = {}
         self._bar: tuple[int, str] | None = None
         self._bar_drawn_at = 0.0
@@ -119,7 +119,7 @@ class Screen:
             self._unfinished[rank] = text
 
     def snapshot(self, rank: int, text: str) -> None:
-        """Print a line that a worker is drawing, if the output is no terminal."""
+        """Print a line that a worker is drawing, if the output is not a terminal."""
         if not self._is_terminal:
             self.line(rank, text)
 

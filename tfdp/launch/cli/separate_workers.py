@@ -10,7 +10,7 @@ from tfdp.launch.cli.worker import Worker
 
 
 class SeparateWorkersJob(Job):
-    """Job that continues while workers fail; subclasses say what follows.
+    """Job that continues while workers fail; subclasses define what follows a failure.
 
     Args:
         **options: Arguments of `Job`.
@@ -24,7 +24,7 @@ class SeparateWorkersJob(Job):
         self._handled_pids: set[int] = set()
 
     def _is_over(self) -> bool:
-        """Start failed workers when it is time; return whether all have ended."""
+        """Start failed workers if it is time; return whether all workers have ended."""
         now = time.monotonic()
         for index in [i for i, at in self._starts_at.items() if at <= now]:
             del self._starts_at[index]
@@ -32,7 +32,7 @@ class SeparateWorkersJob(Job):
         return not self._running() and not self._starts_at
 
     def _after_failure(self, failed: Worker) -> int | None:
-        """Handle the failures of all workers that have failed."""
+        """Handle each new failure of a worker; return `None`, as the job continues."""
         del failed  # all workers are checked: several may have failed at the same time
         self.failed = None
         for index, worker in enumerate(self._workers):

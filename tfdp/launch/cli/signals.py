@@ -33,7 +33,7 @@ class SignalPipe:
             Defaults to infinity.
 
     Attributes:
-        until: Float, the same.
+        until: Float, the value of the argument.
         received: List of ints, the received signals that ask for an exit, in order. Of
             signals within half a second only the first is recorded.
         num_record_requests: Int, number of received signals that ask for the workers'

@@ -15,7 +15,7 @@ CONNECTION_LOST = 255
 _NO_FOLDER = 96
 # Exit codes of a shell if the command cannot be executed, or does not exist.
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
-# Timeout of the connection.
+# Timeout of the connection to a host.
 CONNECT_SECONDS = 10
 # Interval of ssh's keepalive messages; three unanswered ones end the connection.
 _ALIVE_SECONDS = 5
@@ -38,7 +38,7 @@ _CONNECTION_FAILURES = {
     "changed: log in once by `ssh {name}` and check it",
     "Could not resolve": "The host name {name} does not resolve here",
 }
-# Module that runs on the host.
+# Module that runs on each host as its launcher.
 REMOTE_MODULE = "tfdp.launch.cli.remote"
 
 

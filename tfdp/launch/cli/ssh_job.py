@@ -166,7 +166,7 @@ class SshJob:
                     worker.send(remote_line.BEAT)
 
     def _show(self, worker: SshWorker, line: str) -> None:
-        """Show a line of a worker or a message of a launcher on a host."""
+        """Handle a line of a host: its answer, a worker's line, or a message."""
         if worker.answer(line):
             self._send_order(worker)
         elif self._screen.is_verbatim and (entry := Entry.from_line(line)):
@@ -270,7 +270,7 @@ class SshJob:
         return starts_again and others and lost.node > 0
 
     def _restart_lost(self, clock_seconds: float) -> None:
-        """Restart the launchers of lost hosts whose time has come.
+        """Restart the launchers of lost hosts whose restart is due.
 
         Args:
             clock_seconds: Float, current time by `time.monotonic()`.
@@ -283,7 +283,7 @@ class SshJob:
                 self._workers[node].is_restarted = True
 
     def _give_up(self, worker: SshWorker) -> None:
-        """Close a connection, even if another process holds its output open."""
+        """Close the connection to a host, even if a process holds its output open."""
         for stream in (worker.output, worker.error_output):
             if not stream.has_ended:
                 self._selector.unregister(stream)

@@ -52,7 +52,7 @@ class SshWorker:
         self.exit_code: int | None = None
         self._ended_at: float | None = None
         self._unsent = b""
-        # A session of its own keeps prompts off the terminal, and Ctrl-C away from ssh.
+        # A separate session keeps prompts off the terminal, and Ctrl-C away from ssh.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -72,7 +72,7 @@ class SshWorker:
         return self.exit_code is None
 
     def answer(self, line: str) -> bool:
-        """Take the version from a line, and return whether it is the first answer."""
+        """Take tfdp's version from a line; return whether it is the first answer."""
         if self.version is not None:
             return False
         self.version = version_of(without_escapes(line))

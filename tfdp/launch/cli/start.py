@@ -58,7 +58,7 @@ class Starter:
         return {self._parent.pid} if self._parent is not None else set()
 
     def start(self, environment: Mapping[str, str], output: int) -> int:
-        """Start a worker, in a session of its own and with an empty stdin.
+        """Start a worker, in a separate session and with an empty stdin.
 
         Args:
             environment: Dict of the worker's environment variables.

@@ -103,7 +103,7 @@ class Tracebacks:
         return self.rest(rank) if block and block.is_complete() else []
 
     def rest(self, rank: int) -> list[str]:
-        """Return the lines to show for all held-back lines of a worker."""
+        """Hold back no more lines of a worker; return the lines to show for them."""
         block = self._held.pop(rank, None)
         if block is None:
             return []
@@ -118,13 +118,14 @@ class Tracebacks:
         return self._fold(block)
 
     def _take(self, rank: int, line: str) -> list[str]:
-        """Filter one line of a worker."""
+        """Filter one line of a worker, and return the lines to show now."""
         if rank in self._held:
             self._held[rank].add(line)
             return []
         if _begins(line):
             bar = line.rstrip().removesuffix(_BEGIN)
-            # A word and a space before the text, as in "ERROR Traceback", are no bar.
+            # A word and a space before the text, as in "ERROR Traceback", are not a
+            # progress bar.
             is_bar = bool(bar) and not bar[-1].isspace()
             self._held[rank] = _Block(rank, time.monotonic())
             self._held[rank].add(_BEGIN if is_bar else line)
@@ -172,7 +173,7 @@ def _begins(line: str) -> bool:
 
 
 def _end_of_ctrl_c(lines: Sequence[str], begin: int) -> int:
-    """Return the end of a traceback of Ctrl-C in lines, or 0 if it is another error.
+    """Return the index after a traceback of Ctrl-C, or 0 if it is of another error.
 
     An interrupted call in C++ raises another error that names `KeyboardInterrupt`.
 

@@ -43,7 +43,7 @@ _FLAGS |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class Worker:
-    """A worker process in a session of its own.
+    """A worker process in a separate session, with its output and its log.
 
     Args:
         rank: Int, the worker's rank.
@@ -106,7 +106,7 @@ class Worker:
         return lines
 
     def read_rest(self) -> list[str]:
-        """Read and log the remaining output after the end of the process."""
+        """Read, log and return the remaining lines after the end of the process."""
         lines: list[str] = []
         for _ in range(_MAX_PIPE_BYTES // CHUNK_BYTES):
             if not self.output.has_ended:
@@ -128,7 +128,7 @@ class Worker:
         return text
 
     def _record(self, lines: list[str]) -> None:
-        """Add lines to the log and the tail."""
+        """Add lines to the log, and to the last lines that messages show."""
         self.tail.extend(line for line in lines if not is_noise(line))
         if lines:
             self._log_lines(lines)
@@ -251,7 +251,7 @@ class LogFile:
         warn: Function that prints a sentence as a warning.
 
     Raises:
-        ValueError: If the path is no regular file, or cannot be opened.
+        ValueError: If the path is not a regular file, or cannot be opened.
     """
 
     def __init__(self, path: pathlib.Path, warn: Callable[[str], None]) -> None:

@@ -37,7 +37,8 @@ def listen(host: str, port: int, *, is_node_0: bool) -> socket.socket | None:
     check_resolves(host)
     own = addresses_to_listen_on(host)[0]
     is_here = is_local_name(host) or any(map(is_own, addresses_of(host)))
-    # The host may name a router or a service that forwards to this machine.
+    # A declared node 0 listens in any case: the host may name a router or a service
+    # that forwards to this machine.
     if not (is_here or is_node_0):
         return None
     try:

@@ -84,7 +84,7 @@ class Coordinator:
         self._clock = clock
         self._roster = Roster(node_0)
         self._attempt = 0
-        # Id of the attempt, in the secret of its workers.
+        # Id of the attempt, from which the secret of its workers is derived.
         self._id = ""
         self._has_started = False
         self._started_at = self._noticed_at = self._stopped_at = clock()
@@ -98,7 +98,7 @@ class Coordinator:
         self._failure: Failure | None = None
         # Exit code of workers that have saved a checkpoint because of a signal.
         self._saved_code: int | None = None
-        # What a tick does, by phase.
+        # Method that `tick` calls, by phase.
         self._phase_steps = {
             Phase.GATHERING: self._advance_gathering,
             Phase.PREPARING: self._advance_preparing,
@@ -166,7 +166,7 @@ class Coordinator:
                 self._saved_code = code
 
     def register_disconnect(self, link: Link, how: str) -> None:
-        """Handle the end of a connection.
+        """Handle the end of the connection to a node.
 
         Args:
             link: `Link` to the node.
@@ -265,7 +265,7 @@ class Coordinator:
         self._send_notice(f"{text}; the job continues without it")
 
     def _gather(self) -> None:
-        """Begin to wait for nodes."""
+        """Begin to wait for nodes, for up to `join_seconds`."""
         if not self._has_started:
             self._roster.unsettle()
         self.phase = Phase.GATHERING
@@ -368,7 +368,7 @@ class Coordinator:
         )
 
     def _leave(self, node: Node, message: Mapping[str, Any]) -> None:
-        """End the job because a node received a signal; before the start, drop it."""
+        """End the job because a node leaves it; before its start, drop the node."""
         why, code = message.get("why"), message.get("code")
         signum = message.get("signal")
         are_ints = isinstance(code, int) and isinstance(signum, int)

@@ -1,15 +1,14 @@
-"""State machine of a job that continues without lost nodes, and takes in others.
+"""State machine of a job that continues without lost nodes, and admits new ones.
 
     gathering -> preparing -> running -> ended
 
-It starts when the least number of nodes has come, and a short time has passed without
-another one. Once its workers train, the loss of a node stops no other one, and a node
-that comes starts workers, which join the others by themselves. If no worker trains any
-more, or not yet, a failure stops the workers of all nodes, as in other jobs, and they
-start again.
+It starts when the least number of nodes has joined, and no other has for a short time.
+Once its workers train, the loss of a node does not stop the others, and the workers of
+a new node join the running ones by themselves. While no worker trains, a failure stops
+the workers of all nodes, as in other jobs, and they start again.
 
-After the loss of node 0 the others continue by themselves. If it is started again, they
-come back to it, and it takes up the attempt that they are in.
+After the loss of node 0 the others continue by themselves. If node 0 is started again,
+they connect to it again, and it continues their attempt.
 """
 
 from __future__ import annotations
@@ -26,33 +25,33 @@ from tfdp.launch.rendezvous.link import Link
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Hello, Node
 
-# Time without another node after which a job starts with fewer than the most.
+# Time without a further node after which a job starts with fewer than the maximum.
 _GRACE_SECONDS = 5.0
-# Time without an answer of any worker after which the job does not train any more.
+# Time without an answer of any worker after which the job counts as no longer training.
 SILENT_SECONDS = 60.0
 
 
 class Probe(Protocol):
-    """What the coordinator knows of the workers.
+    """Protocol of an object that asks the workers whether they train.
 
     Attributes:
         seen_at: Float, time by `time.monotonic` at which the workers were last seen to
             train together, or `None` if they have not begun.
-        members: Set of strings, `"host:port"` of the workers that did.
+        members: Set of strings, `"host:port"` of the workers that trained then.
     """
 
     seen_at: float | None
     members: set[str]
 
     def watch(self, places: Places, attempt_id: str) -> None:
-        """Ask these workers from now on."""
+        """Ask the workers at these places from now on."""
 
     def forget(self) -> None:
-        """Ask no worker until the next attempt."""
+        """Discard the answers, and ask no worker until the next `watch`."""
 
 
 class ElasticCoordinator(Coordinator):
-    """State machine of a job whose nodes may be lost, and come, while it runs.
+    """State machine of a job whose nodes may be lost, or join, while it runs.
 
     Args:
         node_0: `Hello` of node 0, with `min_nodes`.
@@ -73,7 +72,7 @@ class ElasticCoordinator(Coordinator):
         super().__init__(node_0, join_seconds, make_restarts, clock)
         self._probe = probe
         self._joined_at = clock()
-        # Host and ports of each node by rank, also of lost ones.
+        # IP address and worker ports of each node by rank, also of lost nodes.
         self._by_rank: dict[int, tuple[str, list[int]]] = {}
         # Exit code of the node that has ended last.
         self._last_code = 0
@@ -86,7 +85,7 @@ class ElasticCoordinator(Coordinator):
         return self.phase is Phase.RUNNING and self._probe.seen_at is not None
 
     def join(self, link: Link, hello: Hello) -> None:
-        """Add a node to the job; one that is silent makes room for it."""
+        """Add a node to the job, in place of a silent one if all are connected."""
         nodes = self._roster.nodes
         silent = [n for n in nodes if n.link.silent_seconds > DOUBTFUL_SECONDS]
         if self._roster.is_complete and silent:
@@ -109,7 +108,7 @@ class ElasticCoordinator(Coordinator):
             self._update_places()
 
     def _take_up(self, hello: Hello) -> None:
-        """Take up an attempt that a former node 0 has begun."""
+        """Continue the attempt of an earlier node 0 in which a node's workers train."""
         self.phase, self._has_started = Phase.RUNNING, True
         self._started_at = self._clock()
         self._attempt, self._id = hello.attempt, hello.attempt_id
@@ -121,7 +120,7 @@ class ElasticCoordinator(Coordinator):
             node.ports, node.asked_in = None, 0
 
     def receive(self, link: Link, message: Mapping[str, Any]) -> None:
-        """Handle a message of a node."""
+        """Handle a message of a node; notify all nodes when one is done."""
         node = self._roster.node_of_link(link)
         super().receive(link, message)
         is_late = message.get("attempt") != self._attempt
@@ -132,12 +131,12 @@ class ElasticCoordinator(Coordinator):
         elif message.get("type") == "stopped":
             code = message.get("code")
             self._last_code = code if isinstance(code, int) else NODE_LOST
-            # Node 0 is needed for the others as long as its launcher runs.
+            # Node 0 stays while its launcher runs, since the other nodes need it.
             if node.is_leaving or node.rank:
                 self._dismiss(node, self._last_code)
 
     def _advance_gathering(self, clock_seconds: float) -> None:
-        """Begin once enough nodes have joined, and no other one has for a moment."""
+        """Begin an attempt once enough nodes have joined, and no other lately."""
         if len(self._roster.nodes) < self._roster.least:
             super()._advance_gathering(clock_seconds)
         elif (
@@ -161,7 +160,7 @@ class ElasticCoordinator(Coordinator):
             if self._known_id != self._id:
                 self._known_id = self._id
                 self._send_all("trains")
-            # The ranks of nodes that come back must be known before others get one.
+            # Nodes that return with a rank are awaited before new nodes get free ranks.
             is_known = self._roster.is_settled
             if not is_known and clock_seconds < self._joined_at + _GRACE_SECONDS:
                 return
@@ -179,7 +178,7 @@ class ElasticCoordinator(Coordinator):
             self._stop(NODE_LOST, failure, f"worker 0 {reason}; all stop")
 
     def _take_in(self, node: Node) -> None:
-        """Let a node start workers, once it has told their ports."""
+        """Let a joining node start workers, once it has reported their ports."""
         if node.rank is None:
             node.rank = self._roster.free_ranks()[0]
         if node.asked_in != self._attempt:
@@ -199,14 +198,14 @@ class ElasticCoordinator(Coordinator):
         return self._roster.hosts()[self._roster.nodes.index(node)]
 
     def _set_place(self, node: Node, ports: list[int]) -> None:
-        """Set the place of a node's workers."""
+        """Record the IP address and the ports of a node's workers."""
         assert node.rank is not None
         self._by_rank[node.rank] = self._host_of(node), ports
 
     def _update_places(self) -> Places:
-        """Return the places of all nodes by rank, and ask the workers there.
+        """Return the places of all nodes by rank, and let the probe ask the workers.
 
-        In the place of a node that a former node 0 has lost, nothing listens.
+        A node that an earlier node 0 has lost gets a place at which nothing listens.
         """
         host, ports = next(iter(self._by_rank.values()))
         size = len(ports)
@@ -225,19 +224,19 @@ class ElasticCoordinator(Coordinator):
         self._update_places()
 
     def _gather(self) -> None:
-        """Begin to wait for nodes; those that are here get new ranks."""
+        """Begin to wait for nodes; connected ones get new ranks."""
         super()._gather()
         self._roster.unsettle()
         for node in self._roster.nodes:
-            # That of a node which has come back belongs to the former attempt.
+            # The rank of a node that has returned belongs to the previous attempt.
             if node.rank:
                 node.rank = None
         self._joined_at = self._clock()
 
     def _report(self, node: Node, failure: Failure) -> None:
-        """Handle a failure after which no worker of a node finds one that trains.
+        """Handle a failure on a node whose workers find no worker that trains.
 
-        The others may train without them, after a cut of the network.
+        It is ignored if others train without them, as after a network partition.
         """
         if self._trains and self._roster.has_worker(node, failure.rank):
             host, ports = self._by_rank[node.rank or 0]
@@ -275,10 +274,10 @@ class ElasticCoordinator(Coordinator):
                     other.link.send({"type": "notice", "text": text})
 
     def _dismiss(self, node: Node, code: int) -> None:
-        """End the job for one node."""
+        """End the job for one node, with an exit code, and remove the node."""
         node.link.send({"type": "end", "code": code, "text": ""})
         self._roster.nodes.remove(node)
 
     def _welcome(self, node: Node) -> str:
-        """Return a notice about a node that joins while the job runs."""
+        """Return the notice about a node that joins a running job."""
         return f"{node} has come, and its workers join the others"

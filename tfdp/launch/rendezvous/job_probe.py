@@ -11,7 +11,7 @@ from tfdp.communication.connection.secret import derive_secret
 from tfdp.communication.store import ask_workers
 from tfdp.launch.rendezvous.coordinator import Places
 
-# Interval of the questions.
+# Interval at which the workers are asked.
 _ASK_SECONDS = 1.0
 
 
@@ -64,7 +64,7 @@ class JobProbe:
         self._cluster = cluster_of_places(places, self._secret, attempt_id, elastic=1)
 
     def forget(self) -> None:
-        """Ask no worker until the next attempt."""
+        """Discard the answers, and ask no worker until the next `watch`."""
         with self._lock:
             self._cluster = self.seen_at = None
 
@@ -74,7 +74,7 @@ class JobProbe:
         self._thread.join()
 
     def _run(self) -> None:
-        """Ask once a second; the target of the thread."""
+        """Ask the workers once a second, and record answers; target of the thread."""
         while not self._is_closed.wait(_ASK_SECONDS):
             cluster = self._cluster
             state = cluster and ask_workers(cluster, cluster.workers)

@@ -80,7 +80,7 @@ class Link(MessageConnection):
         self.send_encoded(text)
 
     def proceed(self) -> list[dict[str, Any]]:
-        """Send bytes that have waited, and receive all messages but heartbeats.
+        """Send bytes that have waited, and receive all messages except heartbeats.
 
         Raises:
             ConnectionFailed: If the connection has ended, or was tampered with.

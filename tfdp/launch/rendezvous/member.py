@@ -88,7 +88,7 @@ class Member:
         with contextlib.suppress(IndexError):
             message = self._inbox.popleft()
             if self._inbox:
-                self._wake()  # keeps the descriptor readable for the remaining ones
+                self._wake()  # keeps the descriptor readable for the other messages
             return message
         return None
 
@@ -112,8 +112,8 @@ class Member:
 
     def _run(self) -> None:
         """Join node 0, and queue its messages; the target of the thread."""
-        # Sent also after an unforeseen error, so that the launcher, which waits for a
-        # last message, does not wait indefinitely.
+        # The last message is sent after any error, since the launcher waits for it
+        # without a timeout.
         kind, text = "lost", f"the connection to node 0 at {self._place} was lost"
         try:
             with contextlib.closing(self._join()) as link:
@@ -135,7 +135,7 @@ class Member:
 
     def _wake(self) -> None:
         """Make the descriptor of `fileno` readable."""
-        with contextlib.suppress(OSError):  # it is readable, or closed
+        with contextlib.suppress(OSError):  # the descriptor is readable or closed
             self._waker.send(b"\0")
 
     def _join(self) -> Link:
@@ -184,7 +184,7 @@ class Member:
             self._proceed(link)
 
     def _proceed(self, link: Link) -> None:
-        """Send and receive what the connection takes and has, or wait for a moment."""
+        """Send pending bytes, and queue received messages; wait up to 50 ms for any."""
         poll = select.poll()
         poll.register(link, select.POLLIN | (select.POLLOUT if link.has_output else 0))
         poll.poll(_POLL_SECONDS * 1000)

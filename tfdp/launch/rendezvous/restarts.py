@@ -13,8 +13,8 @@ from tfdp.launch.rendezvous.failure import Failure
 _STABLE_SECONDS = 60.0
 # Consecutive attempts that a worker must fail to be left out.
 _TOLERATED = 2
-# Pauses before restarts: a worker that is lost costs no wait, but what keeps failing,
-# as while another program has the memory, is not tried several times a second.
+# Pauses before restarts grow by this factor from the first to the longest: one failure
+# costs little time, and a job that keeps failing is not started again at once.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _GROWTH = 0.1, 30.0, 4
 
 

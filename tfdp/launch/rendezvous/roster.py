@@ -22,7 +22,8 @@ _MOST_WORKERS = 8192
 # Nodes that a sentence names before it only counts the rest.
 _MOST_NAMES = 8
 
-# Sentences about fields of a `Hello` that differ: of node 0, the host and its field.
+# Sentences about fields of a `Hello` that differ. The parts are node 0's value, the
+# host that differs, and its value.
 _SAME_ON_ALL = {
     "version": "Node 0 has tfdp {0}, {1} has tfdp {2}. Install the same version on all "
     "machines.",
@@ -53,9 +54,9 @@ class Hello:
             are asked to. Defaults to `5.0`.
         min_nodes: Int, number of nodes with which the job starts and continues, or
             `None`, the default, if it needs all.
-        attempt: Int, the attempt in which workers of this node train, which has lost
-            node 0; or 0, the default, if there are none.
-        attempt_id: String, its id. Defaults to `""`.
+        attempt: Int, the attempt in which workers of this node train after the loss of
+            node 0; or 0, the default, if none do.
+        attempt_id: String, id of that attempt. Defaults to `""`.
         ports: List of ints, the ports of these workers. Defaults to none.
     """
 
@@ -186,7 +187,7 @@ class Node:
 
 
 class Roster:
-    """Nodes of a job.
+    """Connected nodes of a job, with the ranks of all nodes.
 
     Args:
         node_0: `Hello` of node 0.
@@ -206,7 +207,7 @@ class Roster:
         self._is_elastic = node_0.min_nodes is not None
         self.least = node_0.min_nodes or node_0.nodes
         # Number of workers and name of each node, by rank; kept when a node is lost, so
-        # that ranks of workers do not change and messages can name it.
+        # that ranks of workers do not change and messages can name the node.
         self._sizes: list[int] = []
         self._names: list[str] = []
 
@@ -281,13 +282,13 @@ class Roster:
         self.is_settled = True
 
     def restore(self) -> None:
-        """Expect nodes that have the ranks of a job which a former node 0 has led."""
+        """Prepare for nodes that return with the ranks that an earlier node 0 gave."""
         self._sizes = [self._node_0.num_workers] * self._num_nodes
         self._names = ["a lost node"] * self._num_nodes
         self.unsettle()
 
     def unsettle(self) -> None:
-        """Revoke the assigned ranks, before any worker has started with them."""
+        """Revoke the assigned ranks; each node keeps only a rank that it requested."""
         self.is_settled = False
         for node in self.nodes:
             node.rank = node.hello.node_rank
@@ -373,7 +374,7 @@ class Roster:
         return self.free_ranks()[0]
 
     def _why_wrong_size(self, hello: Hello) -> str | None:
-        """Return the error about a changed number of workers, or `None`."""
+        """Return the error of a returning node with another `-n`, or `None`."""
         before = self._sizes[self._rank_of(hello) or 0]
         if before == hello.num_workers:
             return None

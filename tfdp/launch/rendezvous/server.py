@@ -51,7 +51,7 @@ class Server(Acceptor):
             SERVICE,
             [listener],
             self._add_link,
-            # The cache makes the same warning be logged once.
+            # With the cache, the same warning is logged only once.
             lacks_files=functools.cache(_logger.warning),
             tick=self._tick_links,
         )

@@ -9,7 +9,8 @@ import tensorflow as tf
 
 # Bytes of an int32: codes travel as int32, which every transport moves.
 WORD_BYTES = 4
-# Blocks with a smaller scale are rounded to zero: a quotient by it may be infinite.
+# Blocks with a smaller scale are rounded to zero: the quotient of an element and such a
+# scale may be infinite.
 _LEAST_SCALE = 1e-37
 
 

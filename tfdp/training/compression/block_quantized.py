@@ -13,7 +13,8 @@ from tfdp.training.compression.compressor import Compressor, GradientBucket, Sta
 from tfdp.training.compression.replica_group import ReplicaGroup
 
 _BITS = (8, 4)
-# `block` must be a multiple: then half a block of 4-bit codes is whole int32 words.
+# `block` must be a multiple of this number, so that half a block of 4-bit codes fills
+# whole int32 words.
 _BLOCK_MULTIPLE = 16
 
 
@@ -83,7 +84,10 @@ class BlockQuantized(Compressor):
     def reduce(
         self, bucket: GradientBucket, state: State, group: ReplicaGroup
     ) -> tuple[tf.Tensor, State]:
-        """See `Compressor`; an all-to-all, then an all-gather of rounded sums."""
+        """Sum a bucket over the replicas, see `Compressor.reduce`.
+
+        Rounded gradients are exchanged by an all-to-all, rounded sums by an all-gather.
+        """
         slice_size = self._slice_size(bucket)
         padded = dataclasses.replace(
             bucket,
@@ -110,7 +114,10 @@ class BlockQuantized(Compressor):
     def reduce_scatter(
         self, bucket: GradientBucket, state: State, group: ReplicaGroup
     ) -> tuple[tf.Tensor, State]:
-        """See `Compressor`; an all-to-all of rounded slices, summed in float32."""
+        """Sum a bucket and keep one slice of it, see `Compressor.reduce_scatter`.
+
+        Rounded slices are exchanged by an all-to-all, and summed in float32.
+        """
         state = dict(state)
         flat = bucket.flat
         if not self.stochastic:
@@ -134,7 +141,10 @@ class BlockQuantized(Compressor):
         return tf.cast(piece, bucket.dtype), state
 
     def all_gather(self, piece: tf.Tensor, group: ReplicaGroup) -> tf.Tensor:
-        """See `Compressor`; rounding sums a second time does not change them."""
+        """Concatenate slices, see `Compressor.all_gather`.
+
+        They are sent in `bits` bits: rounding them a second time does not change them.
+        """
         size = piece.shape[0]
         wide = tf.cast(piece, tf.float32)
         padded = _padded(wide, size + -size % self.block)
@@ -143,7 +153,7 @@ class BlockQuantized(Compressor):
         return tf.cast(tf.reshape(rows, [-1]), piece.dtype)
 
     def wire_ratio(self, bucket: GradientBucket) -> float:
-        """See `Compressor`; includes the padding to whole blocks."""
+        """Return the bytes relative to an all-reduce, with the padding of blocks."""
         slice_size = self._slice_size(bucket)
         sent_bytes = WORD_BYTES * self._code.num_words(slice_size)
         return bucket.num_replicas * sent_bytes / bucket.num_bytes

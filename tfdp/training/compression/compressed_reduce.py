@@ -112,8 +112,8 @@ class Caller:
 
         Args:
             group: `ProcessGroup`.
-            dtype: `tf.DType` that elements travel in, or `None`, their own. Defaults
-                to `None`.
+            dtype: `tf.DType` in which elements are sent, or `None` for their own.
+                Defaults to `None`.
         """
         return Member(group, self.replica, self.channel, dtype)
 
@@ -136,7 +136,7 @@ def all_reduce_compressed(
         group: `ProcessGroup` of all replicas.
         replica: Int, index of the calling replica among the local ones.
         channel: Int, the channel of its collectives. Defaults to `0`.
-        is_alone: Bool, as for `collectives.ring`; ignored.
+        is_alone: Bool, ignored; an argument that all algorithms have.
         route: `CompressedRoute`.
         entries: Tuple of `Entry`, the gradients in the bucket.
         residuals: `BucketResiduals`, states of the bucket on the calling replica.
@@ -291,7 +291,8 @@ def _all_reduce_outer(
         flat: Tensor of shape `[bucket_size]`.
         group: `ProcessGroup` of the replicas on this level.
         caller: `Caller`.
-        is_alone: Bool, as for `collectives.ring`. Defaults to `False`.
+        is_alone: Bool, whether hardly any other collective runs at the same time.
+            Defaults to `False`.
     """
     if wire.compressor is None:
         member = caller.member(group, wire.dtype)
@@ -340,7 +341,7 @@ def _call_compressor(
 def _check_result(
     compressor: Any, method: str, result: Any, size: int, dtype: Any
 ) -> None:
-    """Raise unless a compressor returned a tensor of the right form and a state.
+    """Raise unless a compressor returned a tensor of the right shape, and a state.
 
     Args:
         compressor: `Compressor`.

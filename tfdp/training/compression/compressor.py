@@ -55,9 +55,9 @@ class Compressor:
     """Reduction of a bucket of gradients; derive from it to write your own.
 
     Its methods build a part of the graph of a step, once on each replica. They keep
-    no tensors between steps: values that last are `state`, with separate variables on
-    each replica. A step that is skipped because of an overflow does not change
-    the state. Backups and checkpoints hold it.
+    no tensors between steps: values for later steps are in `state`, with separate
+    variables on each replica. A step that is skipped because of an overflow does not
+    change the state. Backups and checkpoints contain it.
 
     With a scaled loss or accumulated gradients, a compressor receives the gradients
     divided by the factor, so that its state stays valid when the loss scale or the
@@ -157,7 +157,7 @@ class Compressor:
 
     @property
     def replaces_momentum(self) -> bool:
-        """Bool, whether it applies the momentum of the optimizer.
+        """Bool, whether the compressor applies momentum in place of the optimizer.
 
         Then all buckets are compressed, whatever their `wire_ratio`.
         """

@@ -99,7 +99,10 @@ class PowerSGD(Compressor):
     def reduce(
         self, bucket: GradientBucket, state: State, group: ReplicaGroup
     ) -> tuple[tf.Tensor, State]:
-        """See `Compressor`; two all-reduces, or one in the first updates."""
+        """Sum a bucket over the replicas, see `Compressor.reduce`.
+
+        It takes two all-reduces, or one in the first `start_step` updates.
+        """
         matrices = self._matrices(bucket)
         if not matrices:
             return group.all_reduce(bucket.flat), state
@@ -125,7 +128,10 @@ class PowerSGD(Compressor):
         return flat, {"residual": residual, "factors": factors, "steps": steps + 1}
 
     def wire_ratio(self, bucket: GradientBucket) -> float:
-        """See `Compressor`; counts the factors and the gradients sent as they are."""
+        """Return the bytes relative to an all-reduce, see `Compressor.wire_ratio`.
+
+        They are those of the factors, and of the gradients that are not compressed.
+        """
         matrices = self._matrices(bucket)
         saved = sum(
             matrix.size - matrix.rank * (matrix.num_rows + matrix.num_columns)

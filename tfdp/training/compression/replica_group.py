@@ -25,7 +25,7 @@ class ReplicaGroup:
 
     Example:
 
-    The `reduce` of a `tfdp.compression.Compressor` that sends all as it is:
+    The `reduce` of a `tfdp.compression.Compressor` that does not compress:
 
     >>> def reduce(self, bucket, state, group):
     ...     return group.all_reduce(bucket.flat), state

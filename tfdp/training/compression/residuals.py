@@ -145,8 +145,8 @@ class ResidualStore:
         """Return the states of a bucket as a local replica uses them.
 
         Args:
-            kind: String, see `BucketKey`.
-            number: Int, see `BucketKey`.
+            kind: String, name of the reduction that uses the bucket.
+            number: Int, position of the bucket in its plan.
             variables: Sequence of Keras variables, those of the bucket in order.
             replica: Int, index among the local replicas.
         """
@@ -164,7 +164,7 @@ class ResidualStore:
 
         Args:
             residuals: `BucketResiduals`, the states of the bucket on a replica.
-            level: String, see `ResidualState`.
+            level: String, level of the reduction: `"inner"`, `"outer"` or `"all"`.
             compressor: `Compressor`.
             bucket: `GradientBucket` without `flat`.
         """
@@ -217,7 +217,7 @@ class ResidualStore:
         ]
 
     def restore(self, restored: RestoredResiduals) -> None:
-        """Assign restored values to existing states, and keep the rest for later ones.
+        """Assign restored values to existing states, and keep others for new states.
 
         Existing states of the same model without a restored value are reset.
 

@@ -52,10 +52,12 @@ class StepResiduals:
 def step_residuals(
     unit_of: Callable[[], tf.Tensor | None] = lambda: None,
 ) -> Iterator[StepResiduals]:
-    """Collect the assignments of this thread's reductions instead of making them.
+    """Collect this thread's assignments to states of compressors, without running them.
 
     Args:
-        unit_of: Callable, see `StepResiduals`; called when a bucket is compressed.
+        unit_of: Callable that returns the factor of the gradients, such as the loss
+            scale, as a scalar tensor, or `None`. It is called when a bucket is
+            compressed. By default it returns `None`.
     """
     collected = StepResiduals(unit_of)
     with step_context.using(residuals=collected):

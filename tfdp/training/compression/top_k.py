@@ -71,7 +71,10 @@ class TopK(Compressor):
     def reduce(
         self, bucket: GradientBucket, state: State, group: ReplicaGroup
     ) -> tuple[tf.Tensor, State]:
-        """See `Compressor`; an all-gather of values and places."""
+        """Sum a bucket over the replicas, see `Compressor.reduce`.
+
+        It takes an all-gather of the values and places of the elements that are sent.
+        """
         added = bucket.flat
         if self.momentum:
             added += self.momentum * state["momentum"]
@@ -94,11 +97,14 @@ class TopK(Compressor):
 
     @property
     def replaces_momentum(self) -> bool:
-        """See `Compressor`; true with momentum correction."""
+        """Bool, whether momentum correction replaces the momentum of the optimizer."""
         return self.momentum > 0
 
     def wire_ratio(self, bucket: GradientBucket) -> float:
-        """See `Compressor`; an all-reduce sends each element about twice."""
+        """Return the bytes relative to an all-reduce, see `Compressor.wire_ratio`.
+
+        An all-reduce sends each element about twice.
+        """
         sent_bytes = _ELEMENT_BYTES * self._num_sent(bucket)
         return bucket.num_replicas * sent_bytes / (2 * bucket.num_bytes)
 

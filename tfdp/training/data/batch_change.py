@@ -40,7 +40,7 @@ class BatchChange:
         return 1.0 if self.keeps_updates else self.now / self.before
 
     def can_carry(self, num_batches: int) -> bool:
-        """Return whether a number of old batches is a whole number of new batches."""
+        """Return whether old batches have the samples of a whole number of new ones."""
         return num_batches * self.before % self.now == 0
 
     def floor(self, num_batches: int) -> int:
@@ -55,8 +55,8 @@ class BatchChange:
         """Return whether numbers of old and new batches can have the same samples.
 
         Args:
-            before: Int, number of old batches of an epoch, or `None`.
-            now: Int, number of new batches of an epoch, or `None`.
+            before: Int, number of old batches of an epoch, or `None` if it is not set.
+            now: Int, number of new batches of an epoch; `None` fits only `None`.
         """
         if before is None or now is None:
             return before == now
@@ -169,7 +169,7 @@ def _check_epochs(then: Batches, now: Batches, change: BatchChange) -> None:
     Args:
         then: `Batches` of the run that was interrupted.
         now: `Batches` of the run that continues it.
-        change: `BatchChange` from one run to the other.
+        change: `BatchChange` from `then` to `now`.
     """
     if not change.fits(then.steps_per_epoch, now.steps_per_epoch):
         raise ValueError(
@@ -191,13 +191,14 @@ def convert_position(
 
     Args:
         snapshot: Dict that `DataPosition.snapshot` returned when the epoch began.
-        num_batches: Int, old batches taken since then.
+        num_batches: Int, old batches taken since the epoch began.
         change: `BatchChange`.
         keeps_iterator: Bool, whether one iterator supplies all epochs.
-        group: Int, number of batches that are taken at a time.
+        group: Int, `steps_per_execution`; the result is a multiple of it.
 
     Returns:
-        Tuple of the converted snapshot, and the number of new batches taken since.
+        Tuple of the converted snapshot, and the number of new batches that the epoch
+        has taken since the snapshot.
     """
     taken = list(snapshot["taken"])
     # The iterators of finished epochs were read to their end, so their counts round up.

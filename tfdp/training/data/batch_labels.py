@@ -35,8 +35,9 @@ class LabelRecord:
         self._labels: dict[int, dict[str, np.ndarray]] = {}
 
     def watch(self, batches: Iterable) -> Iterator[Any]:
-        """Yield the batches of a pass over the data, and record their labels."""
-        # The iterator of the previous pass may still read ahead, into its own dict.
+        """Yield the batches of a new pass; record their labels while `is_active`."""
+        # Each pass has a new dict: the iterator of the previous pass may still read
+        # ahead, and must not record labels of this pass.
         kept: dict[int, dict[str, np.ndarray]] = {}
         self._labels = kept
         for number, batch in enumerate(batches, start=1):

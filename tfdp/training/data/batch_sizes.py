@@ -112,7 +112,7 @@ def _length(dataset: tf.data.Dataset) -> int:
 
 
 def _size_in_spec(dataset: tf.data.Dataset) -> int:
-    """Return the batch size in the static shapes of a dataset, or 0."""
+    """Return the batch size in a dataset's static shapes; 0 if none or several."""
     sizes = {
         spec.shape[0]
         for spec in tf.nest.flatten(dataset.element_spec)

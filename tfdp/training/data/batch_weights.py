@@ -49,7 +49,11 @@ def weigh_batches(
 
 
 def have_equal_rows(local_batches: list, host_group: ProcessGroup) -> bool:
-    """Return whether all replicas are known to have the same number of rows."""
+    """Return whether static shapes show that all replicas have equal row counts.
+
+    The result is `False` if `host_group` has several workers. Arguments are those of
+    `weigh_batches`.
+    """
     firsts = [first_tensor(batch) for batch in local_batches]
     static = {None if first is None else first.shape[0] for first in firsts}
     return len(static) == 1 and None not in static and host_group.size == 1

@@ -23,7 +23,8 @@ from tfdp.training.data.rows import (
 )
 
 _PARTS = ("x", "y", "sample_weight")
-# Matches in TensorFlow's messages: an error from a data graph, and one from Python.
+# Match tfdp's own messages inside errors of TensorFlow: that of an assertion in a data
+# graph, and those of Python code that the graph calls.
 _IN_GRAPH = re.compile(re.escape(UNEQUAL_ROWS) + r" Received: (.*) with\] \[([\d ]+)\]")
 _IN_PYTHON = re.compile(
     r"(All batches of a generator must have the same structure\. |"
@@ -135,7 +136,7 @@ def check_element(model: Any, spec: Any) -> None:
         spec: Nest of specs, `None` for parts that are left out.
 
     Raises:
-        ValueError: If it holds none, unless the model overrides its steps.
+        ValueError: If it has no array, or only in `y` and no step is overridden.
     """
     parts = spec if isinstance(spec, tuple) else (spec,)
     _check_features(model, *(*parts, None)[:2])

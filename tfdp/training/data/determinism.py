@@ -43,8 +43,8 @@ def nondeterminism_of(
     """Describe why a rerun would not read the same batches.
 
     Args:
-        source: Source of Keras's data adapter.
-        is_ordered: Bool, whether the order of arrays is known.
+        source: The user's data: a dataset, arrays, a `PyDataset` or other.
+        is_ordered: Bool, whether Keras reads it in an order that a rerun repeats.
         chosen_seed: Int, a global seed that tfdp drew for this run only, or `None`.
             Defaults to `None`.
 
@@ -79,11 +79,11 @@ def batch_dependence_of(source: Any, *, shuffles_batches: bool) -> str | None:
     """Describe why the order of samples depends on the batch size.
 
     Args:
-        source: Source of Keras's data adapter.
+        source: The user's data: a dataset, arrays, a `PyDataset` or other.
         shuffles_batches: Bool, whether arrays are shuffled in batches.
 
     Returns:
-        String, the reason, or `None` if the order does not depend on it.
+        String, the reason, or `None` if the order does not depend on the batch size.
     """
     if shuffles_batches:
         return "the size of its batches has changed, and arrays are shuffled in batches"

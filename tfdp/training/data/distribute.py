@@ -48,13 +48,12 @@ from tfdp.training.data.stages import BATCHES, MAPS, PASS_THROUGH, SELECTIONS
 REBALANCE_REASON = (
     "with `--rebalance` it changes which rows these are, while they are read ahead"
 )
-# By shuffle with a new order in each iteration, the generation of the cluster that it
-# was distributed for.
+# For each `shuffle` stage with a new order in each iteration: the generation of the
+# cluster in which the stage was first distributed.
 _generations: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _POLICY = tf.data.experimental.AutoShardPolicy
-# Stages that read no files. The check for enough files leaves them out: with them it
-# would prepare elements that are prepared again in training, for a shuffle as many as
-# its buffer holds.
+# Stages that read no files. The check whether there are enough files leaves them out,
+# so that it does not prepare elements, with `shuffle` a whole buffer of them.
 _STAGES_AFTER_READING = {
     *(
         *BATCHES,
@@ -129,9 +128,10 @@ def _check_order(strategy: Any, dataset: Any) -> None:
 def _distribute_rows(
     strategy: Any, dataset: Any, options: Any, read_options: ReadOptions
 ) -> Any:
-    """Divide a dataset that is the same on all workers by rows.
+    """Distribute by rows a dataset that is the same on all workers.
 
-    `options` are the user's `tf.distribute.InputOptions`, or `None`.
+    `options` are the user's `tf.distribute.InputOptions`, or `None`; `read_options` are
+    the result of `compare_datasets`.
     """
     ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
     divided = _divide_early(strategy, dataset, ranks)
@@ -208,7 +208,8 @@ def _distribute_own_files(
     """
     local_batches = _batch_local_rows(strategy, dataset)
     lengths = _check_shards(strategy, shard, dataset, local_batches)
-    # A worker that cannot rebatch decides for all, because steps have collectives.
+    # If one worker cannot rebatch its rows, no worker does: steps have collectives, so
+    # that all workers need steps of one kind.
     if local_batches is None or None in lengths:
         return _distribute_own_batches(strategy, dataset, options)
     syncs_end_of_data = (
@@ -316,8 +317,8 @@ def _divide_early(
 ) -> tf.data.Dataset | None:
     """Divide a dataset before `map` prepares its rows, if there are several workers.
 
-    The result is as of `rows.divide_batches`, or `None` if the division is impossible
-    or saves nothing.
+    The result is that of `rows.divide_batches`, or `None` if the division is impossible
+    or saves nothing. The user is warned if all workers prepare all rows.
     """
     extended = strategy.extended
     if extended.worker_group.num_workers == 1:

@@ -110,7 +110,7 @@ def divide_early(
 
     Args:
         batches: `tf.data.Dataset` of global batches.
-        ranks: List of ints, consecutive.
+        ranks: List of ints, consecutive, the replicas whose rows the result has.
         num_replicas: Int, on all workers.
     """
     if _compat.is_unordered(batches):
@@ -333,7 +333,7 @@ def elements_of(dataset: tf.data.Dataset) -> Elements:
 
 
 def _elements_of_zip(dataset: tf.data.Dataset) -> Elements:
-    """Find the raw elements of zipped pipelines, and one `map` for all their maps."""
+    """Find the raw elements of a `zip`, and combine the maps of its inputs into one."""
     nest = _compat.zipped(dataset)
     parts = [elements_of(part) for part in tf.nest.flatten(nest)]
     obstacle = next((part.obstacle for part in parts if part.obstacle), "")
@@ -395,9 +395,9 @@ def why_not_split_early(dataset: tf.data.Dataset, reason: str = "") -> str:
 
 
 def _has_map(dataset: tf.data.Dataset, *, in_each_pass: bool = False) -> bool:
-    """Return whether a dataset has a user's `map`; or one that runs in each pass.
+    """Return whether a dataset has a `map` of the user.
 
-    A `map` runs in each pass if no `cache` follows it.
+    With `in_each_pass`, a `map` before `cache` does not count: it runs in one pass.
     """
     kind = _compat.kind_of_part(dataset)
     if kind == "CacheDataset" and in_each_pass:

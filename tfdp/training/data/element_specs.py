@@ -51,7 +51,7 @@ def _per_replica_spec(specs: tuple) -> Any:
 
 
 def empty_of(spec: Any) -> Any:
-    """Return a batch without rows of a spec, for a worker that has run out of data."""
+    """Return a value of a spec with no rows, for a worker that has run out of data."""
     if isinstance(spec, _compat.NoneTensorSpec):
         return None
     if isinstance(spec, tf.OptionalSpec):
@@ -89,7 +89,7 @@ def describe_spec(spec: Any) -> dict[str, Any]:
 def _describe_leaf(spec: Any) -> dict[str, Any]:
     """Return kind, dtype and shape of a spec, as `describe_spec` returns them.
 
-    The number of rows is `None` in the shape, and so is what the spec does not have.
+    The number of rows is `None` in the shape. A property that the spec lacks is `None`.
     """
     shape = getattr(spec, "shape", None)
     sizes = None

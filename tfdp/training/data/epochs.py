@@ -132,7 +132,7 @@ def _count_reads(strategy: Any, iterator: Any) -> None:
 
 
 def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
-    """Return whether the rows of each batch follow the speed of the workers."""
+    """Return whether rows follow the workers' speed; warn if they cannot."""
     is_for_training = loops.awaiting_training_data() is not None
     if strategy.extended.balance is None or not is_for_training:
         return False
@@ -150,7 +150,7 @@ def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
 def _agree_on_end(
     strategy: Any, iterator: Any, *, stops: bool, by_weight: bool
 ) -> None:
-    """Make an iterator's epochs end at the same step, in one order, on all workers.
+    """Give an iterator's epochs the same last step and order on all workers.
 
     Args:
         strategy: A tfdp strategy of several workers.
@@ -176,7 +176,7 @@ def _agree_on_end(
 def begin_epoch(original: Callable, iterator: Any) -> Any:
     """Record for the watchdog that a loop begins an epoch, and the name of its data.
 
-    `original` is Keras's method of the iterator that begins the epoch.
+    `original` is Keras's method that begins the epoch; its result is returned.
     """
     progress.epoch_begins()
     progress.set_source(_source_names.get(iterator, ""))
@@ -196,9 +196,10 @@ def next_step(original: Callable, iterator: Any) -> Any:
 def _seed_array_order(strategy: Any, iterator: Any, with_common_end: Callable) -> None:
     """Shuffle the user's arrays alike on all workers.
 
-    Workers that the user has seeded alike already do. Otherwise the first worker draws
-    a seed for all, and each epoch has its own seed: TensorFlow repeats the permutation
-    of a seeded dataset, and without a seed users expect a new order in each epoch.
+    If the user has seeded all workers alike, nothing changes. Otherwise the first
+    worker draws a seed for all, and each epoch has another seed: TensorFlow repeats the
+    permutation of a seeded dataset, and without a seed users expect a new order in each
+    epoch.
 
     Args:
         strategy: A tfdp strategy of several workers.
@@ -251,7 +252,7 @@ def _warn_of_seeds() -> None:
 
 
 def _has_order(iterator: Any) -> bool:
-    """Return whether the order of shuffled arrays can be repeated."""
+    """Return whether a rerun can repeat the order in which arrays are shuffled."""
     is_seeded = isinstance(_compat.dataset_maker(iterator), SeededShuffle)
     return is_seeded or _compat.global_seed() is not None
 
@@ -335,7 +336,8 @@ def _with_common_end(
     Returns:
         A distributed dataset.
     """
-    # The number of rows of arrays is known on all workers, though not from the dataset.
+    # Only arrays have `batch_rows`. If these and all other fields of the lengths are
+    # equal, each batch has the same number of rows on all workers.
     is_settled = len(set(lengths)) == 1 and lengths[0].batch_rows is not None
     if isinstance(dataset, PerReplicaDataset):
         before = dataset.read_options

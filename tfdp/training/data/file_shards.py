@@ -180,7 +180,13 @@ def _patterns_of(pattern: Any) -> list[str]:
 
 
 def _workers_sharing_files() -> WorkerGroup:
-    """Return the worker group of the active scope, or of the latest strategy."""
+    """Return the worker group of the active scope, or of the latest strategy.
+
+    Without a strategy it is a group of one worker.
+
+    Raises:
+        ValueError: If no strategy exists, and `TF_CONFIG` names several workers.
+    """
     if in_tfdp_scope():
         return tf.distribute.get_strategy().extended.worker_group
     group = latest_group()

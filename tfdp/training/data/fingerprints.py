@@ -19,10 +19,11 @@ import tensorflow as tf
 from tfdp.communication.coordination.worker_group import WorkerGroup
 
 # The maximum number of bytes that are hashed of all arrays together. SHA-256 takes
-# 50 ms for it at 0.5 GB/s, the rate of a processor without SHA instructions. A limit in
-# bytes is the same on all workers, a limit in seconds would not be.
+# 50 ms for them at 0.5 GB/s, the rate of a processor without SHA instructions. A limit
+# in bytes is the same on all workers; a limit in seconds would not be.
 _WHOLE_BYTES = 25_000_000
-# The maximum number of rows that are read of an array that exceeds its bytes.
+# The maximum number of rows that are read of an array that is too large to be hashed
+# as a whole.
 _SAMPLED_ROWS = 4096
 # The maximum number of bytes and of rows that are read of an array in a file: each row
 # may cost an access to a disk or to a network.
@@ -44,7 +45,7 @@ _ORDERED_BYTES = 250_000_000
 _ORDERED_ROWS = 100_000
 # The approximate number of evenly spaced numbers that are hashed of a long row.
 _ORDERED_COLUMNS = 64
-# The number of row hashes that a description has.
+# The number of row hashes in the description of an array, see `ArrayValues.describe`.
 _NUM_KEPT_HASHES = 32
 # The maximum number of groups of workers that an error message lists.
 _MAX_GROUPS = 3
@@ -184,7 +185,7 @@ class _ArrayPart:
         self.num_read = min(max(budget // row_bytes, 2), most, self.num_rows)
 
     def read(self) -> np.ndarray:
-        """Read the chosen rows."""
+        """Read the rows that `choose_rows` has chosen, as a NumPy array."""
         if self.num_read == self.num_rows:
             return as_numpy(self._array)
         last = self.num_read - 1
@@ -195,7 +196,7 @@ class _ArrayPart:
         return as_numpy(by_position[rows])
 
     def describe(self, digest: str) -> Any:
-        """Describe blocks of values that may be rounded; return the digest of others.
+        """Describe the chosen rows: by blocks if rounding may differ, or by the digest.
 
         Args:
             digest: String, digest of the values.
@@ -214,7 +215,8 @@ class _ArrayPart:
         numbers = values.astype("float64").ravel()
         is_finite = np.isfinite(numbers)
         numbers = np.where(is_finite, numbers, 0.0)
-        # NumPy guarantees the numbers of `RandomState` in all versions.
+        # All workers need the same weights: every version of NumPy draws the same
+        # numbers from a `RandomState` of one seed.
         weights = np.random.RandomState(0).uniform(-1, 1, len(numbers))
         num_blocks = min(max(len(numbers) // _BLOCK_SIZE, 1), _MAX_BLOCKS)
         blocks = zip(
@@ -312,11 +314,12 @@ def _is_different(first: dict | None, other: dict | None) -> bool:
     `ArrayValues.describe` returned them on two workers; `None` always differs.
     """
     if first is None or other is None:
-        # Values are described only if their fingerprints differ.
+        # A missing description counts as a difference, because values are described
+        # only if their fingerprints differ.
         return True
     if first["paths"] and other["paths"] and first["rows"] and other["rows"]:
-        # Lists without a common name may be copies of one data set under other names.
-        # Lists that differ and have a common name do not hold the same files.
+        # Lists of paths without a common name may be copies of one data set under other
+        # names. Lists that differ and have a common name do not hold the same files.
         return bool(set(first["rows"][1]) & set(other["rows"][1]))
     if len(first["parts"]) != len(other["parts"]):
         return True

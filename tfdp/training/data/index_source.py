@@ -115,7 +115,7 @@ def _spec_of(part: Any) -> tf.TensorSpec | None:
 def _checked_parts(
     element: Any, index: int, first: Any, specs: list[tf.TensorSpec]
 ) -> list[np.ndarray]:
-    """Flatten an element; raise if its specs differ from those of the first one.
+    """Flatten an element; raise a `ValueError` if its specs differ from the first's.
 
     Args:
         element: Element of the source.

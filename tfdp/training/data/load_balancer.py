@@ -32,7 +32,8 @@ class LoadBalancer:
         self.worker_weights: tuple[int, ...] = (EQUAL,) * num_workers
         self._search = WeightSearch()
         self._num_local = num_local
-        # A variable that each step reads, so that all workers change at the same step.
+        # A variable that each step reads, so that new weights apply to all workers from
+        # the same step on.
         self.weights = _compat.plain_variable(
             self._replica_weights(), tf.int64, "CPU:0"
         )
@@ -88,7 +89,8 @@ class WeightSearch:
     """
 
     def __init__(self) -> None:
-        # The shortest time of a slowest worker, and the weights that gave it.
+        # The shortest time of a step so far, which is the time of its slowest worker,
+        # and the weights of that step.
         self._best: tuple[int, tuple[int, ...]] | None = None
         self._patience = 1
         self._num_to_wait = 0
@@ -210,7 +212,7 @@ def rows_of_ranks_by_weight(batch: Any, ranks: list[int], weights: tf.Tensor) ->
         weights: Tensor of shape `[num_replicas]`, int64, see `rows_by_weight`.
 
     Returns:
-        Tuple of such nests, one for each of `ranks`.
+        Tuple of nests of the structure of `batch`, one for each of `ranks`.
 
     Example:
 
@@ -222,7 +224,8 @@ def rows_of_ranks_by_weight(batch: Any, ranks: list[int], weights: tf.Tensor) ->
     def take(tensor: Any, rank: int) -> Any:
         """Return a replica's rows of a tensor; what has no rows is returned whole."""
         if not has_rows(tensor):
-            # A copy for each replica: TensorFlow takes one object for a shared value.
+            # Each replica gets a copy: TensorFlow would merge one object for all
+            # replicas into a value that they share.
             return tf.identity(tensor) if isinstance(tensor, tf.Tensor) else tensor
         rows = rows_by_weight(count_of(tensor), weights)
         return take_rows(tensor, tf.reduce_sum(rows[:rank]), rows[rank])

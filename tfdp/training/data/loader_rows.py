@@ -104,7 +104,7 @@ class RandomnessWatch:
 
 
 def rows_of_loader(strategy: Any, loader: Any) -> Any:
-    """Return an adapter that loads a worker's rows only, or the loader if it cannot."""
+    """Return an adapter that loads only a worker's rows, or `loader` with a warning."""
     worker_group = strategy.extended.worker_group
     _synchronize_generators(worker_group, loader)
     division = strategy.extended.local_ranks, strategy.num_replicas_in_sync
@@ -262,7 +262,7 @@ def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
             item_of(_arrays_of(batch), local_loader.batch_sampler.totals.popleft())
         )
         draws |= is_random
-    del batches  # ends the worker processes of the loader
+    del batches  # the deletion ends the worker processes of the loader
     if draws:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)

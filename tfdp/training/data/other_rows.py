@@ -31,7 +31,7 @@ _ROW_KEEPING_STAGES = {
     *(*PASS_THROUGH, *SELECTIONS, "ShuffleDataset", "CacheDataset", "SnapshotDataset"),
     "AssertCardinalityDataset",
 }
-# Marks the parts that a `map` returns: only a batch itself shows their rows.
+# Stands for the row count of parts that a `map` returns: only a batch itself shows it.
 _UNKNOWN_ROWS = "unsure"
 
 
@@ -84,7 +84,7 @@ def places_of_other_rows(dataset: tf.data.Dataset) -> frozenset[int]:
 
 
 def unwrap_other_rows(args: Any) -> tuple[Any, frozenset[int]]:
-    """Unwrap the `OtherRows` among arguments.
+    """Replace each `OtherRows` in a nest of arguments by the tensor that it wraps.
 
     Returns:
         Tuple of the plain arguments, and the indices of the unwrapped parts among the

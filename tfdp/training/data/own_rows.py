@@ -77,7 +77,8 @@ def distribute_local_rows(
     divided = divide_rows(pairs, ranks, num_replicas)
     if is_ahead:  # one device would read one batch ahead, too
         divided = divided.prefetch(1)
-    # The number of batches is part of the compared description.
+    # Workers have compared their numbers of batches, which are part of the description,
+    # so that no step has to synchronize the end of the data.
     return distribute_divided(
         strategy, divided, None, ReadOptions(syncs_end_of_data=False)
     )
@@ -115,7 +116,7 @@ def _build_and_compare(strategy: Any, kind: str, describe: Callable[[], tuple]) 
 
 
 def item_of(rows: Any, total: int) -> dict[str, Any]:
-    """Return a dict of a worker's rows of a batch, and the batch's number of rows."""
+    """Return a dict of `rows`, a worker's rows, and `total`, the rows of the batch."""
     return {"rows": rows, "total": np.array([total], "int64")}
 
 
@@ -141,7 +142,7 @@ class LocalRowsDataset(keras.utils.PyDataset):
 
     @property
     def num_batches(self) -> int | None:
-        """Int, or `None` if the data has no end."""
+        """Int, number of batches of an epoch, or `None` if the data has no end."""
         return self.source.num_batches
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -389,8 +390,8 @@ def _is_read_by_rows(leaf: Any, shuffle: bool | str) -> bool:
 
     `shuffle` is the argument of `fit`: a bool or `"batch"`.
 
-    Not so a chunked or compressed HDF5 dataset that is shuffled: each row would cost a
-    chunk. Keras copies it into memory.
+    A chunked or compressed HDF5 dataset that is shuffled should not: each row would
+    cost the read of a chunk. Keras copies the dataset into memory.
     """
     if not isinstance(leaf, (np.memmap, h5py.Dataset)):
         return False

@@ -98,7 +98,8 @@ def divide_and_prefetch(
     if num_ahead:
         divided = divided.prefetch(num_ahead)
     if not is_tuned:
-        # Deleting an iterator waits for autotuning, see `delete_in_background`.
+        # Autotuning is turned off if no stage gains from it, since the deletion of an
+        # iterator waits for autotuning, see `delete_in_background`.
         options = tf.data.Options()
         options.autotune.enabled = False
         divided = divided.with_options(options)
@@ -224,7 +225,7 @@ class PerReplicaIterator(StepIterator):
         return self._batch(*element)
 
     def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
-        """See `StepIterator`."""
+        """Return whether a next batch exists, and its reader, as in `StepIterator`."""
         _check_generation(self)
         with CountedRead() as read:
             optional = self._iterator.get_next_as_optional()
@@ -315,12 +316,15 @@ def _spec_of(value: Any) -> PerReplicaSpec:
 
 
 def _generation_of(strategy: Any, generation: int | None) -> int:
-    """Return a generation, by default the present one."""
+    """Return `generation`; for `None` that of the strategy's present cluster."""
     return strategy.extended.generation if generation is None else generation
 
 
 def _check_generation(data: PerReplicaDataset | PerReplicaIterator) -> None:
-    """Raise if data was divided among workers that have changed since."""
+    """Raise a `ValueError` if data was divided among workers that have changed since.
+
+    A read in a custom loop also sets the strategy's `read_generation`.
+    """
     extended = data.strategy.extended
     if loops.current() is None and isinstance(data, PerReplicaIterator):
         extended.read_generation = data.generation
@@ -359,7 +363,11 @@ def distribute_divided(
 
 
 def is_read_on_cpus(strategy: Any, options: Any) -> bool:
-    """Return whether a step reads its rows from host memory, and not from a GPU."""
+    """Return whether a step reads its rows from host memory, and not from a GPU.
+
+    The user's `tf.distribute.InputOptions`, if given, need stock distributed data,
+    except in a job that continues after a loss.
+    """
     extended = strategy.extended
     devices = map(_compat.device_type, extended.worker_devices)
     has_gpus = extended.group.backend == "nccl" or "GPU" in devices

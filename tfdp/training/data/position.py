@@ -254,7 +254,10 @@ class DataPosition:
 
 @contextlib.contextmanager
 def tracking(position: DataPosition | None) -> Iterator[None]:
-    """Make a position, or `None`, the one of the loop that runs inside."""
+    """Open a context for one loop, in which `current` returns its position or `None`.
+
+    The end of the context closes the position's `exit_stack`.
+    """
     _position_stack.append(position)
     try:
         yield

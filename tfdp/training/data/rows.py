@@ -230,7 +230,7 @@ def parts_with_rows(batch: Any, name: str = "batch") -> dict[str, Any]:
 
 
 def named_leaves(nest: Any, name: str = "") -> dict[str, Any]:
-    """Return the leaves of a nest by their paths, each after a common name."""
+    """Return the leaves of a nest by their paths, such as "x['a'][0]" for name "x"."""
     return {
         name + "".join(f"[{step!r}]" for step in path): leaf
         for path, leaf in keras.tree.flatten_with_path(nest)
@@ -389,7 +389,10 @@ def rows_of_worker(num_rows: int, ranks: Sequence[int], num_replicas: int) -> ra
 
 
 def rows_to_read(num_rows: int, ranks: Sequence[int], num_replicas: int) -> range:
-    """Return `rows_of_worker`, or one row where it has none, to know the shapes."""
+    """Return the range of rows that a worker reads, at least one row for the shapes.
+
+    Arguments are those of `rows_of_worker`.
+    """
     own = rows_of_worker(num_rows, ranks, num_replicas)
     start = min(own.start, num_rows - 1)
     return range(start, max(own.stop, start + 1))

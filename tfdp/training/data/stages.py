@@ -75,7 +75,8 @@ def stages_after_batch(
         if kind in (*PASS_THROUGH, *SELECTIONS):
             after.insert(0, rebuild_stage(dataset))
         elif is_row_by_row(dataset):
-            # The traced function may fix the batch size, the Python function does not.
+            # A traced function may have a fixed batch size. The Python function is
+            # traced again with the sizes of the rebuilt pipeline.
             call = _compat.python_function_of_map(dataset)
             after.insert(0, rebuild_map(dataset, call))
         else:
@@ -106,7 +107,7 @@ def rebuild_map(dataset: tf.data.Dataset, call: Callable[[Any], Any]) -> Stage:
 
 
 def rebuild_stage(dataset: tf.data.Dataset) -> Stage:
-    """Return the last stage of a dataset, in `PASS_THROUGH` or `SELECTIONS`."""
+    """Return the last stage of a dataset, one of `PASS_THROUGH` and `SELECTIONS`."""
     kind = _compat.kind_of_part(dataset)
     if kind == "OptionsDataset":  # callers set the options of the rebuilt pipeline
         return Stage(lambda rows, _: rows)

@@ -89,7 +89,8 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
     """
 
     def __init__(self, iterator: Any, strategy: Any) -> None:
-        # The one reference to it, in a list that `delete_in_background` empties.
+        # The only reference to the iterator, in a list that can be emptied: this
+        # deletes the iterator, see `delete_in_background`.
         self._kept = [iterator]
         self.strategy = strategy
         keep_in_forks(iterator)
@@ -201,9 +202,9 @@ class ShortestIterator(StockIterator):
     """
 
     def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
-        """See `StepIterator`; a next step requires data on all workers."""
+        """Return whether all workers have data, and the reader of the next batch."""
         optionals = _compat.optionals_of_replicas(self._iterator)
-        # At its end a worker may have batches for only some of its replicas.
+        # At the end of its data a worker may have batches for only some replicas.
         has_data = _compat.any_has_value(optionals)
         has_next = has_next_step(self.strategy, has_data, stops=True)
         return has_next, lambda: _compat.values_or_empty(self._iterator, optionals)

@@ -113,19 +113,20 @@ class BroadcastRestoredState(keras.callbacks.Callback):
 
 
 class OptimizerProgressCheck(keras.callbacks.Callback):
-    """Stop training that makes no progress; prepare an optimizer's state for files."""
+    """Stop `fit` if every step overflows; equalize replicas after each epoch."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Check the progress of the optimizer, in some batches only."""
+        """Check the progress of the optimizer after every tenth batch."""
         if batch % _BATCHES_BETWEEN_CHECKS == _BATCHES_BETWEEN_CHECKS - 1:
             self._check()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Check the progress, and equalize replicas and accumulated gradients."""
+        """Check the progress; give replicas the same state, before files are saved."""
         self._check()
         equalize_replicas(self.model)
         strategy = self.model.distribute_strategy
-        # In one process saving sums the accumulated gradients of the replicas.
+        # A save computes the sum of accumulated gradients from local replicas alone.
+        # With several workers, all replicas first get equal parts of the sum.
         has_several_workers = (
             is_tfdp(strategy) and strategy.extended.worker_group.num_workers > 1
         )
@@ -135,7 +136,7 @@ class OptimizerProgressCheck(keras.callbacks.Callback):
             self.model.optimizer.redistribute_accumulated()
 
     def _check(self) -> None:
-        """Raise if the optimizer makes no progress, see its `check_progress`."""
+        """Raise a `RuntimeError` if each step overflows, by `check_progress`."""
         if hasattr(self.model.optimizer, "check_progress"):
             self.model.optimizer.check_progress()
 
@@ -143,6 +144,6 @@ class OptimizerProgressCheck(keras.callbacks.Callback):
 def _is_replicated(variable: Any) -> bool:
     """Return whether each replica has a full copy of a Keras variable."""
     value = variable.value
-    # Of a variable with parts, each worker restores its own part.
+    # Each worker restores its own part of a variable that has parts.
     has_parts = getattr(value, "has_parts", False)
     return isinstance(value, _compat.MirroredVariable) and not has_parts

@@ -64,7 +64,7 @@ def configs_of(
         Dict of nests of dicts, lists and plain values.
     """
     with warnings.catch_warnings():
-        # Keras warns of configs that cannot be deserialized, but none is here.
+        # Keras warns of configs that cannot be deserialized. tfdp only compares them.
         warnings.simplefilter("ignore")
         collected: dict[str, Any] = {
             "model": _layer_configs(model),
@@ -123,7 +123,7 @@ def comparable(value: Any) -> Any:
 def _comparable_dict(value: dict) -> dict[str, Any]:
     """Return a dict without entries that may differ between workers."""
     if value.get("class_name") == "__lambda__" or set(value) == {"value"}:
-        # The code of a lambda includes line numbers of the file.
+        # The code of a lambda is not compared: it includes line numbers of the file.
         return {}
     # A dict with only a name is the config of a dtype policy.
     if set(value) == {"name"}:
@@ -136,7 +136,7 @@ def _comparable_dict(value: dict) -> dict[str, Any]:
 
 
 def _is_ignored(key: str, value: Any) -> bool:
-    """Return whether an entry of a config may differ between workers."""
+    """Return whether an entry of a config is not compared: it may differ by worker."""
     if key == "learning_rate":
         # A dict is a schedule, which is compared.
         return not isinstance(value, dict)
@@ -207,7 +207,7 @@ def _layer_config(layer: Any) -> dict[str, Any]:
 
 
 def _config(thing: Any) -> Any:
-    """Return the config of an object, a plain value, or else the name of the class."""
+    """Return a comparable form of an object: its config, its value or its name."""
     if callable(thing) and hasattr(thing, "__name__"):
         return comparable(thing.__name__)
     if not hasattr(thing, "get_config"):
@@ -246,7 +246,7 @@ def _callback_configs(callbacks: list) -> list[dict[str, Any]]:
 def _setting(callback: Any, name: str) -> Any:
     """Return a setting of a callback in a comparable form."""
     value = _config(getattr(callback, name))
-    # Keras changes its sign at the end of the first epoch.
+    # Keras changes the sign of `min_delta` at the end of the first epoch.
     return abs(value) if name == "min_delta" else value
 
 

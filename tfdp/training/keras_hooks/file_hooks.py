@@ -48,7 +48,8 @@ def save_file(
     strategy = strategy_of(model)
     if strategy is None or is_saving():
         return save(model, filepath, *args, **kwargs)
-    # `keras.saving.save_model` does not call `model.save`, which saves atomically.
+    # The save has to be atomic here, too, because `keras.saving.save_model` does not
+    # call `model.save`.
     with local_variables(strategy):
         return save_atomically(strategy, save, model, filepath, *args, **kwargs)
 
@@ -176,7 +177,7 @@ def load_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
 
 
 def _accumulators_of_replicas(optimizer: Any) -> list:
-    """Return Keras's gradient accumulators if several replicas have different ones."""
+    """Return the accumulators of a Keras optimizer; empty with one replica."""
     if num_replicas_of(optimizer) == 1 or not _compat.has_accumulators(optimizer):
         return []
     return _compat.accumulators(optimizer)
@@ -185,7 +186,8 @@ def _accumulators_of_replicas(optimizer: Any) -> list:
 def unwrap_loss_scaling(model: Any) -> None:
     """Remove the `LossScaleOptimizer` that `compile` adds for float16.
 
-    A `DistributedOptimizer` takes over its settings, unless it has some.
+    The `DistributedOptimizer` inside receives the scaler's settings, unless it has loss
+    scaling already.
     """
     outer = model.optimizer
     is_scaled = isinstance(outer, keras.optimizers.LossScaleOptimizer)

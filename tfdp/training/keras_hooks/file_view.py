@@ -213,7 +213,7 @@ class AccumulatedGradients:
             return np.asarray(updates * self.steps + int(count.numpy()))
 
         def write(value: Any) -> None:
-            """Set both counters from a loaded number of micro-batches."""
+            """Set the counts of updates and of micro-batches since the last update."""
             updates, rest = divmod(int(np.asarray(value)), self.steps)
             iterations.assign(updates)
             count.assign(rest)
@@ -224,7 +224,10 @@ class AccumulatedGradients:
 def accumulated_gradients_of(
     distributed: Any, full_state: FullState
 ) -> AccumulatedGradients | None:
-    """Return the accumulated gradients of a `DistributedOptimizer`, or `None`."""
+    """Return the accumulated gradients of a `DistributedOptimizer`, or `None`.
+
+    `full_state` has the gathered values of gradients that are accumulated in shards.
+    """
     features, shards = distributed.features, distributed.shards
     accumulation, slices = features.accumulation, None
     if accumulation is None:

@@ -372,6 +372,6 @@ def install() -> None:
     """Apply every replacement of the table; later calls have no effect."""
     for entry in REPLACEMENTS:
         _compat.replace(entry)
-    # Tracebacks shall show the user's lines, so that these frames are hidden as Keras
+    # Tracebacks have to show the user's lines, so tfdp's frames are hidden as Keras
     # hides its own. A frame has the path of the import, with links unresolved.
     _compat.hide_from_tracebacks(str(Path(__file__).parents[2]) + os.sep)

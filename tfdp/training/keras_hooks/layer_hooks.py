@@ -24,8 +24,8 @@ from tfdp.ground.base import loops, program_trace, xla
 from tfdp.ground.base.context import in_tfdp_scope, is_tfdp, replica_context
 from tfdp.training.reduction.training_group import training_group
 
-# The difference between the seeds of two ranks: odd, and far larger than the increments
-# of the counter in the other half of a seed.
+# The difference between the seeds of consecutive ranks: odd, and far larger than the
+# increments of the counter, which is the other half of a seed.
 _SEED_STRIDE = 1_000_003
 
 
@@ -52,7 +52,7 @@ def scale_loss(original: Callable, value: Any) -> Any:
 
 
 def unscale_loss(original: Callable, value: Any) -> Any:
-    """Undo the scaling of a loss, if it was scaled, and record that it is computed."""
+    """Undo the scaling of a loss, if any; record the end of the forward pass."""
     if (trace := program_trace.current()) is not None:
         trace.add([value], lambda given: step_events.record_loss(given[0]), "as held")
         return value

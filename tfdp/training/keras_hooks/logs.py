@@ -58,7 +58,7 @@ def _logs_of_eager_step(strategy: Any, model: Any, outputs: Any) -> Any:
 
 
 def mean_over_workers(worker_group: WorkerGroup, logs: Any) -> Any:
-    """Average the workers' logs at the end of an epoch whose logs are each worker's.
+    """Average the logs of an epoch over the workers, if each has logs of its own rows.
 
     Args:
         worker_group: `WorkerGroup` between the workers.

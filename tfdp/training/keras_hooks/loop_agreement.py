@@ -118,7 +118,8 @@ def agree_on_batch(
     calls = _batch_calls.setdefault(model, {})
     number, before = calls.get(name, (0, ""))
     digest = hashlib.sha256(f"{before} {json.dumps(arrays)}".encode()).hexdigest()
-    # `number` counts earlier calls: the number of this call is a power of two.
+    # `number` counts earlier calls, so this call is the first, second, fourth, eighth
+    # and so on.
     if number & (number + 1) == 0:
         own_configs = configs.configs_of(name, model, []) if number == 0 else {}
         named = named_arrays({part: arguments.get(part) for part in _DATA_ARGUMENTS})

@@ -57,7 +57,11 @@ def apply(
 
 
 def build(original: Callable, optimizer: Any, variables: Any) -> None:
-    """Build an optimizer; in a tfdp scope move it there first, or raise."""
+    """Build an optimizer; in the scope of a tfdp strategy, move it there first.
+
+    Raises:
+        ValueError: If it was built outside of the scope, or has variables from outside.
+    """
     if in_tfdp_scope():
         bring_into_scope(optimizer)
         check_variables_in_scope(variables)
@@ -67,7 +71,10 @@ def build(original: Callable, optimizer: Any, variables: Any) -> None:
 def apply_or_defer(
     original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
-    """Defer an update of a `LossScaleOptimizer`, or move and build it, then update."""
+    """Update by a `LossScaleOptimizer`, which is moved into the scope and built first.
+
+    In the compiled part of a step, or in a traced program, the update is deferred.
+    """
     if defer(optimizer, grads, trainable_variables):
         return
     if replica_context() is not None and trainable_variables is not None:

@@ -175,7 +175,7 @@ def _remove_stale_files(pattern: str, num_workers: int) -> None:
 
 
 def _temporary_path(target: str, writer: str) -> str:
-    """Return a hidden path beside the target, after links, with the target's ending.
+    """Return a hidden path in the target's real folder, with the target's ending.
 
     Args:
         target: String, path of the file to be replaced.

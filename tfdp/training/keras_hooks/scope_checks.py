@@ -75,8 +75,8 @@ def bring_into_scope(optimizer: Any) -> None:
         return
     if _compat.strategy_of_optimizer(optimizer) is active:
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            # For float16 `compile` creates this optimizer in the scope, around the
-            # user's optimizer, which may be from outside.
+            # For float16 `compile` creates a `LossScaleOptimizer` in the scope, around
+            # the user's optimizer, which may be from outside.
             bring_into_scope(optimizer.inner_optimizer)
         return
     if optimizer.built or not tf.distribute.in_cross_replica_context():

@@ -83,7 +83,10 @@ def make_function(
 
 
 def _trace_conditions(model: Any) -> tuple[int, int]:
-    """Return what makes traced steps of a model outdated when it changes."""
+    """Return two counters: a traced step of a model is outdated if one has changed.
+
+    They count conversions of parameters and changes of the cluster.
+    """
     return num_conversions(), model.distribute_strategy.extended.generation
 
 
@@ -194,7 +197,7 @@ def build_symbolically(
 
 
 def _of_all_replicas(spec: Any, num_replicas: int) -> Any:
-    """Return the spec of a global batch for the spec of a replica's batch."""
+    """Return the spec of a global batch, given the spec of each replica's batch."""
 
     def of_all(part: Any) -> Any:
         """Return the spec of one tensor in the global batch."""

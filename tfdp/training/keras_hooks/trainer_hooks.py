@@ -50,13 +50,13 @@ from tfdp.training.replicas.synchronized_scope import local_variables
 def run_loop(
     name: str, original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `fit`, `evaluate` or `predict`; again after an error if a feature can."""
+    """Run `fit`, `evaluate` or `predict`; repeat it if a feature handles the error."""
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     arguments = bound.arguments
     with contextlib.ExitStack() as stack:
         while True:
             try:
-                # Each attempt changes its arguments.
+                # An attempt changes its arguments in place, so it gets a copy.
                 attempt = inspect.BoundArguments(bound.signature, arguments.copy())
                 return _begin_loop(name, original, model, attempt)
             except Exception as error:
@@ -174,7 +174,7 @@ def _begin_fit(strategy: Any, model: Any, arguments: dict[str, Any]) -> Fit:
 
 
 def _gradient_exchange(fit: Fit | None) -> Any:
-    """Return what replaces the all-reduce of gradients in `fit`, or `None`."""
+    """Return the first `GradientExchange` that a feature has for `fit`, or `None`."""
     if fit is None:
         return None
     found = (feature.gradient_exchange(fit) for feature in registered())
@@ -232,7 +232,8 @@ def _set_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> N
 def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
     """Return the logs of an epoch.
 
-    If an interrupted run had completed all batches of the epoch, its last logs count.
+    If an interrupted run had completed all batches of the epoch, its last logs are
+    used. Logs over each worker's own rows are averaged over the workers.
     """
     position = data_position.current()
     if not logs and position is not None and position.last_logs:
@@ -242,8 +243,8 @@ def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
     results = original(model, logs)
     is_local = loops.loop_uses_local_steps() or loops.exchange() is not None
     if results is logs and logs and is_local:
-        # An overridden step returns logs itself. Metrics need no mean: reading them
-        # merges their states.
+        # Keras returns the same `logs` only if the step is overridden: they are values
+        # of this worker. Metrics need no mean, since reading them merges their states.
         return mean_over_workers(model.distribute_strategy.extended.worker_group, logs)
     return results
 
@@ -260,7 +261,7 @@ def _agree_on_loop(
         strategy: The model's tfdp strategy, or `None`.
 
     Returns:
-        Bool, whether a callback of any worker acts after each batch.
+        Bool, whether a callback of any worker may stop training after a batch.
     """
     if _compat.is_within_fit(bound.arguments):
         return False

@@ -185,7 +185,7 @@ def add_optimizer_check(model: Any, callbacks: Any) -> Any:
 def prepend_callback(
     model: Any, callbacks: Any, added: keras.callbacks.Callback
 ) -> Any:
-    """Return callbacks with one more at the front; append it to a `CallbackList`.
+    """Return callbacks with an added one: first in a list, last in a `CallbackList`.
 
     Args:
         model: The Keras model.
@@ -200,7 +200,7 @@ def prepend_callback(
 
 
 def swap_or_restart_averages(name: str, original: Callable, callback: Any) -> Any:
-    """Run a method of `SwapEMAWeights`, or with sharded averages of the optimizer.
+    """Run a method of `SwapEMAWeights`, or the optimizer's if averages are sharded.
 
     Args:
         name: String, name of the optimizer's method, which swaps weights with averages

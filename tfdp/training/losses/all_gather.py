@@ -59,7 +59,8 @@ def all_gather(value: Any) -> tf.Tensor:
     if not in_tfdp_scope() or tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return value
     if _compat.is_built_symbolically():
-        # Twice the rows stand for an unknown number of rows of all replicas.
+        # While a model is built symbolically, twice the rows stand in for the rows of
+        # all replicas, whose number is not known.
         return tf.concat([value, value], axis=0)
     context = replica_context()
     if context is None:

@@ -84,7 +84,8 @@ def checked_loss_scale(loss_scale: Any) -> LossScaling | None:
     """Convert the argument `loss_scale` to a `LossScaling`, or `None`.
 
     Raises:
-        ValueError: If it is not a loss scale.
+        ValueError: If it is not `None`, `"dynamic"`, a `LossScaling` or a positive
+            number.
     """
     if loss_scale is None or isinstance(loss_scale, LossScaling):
         return loss_scale

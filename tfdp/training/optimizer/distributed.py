@@ -225,9 +225,10 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             self._take_step(grads, trainable_variables)
 
     def _apply_with_loss(self, tensors: Sequence[Any], variables: Any) -> None:
-        """Do what `apply` does, with the loss behind the gradients.
+        """Accumulate or apply the gradients of a micro-batch, and pass on its loss.
 
-        Deferred, it has the form in which a replica holds gradients: a part of the sum.
+        `tensors` are the gradients and, last, the loss. Deferred to the replicas like a
+        gradient, the loss becomes a part of a sum over replicas.
         """
         if not defer(self, tensors, variables, self._apply_with_loss):
             *gradients, loss = tensors
@@ -239,8 +240,10 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         """Accumulate or apply the gradients of a micro-batch now.
 
         Args:
-            grads: Sequence, as for `apply`.
-            trainable_variables: Sequence, as for `apply`, or `None`.
+            grads: Sequence of gradients of this replica, with `None` for variables
+                without a gradient.
+            trainable_variables: Sequence of variables, or `None` for those that the
+                optimizer was built for.
             loss: Scalar tensor, this replica's part of the loss, if a feature reads it.
                 Defaults to `None`.
         """
@@ -310,7 +313,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         )
 
     def as_keras(self, whole: FullState | None = None) -> keras.optimizers.Optimizer:
-        """Return the optimizer as Keras files hold it, sharing this one's state.
+        """Return the optimizer in the form of Keras files, sharing this one's state.
 
         Args:
             whole: `FullState`, the gathered sharded state, or `None`. Defaults to
@@ -334,7 +337,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         }
 
     def renewed(self) -> DistributedOptimizer:
-        """Return an optimizer with the same settings, without state, to replace it."""
+        """Return an unbuilt optimizer with these settings; this one refuses `apply`."""
         self._is_replaced = True
         inner = self.inner_optimizer
         optimizer = type(inner).from_config(inner.get_config())
@@ -352,7 +355,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         return renewed
 
     def forget_traces(self) -> None:
-        """Drop traced functions, whose replicas have changed."""
+        """Drop traced functions, for use after a change of the replicas."""
         self._traces.drop()
 
     @classmethod
@@ -490,7 +493,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         return ShardedAccumulation(state, layout, param_groups, variables, weight)
 
     def _schedule(self, group: ParamGroup) -> Schedule:
-        """Return the learning rate of a group and its growth during a warmup."""
+        """Return the `Schedule` of a group: rate and momentum factor in a warmup."""
         warmup = self.features.warmup
         if warmup is None:
             return Schedule()
@@ -505,7 +508,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
 
 
 def _first_traced(gradients: list) -> list:
-    """Return the gradient that was traced first, for control dependencies.
+    """Return a list of the gradient that was traced first, for control dependencies.
 
     The list is empty in eager mode and on a replica.
     """

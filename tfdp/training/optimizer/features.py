@@ -77,7 +77,8 @@ class Features:
         """Replace the accumulators; accumulated gradients are dropped.
 
         Args:
-            accumulated: Sequence, as for `build`.
+            accumulated: Sequence of objects with a path, a shape and a dtype, one for
+                each new accumulator.
         """
         self._accumulated = list(accumulated)
         if self.accumulation is not None:
@@ -155,7 +156,7 @@ class Features:
         """Return the loss whose gradients are passed to the optimizer, a scalar.
 
         Raises:
-            ValueError: If it is not known.
+            ValueError: If the loss is not known.
         """
         loss, self.loss = self.loss, None
         if loss is None:
@@ -209,7 +210,7 @@ class Features:
         _compat.untrack(self._optimizer, list(variables))
 
     def _create_missing(self) -> None:
-        """Create the state of features in use that have none, once built."""
+        """Create the missing state of features in use, if the optimizer is built."""
         if self._trained is None:
             return
         if self.steps > 1 and self.accumulation is None:

@@ -33,7 +33,7 @@ class ShardableOptimizer(OptimizerSettings):
     _model: weakref.ref[Any] | None = None
 
     sharding_options: ShardingOptions
-    # `None` if every replica holds the whole state.
+    # The sharded state, or `None` if every replica holds the whole state.
     shards: ShardedState | None = None
 
     @property
@@ -153,7 +153,10 @@ class ShardableOptimizer(OptimizerSettings):
             variable.assign(value)
 
     def save_own_variables(self, store: Any) -> None:
-        """Write the variables to a Keras file, for optimizers beside `model.optimizer`.
+        """Write the variables of an optimizer other than `model.optimizer` to a file.
+
+        Args:
+            store: Dict-like object of Keras for the arrays of a file.
 
         Raises:
             ValueError: If the state is sharded, or gradients are accumulated.

@@ -42,8 +42,8 @@ _REPEATED_OPS = frozenset(
         "Transpose",
     )
 )
-# Types of operations that use only the shape of a tensor, so that its memory is freed
-# all the same.
+# Types of operations that use only the shape of a tensor, so that the tensor need not
+# be kept for them until the backward pass.
 _SHAPE_OPS = frozenset(("Rank", "Shape", "ShapeN", "Size"))
 
 
@@ -66,7 +66,8 @@ class BackwardGathers:
     """Second gathers for the backward passes that a step has traced.
 
     Args:
-        step: `StepGathers`, whose backward passes are handled here and not later.
+        step: `StepGathers`. The backward passes that it has recorded are taken from it,
+            so that they are handled once.
     """
 
     def __init__(self, step: StepGathers) -> None:
@@ -86,7 +87,8 @@ class BackwardGathers:
         self._done = 0
         # Operations that compute the results of the previous gather.
         self._previous: list[tf.Operation] = []
-        # Reduced gradients, and the number of them that gathers wait for.
+        # Operations that have reduced gradients, in the order of the trace, and the
+        # number of those that a gather already waits for.
         self._reduced: list[tf.Operation] = []
         self._num_awaited = 0
 
@@ -230,5 +232,5 @@ def _is_repeated(op: tf.Operation, tensor: tf.Tensor) -> bool:
 
 
 def _first_age(uses: list[_Use]) -> int:
-    """Return the age, that is the position in the graph, of the earliest operation."""
+    """Return the age of the earliest operation of `uses`: its position in the graph."""
     return min(_compat.op_age(use.op) for use in uses)

@@ -35,7 +35,7 @@ from tfdp.training.parameters.sharded_parameter import (
 from tfdp.training.replicas.synchronized_scope import first_workers_bytes
 
 # Number of conversions in this process. A function that was traced before the latest
-# one uses variables that no longer hold the parameters.
+# conversion uses variables that are no longer the parameters of the model.
 _num_conversions = 0
 
 
@@ -128,7 +128,7 @@ def repartition(parameter: ShardedParameter, ranges: Ranges) -> None:
 
 
 def discard_values(variables: Sequence[Any], strategy: Any) -> None:
-    """Let go of the values of parameters, since the replicas have changed.
+    """Discard the values of parameters, after a change of the replicas.
 
     The next optimizer divides the parameters among the new replicas. Until a state is
     loaded, they are zeros.
@@ -303,8 +303,8 @@ def deferred_parameter(strategy: Any, arguments: dict[str, Any]) -> ShardedParam
         )
         for replica, device in enumerate(extended.group.devices)
     ]
-    # Whether reads are cast is known to the Keras variable, which does not exist yet;
-    # `_adopt` sets it later.
+    # The Keras variable, which says whether reads are cast, does not exist yet.
+    # `_adopt` sets `casts` later.
     return ShardedParameter(strategy, parts, whole.shape, ranges, gathers, casts=False)
 
 

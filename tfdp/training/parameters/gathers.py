@@ -219,7 +219,7 @@ def _steps_of_replica() -> list[StepGathers]:
 
 @contextlib.contextmanager
 def marked_backward_pass(trace: ProgramTrace) -> Iterator[None]:
-    """Mark operations of a program as the backward pass of each replica's step."""
+    """Mark operations that a program traces inside as the backward pass of replicas."""
     passes: list[contextlib.ExitStack] = []
 
     def begin(_: list) -> None:
@@ -238,7 +238,8 @@ def marked_backward_pass(trace: ProgramTrace) -> Iterator[None]:
 
 def gathers_of(extended: Any, groups: ShardGroups) -> Gathers:
     """Return a strategy's `Gathers` for some owners, created at the first call."""
-    # The group of all replicas is another one after each change of the cluster.
+    # Each change of the cluster creates a new group of all replicas, and so new
+    # `Gathers`.
     found = vars(groups.group).setdefault("_parameter_gathers", {})
     key = groups.num_copies, groups.has_two_levels, groups.group.nodes
     if key not in found:

@@ -21,7 +21,7 @@ from tfdp.training.parameters.sharded_parameter import (
 )
 from tfdp.training.replicas.synchronized_scope import MESSAGE_BYTES
 
-# What is announced after the last read, in place of the position of a parameter.
+# Announced after the last read, in place of the position of a parameter.
 _END = -1
 
 
@@ -61,10 +61,11 @@ def serve_parameter(
 def _messages(
     parameter: ShardedParameter, owners: Sequence[int], host_group: ProcessGroup
 ) -> Iterator[tf.Tensor]:
-    """Yield the elements of all owners in messages.
+    """Yield the elements of a parameter, gathered from its owners, in messages.
 
     Each message is a tensor of shape `[num_owners, columns]`, or of shape
-    `[1, columns]` if one owner has all elements.
+    `[1, columns]` if one owner has all elements. The arguments are those of
+    `gather_parameter`.
     """
     sizes = [stop - start for start, stop in parameter.ranges]
     bucket = unit_bucket([0], [parameter.ranges], parameter.dtype.name)
@@ -120,7 +121,7 @@ def _columns(part: tf.Variable, begin: int, end: int) -> tf.Tensor:
 
 
 def parameters_of(model: Any) -> list[ShardedParameter]:
-    """Return the sharded parameters of a Keras model, each once, in its order."""
+    """Return the sharded parameters of a model, each once, in its variables' order."""
     found = [sharded_parameter(variable) for variable in model.variables]
     return list({id(item): item for item in found if item is not None}.values())
 

@@ -124,7 +124,7 @@ def _join(
     Args:
         parts: List of tuples of the first element, the number of the bucket, and the
             range in the bucket; in order of elements.
-        flats: Sequence of tensors, as for `unpack_rows`.
+        flats: Sequence with a tensor for each bucket, or `None` if not gathered.
     """
     merged: list[list[int]] = []
     for _, number, begin, end in parts:

@@ -74,7 +74,7 @@ class ShardGroups:
         return position * outer.size + outer.position(replica)
 
     def is_first_copy(self, replica: int) -> bool:
-        """Return whether a local replica is the first with its slices."""
+        """Return whether a local replica is the first of those with the same slices."""
         outer = self._outer[replica]
         is_only = outer is None or not self._is_copied
         return is_only or (outer is not None and outer.position(replica) == 0)
@@ -188,8 +188,8 @@ class ShardGroups:
             Tensor like `tensor`, equal on all replicas.
         """
         if not self.is_first_copy(replica):
-            # One sum over all replicas: sums of each node could be rounded differently,
-            # and the copies would drift apart.
+            # Copies add zeros to one sum over all replicas. Separate sums of each node
+            # could be rounded differently, so that copies of state would drift apart.
             tensor = tf.zeros_like(tensor)
         return Member(self.group, replica).all_reduce(tensor)
 

@@ -30,7 +30,8 @@ class ShardedParameter(MirroredVariable):
         parts: Sequence of `tf.Variable`, the part of each local replica.
         shape: `tf.TensorShape` of the whole.
         ranges: `Ranges`, the range of elements of each owner.
-        reader: `Gathers`, which reads it.
+        reader: `Gathers`, which gathers the parameter; or `None` if it has no values
+            yet, after a change of the replicas.
         casts: Bool, whether Keras reads it in the dtype of an autocast scope.
     """
 
@@ -87,7 +88,7 @@ class ShardedParameter(MirroredVariable):
 
     @property
     def handle(self) -> tf.Tensor:
-        """Tensor that identifies it on gradient tapes, see `_compat.record_read`."""
+        """Tensor that stands for the parameter on gradient tapes."""
         return self.reader.source(self)
 
     def _get(self) -> tf.Tensor:

@@ -112,7 +112,8 @@ class StepGathers:
         self.groups = groups
         self.replica = replica
         self.order = ComputeOrder(graph)
-        # All gathers in order, and the current one by parameter and dtype.
+        # All gathers in order, and the latest gather of each parameter, by its `id` and
+        # the name of the dtype in which it is read.
         self.gathered: list[GatheredUnit] = []
         self._current: dict[tuple[int, str], GatheredUnit] = {}
         self._sources: dict[int, tf.Tensor] = {}
@@ -368,17 +369,22 @@ class ComputeOrder:
         self._graph = graph
         self._num_scanned = len(graph.get_operations())
         self._dependent: set[tf.Operation] = set()
-        # Dependent operations that take time to compute, and their ages.
+        # Ages of the dependent operations that take time to compute, and these
+        # operations.
         self._ages: list[int] = []
         self._computing: list[tf.Operation] = []
 
     def newest(self) -> int:
-        """Int, the age of the operation traced last: its position in the graph."""
+        """Return the age of the operation traced last: its position in the graph."""
         traced = self._graph.get_operations()
         return _compat.op_age(traced[-1]) if traced else 0
 
     def begin_with(self, tensors: Iterable[tf.Tensor]) -> None:
-        """Count operations that depend on these tensors from now on."""
+        """Include operations that depend on gathered tensors in the order.
+
+        Args:
+            tensors: Iterable of tensors, the gathered parameters.
+        """
         self._scan()
         self._dependent.update(tensor.op for tensor in tensors)
 

@@ -3,8 +3,8 @@
 The parts are the tensors among the arguments of a step, such as `x` and `y`.
 
 Rows of a dense tensor stay on their replica. Ragged and sparse tensors are gathered
-before the step, since their number of values is no multiple of the rows. Parts with
-another number of rows than the first one are gathered, too.
+before the step, since their number of values is not a multiple of the number of rows.
+Parts with another number of rows than the first one are gathered, too.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class BatchPlaceholder:
     Args:
         value: Tensor, composite tensor or other value that the step receives.
         facts: Sequence of pairs of a component of `value` and its `Fact`.
-        held: Callable of the part and the `Replica`, which returns the values of these
-            components on a replica.
+        held: Callable that takes the part and the `Replica`, and returns the tensors
+            that this replica feeds to the components, one for each pair of `facts`.
     """
 
     value: Any
@@ -47,13 +47,14 @@ class BatchPlaceholder:
 def batch_placeholders(
     parts: Sequence[Any], num_replicas: int, others: Collection[int] = ()
 ) -> list[BatchPlaceholder]:
-    """Create the placeholders for the parts of a batch.
+    """Create one placeholder for each part of a batch, in order.
 
     Parts whose number of rows may differ from that of the first one are whole.
 
     Args:
         parts: Sequence of tensors and other values, the parts on one replica.
-        num_replicas: Int, see `placeholder_of`.
+        num_replicas: Int, number of replicas with the same static number of rows; or 0
+            to leave the number of rows of the placeholders open.
         others: Collection of ints, positions of parts whose number of rows may differ
             from that of the first one. Parts whose static shapes differ need not be
             listed. Defaults to none.
@@ -77,7 +78,10 @@ def batch_placeholders(
 
 
 def _of_other_num_rows(part: Any) -> BatchPlaceholder:
-    """Create the placeholder of a whole part with another number of rows."""
+    """Create the placeholder of a part with another number of rows than the first.
+
+    The part is gathered before the step, so that it is whole.
+    """
     if isinstance(part, tf.RaggedTensor):
         return _of_ragged(part, splits_size=FREE)
     fact = _whole_placeholder(part, FREE)
@@ -108,7 +112,8 @@ def _of_dense(part: tf.Tensor, num_replicas: int) -> BatchPlaceholder:
 
     Args:
         part: Dense tensor on one replica.
-        num_replicas: Int, see `placeholder_of`.
+        num_replicas: Int, number of replicas with the same static number of rows; or 0
+            to leave the number of rows of the placeholder open.
     """
     shape = part.shape
     if shape.rank:
@@ -201,8 +206,9 @@ def _whole_placeholder(like: tf.Tensor, first: Size) -> tuple[Any, Fact]:
     """Create a placeholder for a tensor that is gathered before the step.
 
     Args:
-        like: Tensor with the dtype and the shape, but for the first axis.
-        first: `Size` of the first axis.
+        like: Tensor of one replica, with the dtype and the shape of the placeholder
+            apart from the first axis.
+        first: `Size` of the first axis of the placeholder.
 
     Returns:
         Pair of the placeholder and its `Fact`.

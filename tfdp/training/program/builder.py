@@ -65,7 +65,7 @@ class Builder:
         self._parts: dict[int, Any] = {}
         self._operations: dict[Any, tf.Operation] = {}
         # Assignments of `Form.LOCAL` values, such as statistics of batch normalization.
-        # They are kept back so that one message averages all of them.
+        # They are delayed so that one all-reduce averages all of them.
         self._delayed: list[Any] = []
 
     def run(self) -> None:
@@ -85,8 +85,8 @@ class Builder:
             plan: `Plan` of the inner graph.
             outer: Sequence of tensors of the program, one for each input of the graph.
             loop_values: Dict from the `id` of an input of a loop's graph to the
-                replica's value of that loop variable; or `None` if the operation is no
-                loop. Defaults to `None`.
+                replica's value of that loop variable; or `None` if the operation is not
+                a loop. Defaults to `None`.
 
         Returns:
             `Builder` of the inner graph, which has run.
@@ -133,12 +133,12 @@ class Builder:
 
     @property
     def may_be_empty(self) -> bool:
-        """Bool, whether this replica may have no rows, on a CPU and without XLA."""
+        """Bool, whether this replica may have no rows and runs on a CPU without XLA."""
         is_plain = self.replica.is_on_cpu and not xla.is_tracing()
         return self.replica.rows.may_be_empty and is_plain
 
     def fact(self, tensor: Any) -> Fact:
-        """Return what is known of a tensor of the program, by default that it is whole.
+        """Return the `Fact` of a tensor of the program, or that of a whole tensor.
 
         The tensor may be of a graph around this one, such as a tensor of an update.
         """
@@ -188,7 +188,7 @@ class Builder:
         return tf.shape(self.get(tensor, AS_HELD))[fact.axis]
 
     def first_entry(self, multiple: int | None, own_shape: Any) -> tf.Tensor:
-        """Return the entries of the replicas before this one along the axis of rows.
+        """Return the index of this replica's first entry along the axis of rows.
 
         Args:
             multiple: Int, number of entries per row, or `None` if not known.
@@ -216,11 +216,11 @@ class Builder:
         self._converted[id(tensor), WHOLE] = value
 
     def with_shape(self, tensor: Any, source: Any, fact: Fact) -> Any:
-        """Set the static shape of a replica's tensor from that of the program.
+        """Set the static shape of a replica's tensor, and return the tensor.
 
         Args:
             tensor: Tensor of this replica.
-            source: Tensor of the program that it stands for.
+            source: Tensor of the program whose value on this replica is `tensor`.
             fact: `Fact` of `source`.
         """
         if tensor.dtype not in (tf.variant, tf.resource):
@@ -296,7 +296,7 @@ class Builder:
         return template.build(inputs, control, kind)
 
     def build(self, op: Any) -> None:
-        """Build an operation, unless it is built only when a result is needed."""
+        """Build an operation, except one that is built once its result is needed."""
         if op.type in ("Placeholder", "PlaceholderWithDefault"):
             self._build_read(op)
             return
@@ -304,7 +304,7 @@ class Builder:
             self._build_now(op)
 
     def _build_now(self, op: Any) -> None:
-        """Build an operation, unless it is an assignment of statistics to delay."""
+        """Build an operation, or delay it if it assigns statistics of this replica."""
         is_assigned = op.type == "AssignVariableOp"
         if is_assigned and self.fact(op.inputs[1]).form is Form.LOCAL:
             self._delayed.append(op)
@@ -315,12 +315,12 @@ class Builder:
         self._build_operation(op)
 
     def _assign_statistics(self, *, is_last: bool = False) -> None:
-        """Build the delayed assignments of statistics, averaged by one message.
+        """Build the delayed assignments of statistics, averaged by one all-reduce.
 
         Args:
             is_last: Bool, whether no later operation of the step reads the variables.
-                Then they are averaged after the step, as those of a step that is not
-                divided. Defaults to `False`.
+                Then the variables are averaged after the step instead, if the strategy
+                knows them. Defaults to `False`.
         """
         waiting, self._delayed = self._delayed, []
         values = {
@@ -376,7 +376,7 @@ class Builder:
             self._inherit_multiple(tensor)
 
     def _inherit_multiple(self, tensor: Any) -> None:
-        """Take over the known entries per row of an input, see `multiple`."""
+        """Register the entries per row of a tensor, if those of an input are known."""
         if tensor.op.type == "Reshape":
             return
         for source in tensor.op.inputs:
@@ -397,11 +397,10 @@ class Builder:
         return self.copy(op, inputs)
 
     def _assigned_value(self, op: Any, inputs: list) -> Any:
-        """Return the assigned value, or one that changes nothing without any rows.
+        """Return the value to assign, which changes nothing if no replica has rows.
 
-        `inputs` are the handle of the variable and the new value.
-
-        Means over no rows are NaN.
+        Means over no rows are NaN. `inputs` are the handle of the variable and the new
+        value.
         """
         handle, value = inputs
         if not self.replica.rows.total_may_be_zero:
@@ -486,7 +485,7 @@ class Builder:
 
         Args:
             tensor: Tensor of the program.
-            need: `Need`, the form. Defaults to that which the replica holds.
+            need: `Need`, the form. Defaults to the one that the replica holds.
 
         Returns:
             Tensor of this replica.
@@ -546,7 +545,7 @@ class Builder:
             need: `Need`, the needed form, which is another one.
         """
         # The checks of `tfdp.training.program.plan` leave one conversion of lists: a
-        # replicated list becomes a partial sum, which is zeros on other replicas.
+        # replicated list becomes a partial sum, zeros on all replicas but the first.
         is_whole = fact.form is Form.WHOLE and need.kind is Kind.PART
         assert is_whole or tensor.dtype not in (tf.variant, tf.resource), tensor
         own = self._held(tensor)
@@ -592,8 +591,8 @@ class Builder:
     def _sum_parts(self, tensor: Any) -> Any:
         """Return the total of a partial sum over replicas.
 
-        `tensor` is the one that is needed first. Others, whose totals are needed later,
-        travel in the same all-reduce.
+        `tensor` is the one that is needed first. Partial sums whose totals are needed
+        later are part of the same all-reduce.
         """
         waiting = [
             other

@@ -76,11 +76,17 @@ def check_step(
 
 
 def check_exchange(loop: Loop, conversions: list[Conversion]) -> None:
-    """Raise if a step waits for other workers, though its gradients do not.
+    """Raise if a loop's gradient exchange does not allow the conversions of a step.
+
+    A `GradientExchange` sums gradients without waiting for all workers, but a
+    conversion in the step would wait for all of them.
 
     Args:
         loop: `Loop` of Keras that runs the step.
         conversions: List of `Conversion`, without those of the update.
+
+    Raises:
+        ValueError: If the loop has a `GradientExchange`, and the step conversions.
     """
     if loop.exchange is None or not conversions:
         return
@@ -145,7 +151,7 @@ def available_bytes(devices: Sequence[str]) -> int | None:
     """Return the free memory for tensors on devices in bytes, or `None` if not known.
 
     Args:
-        devices: Sequence of strings, the devices. It is not known for GPUs.
+        devices: Sequence of strings, the devices. With a GPU the result is `None`.
     """
     if any(_compat.device_type(device) != "CPU" for device in devices):
         return None

@@ -86,7 +86,7 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
     ]
     facts = decision.outputs
     # Every loop that TensorFlow builds has a counter of passes as its first variable.
-    # `tf.while_loop` below adds one, so that of the program is not built again.
+    # `tf.while_loop` below adds one, so the counter of the program's loop is left out.
     is_counter = changed[:1] == [0] and len(changed) > 1
     is_counter = is_counter and _counts_passes(op, body_plan.graph)
     changed = changed[1:] if is_counter else changed

@@ -15,7 +15,7 @@ from tfdp.ground.base import loops
 from tfdp.training.parameters.gathers import regather_used_units
 from tfdp.training.reduction.training_group import TrainingGroup
 
-# The local reduction that combines the gathered results of all replicas.
+# Functions that combine the gathered results of all replicas, by type of reduction.
 _REDUCE = {
     "All": tf.reduce_all,
     "Any": tf.reduce_any,
@@ -36,8 +36,8 @@ class Rows:
         may_be_empty: Bool, whether the replica may have no rows.
         total_may_be_zero: Bool, whether its whole group may have no rows. Defaults to
             `False`.
-        outside: `Rows`, the same numbers outside of the function that XLA compiles; or
-            `None` elsewhere. Defaults to `None`.
+        outside: `Rows`, the same numbers as tensors outside of the function that XLA
+            compiles; or `None` if XLA does not compile the step. Defaults to `None`.
     """
 
     own: Any
@@ -67,15 +67,16 @@ class Replica:
         self._strategy = strategy
         self.local_id = group.replica
         self.rank = group.rank
-        # The replicas of a worker share states such as tables. One of them writes them:
-        # the first one of the worker that belongs to the group.
+        # The replicas of a worker share states such as tables. Only the worker's first
+        # replica that belongs to the group writes these states.
         first_of_worker = group.own_rank - group.replica
         self.is_writer = group.own_rank == max(group.ranks[0], first_of_worker)
         self.first_device = strategy.extended.worker_devices[0]
         self.is_on_cpu = _compat.device_type(self.first_device) == "CPU"
         self._group = group
         self._exchange = loops.exchange()
-        # Whether a micro-batch is the first one, a bool tensor, or `None` without them.
+        # Scalar bool tensor, whether the micro-batch that is built is the first one; or
+        # `None` without micro-batches.
         self.is_first_part: tf.Tensor | None = None
 
     def of_part(self, rows: Rows, index: tf.Tensor) -> Replica:
@@ -162,9 +163,9 @@ class Replica:
             expected = each * self.rows.total
             if may_broadcast:
                 expected = tf.where(tf.equal(length, 1), 1, expected)
-            # The reshape fails where the size is no multiple of the rows. `tf.Assert`
-            # would do, but is stateful: TensorFlow would run it after the stateful
-            # operations of other replicas.
+            # The reshape fails if the size is not a multiple of the number of rows. A
+            # `tf.Assert` would fail as well, but is stateful: TensorFlow would run it
+            # after the stateful operations of other replicas.
             fitting = tf.concat([shape[:axis], [expected], shape[axis + 1 :]], 0)
             tensor = tf.reshape(tensor, fitting)
         begin, size = self.rows.first * each, self.rows.own * each
@@ -182,7 +183,7 @@ class Replica:
         return own
 
     def take_equal_share(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Slice an equal share from a whole tensor with any number of rows."""
+        """Slice this replica's share of a whole tensor's first axis, cut equally."""
         size = self._group.size
         length = tf.shape(tensor)[0]
         own = tensor[length * self.rank // size : length * (self.rank + 1) // size]
@@ -208,10 +209,11 @@ class Replica:
         return result
 
     def only_on_first(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return this replica's part of a whole tensor: all of it on the first replica.
+        """Return this replica's part of a whole tensor, so that all parts add up to it.
 
-        Where a sum may lack replicas, each has a part in proportion to its rows, as it
-        has of what is computed from rows.
+        The part is the whole tensor in the first replica's first micro-batch, and zeros
+        elsewhere. With a `GradientExchange`, whose sums may lack replicas, the part of
+        each replica is in proportion to its rows.
         """
         if self._exchange is not None and tensor.dtype.is_floating:
             return self.weight_by_rows(tensor)
@@ -243,7 +245,10 @@ class Replica:
         return True
 
     def check_average_in_step(self) -> None:
-        """Raise if a step must not wait for an average over all replicas."""
+        """Raise a `ValueError` if the loop has a `GradientExchange`.
+
+        Its steps must not wait for an average of statistics over all replicas.
+        """
         if self._exchange is not None:
             raise ValueError(
                 f"{self._exchange.label} does not support a layer with moving "
@@ -258,7 +263,10 @@ class Replica:
         )
 
     def _divide_by_rows(self, whole: tf.Tensor) -> tf.Tensor:
-        """Return the part of an integer for the replica's rows; all parts add up."""
+        """Return this replica's part of integers, in proportion to its rows.
+
+        The parts of all replicas add up to the integers.
+        """
         first, own, total, number = (
             tf.cast(each, tf.int64)
             for each in (self.rows.first, self.rows.own, self.rows.total, whole)

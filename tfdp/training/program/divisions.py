@@ -63,7 +63,8 @@ def _find_division(
     Args:
         trace: `ProgramTrace` of the step.
         num_replicas: Int, number of replicas.
-        names: Set of strings, see `warn_of_division`.
+        names: Set of strings, names of that number in the user's script. An empty
+            string stands for any name.
     """
     pending = [t.op for t in trace.losses if tf.is_symbolic_tensor(t)]
     seen = set()
@@ -91,12 +92,14 @@ def _constant_number(tensor: Any) -> float | None:
 
 
 def _divides_by_name(text: str, num_replicas: int, names: set[str]) -> bool:
-    """Return whether a line divides by a name of the number of replicas.
+    """Return whether a line with a division reads a name of the number of replicas.
 
     Args:
         text: String, the line.
-        num_replicas: Int; a line that has the number itself divides by no name.
-        names: Set of strings, see `warn_of_division`.
+        num_replicas: Int, number of replicas. The result is `False` for a line that
+            contains the number itself.
+        names: Set of strings, names of that number in the user's script. An empty
+            string stands for any name.
 
     Example:
 

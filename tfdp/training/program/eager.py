@@ -52,7 +52,8 @@ class EagerProgram(ProgramTrace):
         Args:
             tensors: Sequence of tensors that the job needs.
             run: Callable that takes these tensors, such as an update by the optimizer.
-            kind: String, see `Effect`. Defaults to `"whole"`.
+            kind: String, that of `Effect`, such as `"parts"` for gradients. Defaults to
+                `"whole"`.
         """
         if kind == "as held":
             run(list(tensors))
@@ -71,7 +72,8 @@ class EagerProgram(ProgramTrace):
         """Run one job of the step on the running replica.
 
         Args:
-            job: Tuple of tensors, a callable of them, and a kind, see `Effect`.
+            job: Tuple of tensors, a callable that takes the tensors, and the kind of
+                the `Effect`.
             contributes: Bool, whether the replica contributes gradients, or zeros.
         """
         tensors, run, kind = job
@@ -85,7 +87,10 @@ class EagerProgram(ProgramTrace):
         self._assigned[id(variable)] = variable
 
     def copy_assigned(self, replica: int) -> None:
-        """Copy variables that the first local replica has assigned to another one."""
+        """Copy the variables that the first local replica has assigned.
+
+        `replica` is the local index of the replica to which they are copied.
+        """
         for variable in self._assigned.values():
             first, *_ = variable.values
             variable.values[replica].assign(first.read_value())
@@ -166,11 +171,11 @@ class EagerStep:
         return result
 
     def _follow(self, group: TrainingGroup) -> None:
-        """Run the jobs of the first local replica on another one."""
+        """Run the jobs that the first local replica records on the running replica."""
         program = self._program
         assert program is not None
-        # The first replica appends jobs while this loop runs: it continues whenever
-        # a job waits for a collective with this replica.
+        # The first replica appends jobs while this loop runs: its thread continues
+        # whenever a job waits for a collective with this replica.
         for job in program.jobs:
             program.run_job(job, contributes=False)
         program.copy_assigned(group.replica)
@@ -190,7 +195,7 @@ class EagerStep:
 
 
 def _empty_gradient_like(gradient: Any) -> Any:
-    """Return a gradient of zeros, or without rows, like another gradient."""
+    """Return zeros like a dense gradient, no rows like a sparse one, or `None`."""
     if isinstance(gradient, tf.IndexedSlices):
         values, indices = gradient.values[:0], gradient.indices[:0]
         return tf.IndexedSlices(values, indices, gradient.dense_shape)

@@ -46,8 +46,8 @@ class Fact:
             a list; or `None` if they are not known.
         axes: Frozenset of ints, elements that a tensor of axes has for certain; or
             `None` if they are not known.
-        maybe_axes: Frozenset of ints, elements that a tensor of axes may have beside
-            `axes`. Defaults to none.
+        maybe_axes: Frozenset of ints, elements that a tensor of axes may have apart
+            from `axes`. Defaults to none.
     """
 
     form: Form
@@ -162,7 +162,10 @@ def static_sizes(tensor: Any, *, is_free: bool) -> tuple[Size, ...] | None:
 def with_rows(
     sizes: tuple[Size, ...], axis: int, multiple: int | None
 ) -> tuple[Size, ...]:
-    """Return sizes in which one axis is replaced by a multiple of the rows."""
+    """Return sizes in which that of one axis is replaced by a multiple of the rows.
+
+    The `multiple` is the number of entries per row, or `None` if not known.
+    """
     return (*sizes[:axis], rows(multiple), *sizes[axis + 1 :])
 
 

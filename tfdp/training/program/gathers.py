@@ -64,10 +64,11 @@ def conversions_of(
 def conversions_before_update(
     conversions: list[Conversion], trace: ProgramTrace, plan: Plan
 ) -> list[Conversion]:
-    """Return the conversions without those that an update makes, or its end.
+    """Return the conversions of a step, apart from those during and after its update.
 
-    The update gathers the rows of sparse gradients; see `Builder` for those that are
-    converted before. Moving statistics are averaged after it.
+    An update itself gathers the rows of sparse gradients, and moving statistics are
+    averaged after it. A sparse gradient whose values and indices are not sharded alike
+    is converted before the update, and is part of the result.
 
     Args:
         conversions: List of `Conversion`.
@@ -95,7 +96,7 @@ def conversions_before_update(
 
 
 def _is_statistic(conversion: Conversion) -> bool:
-    """Return whether a moving statistic is assigned, to be averaged later."""
+    """Return whether a conversion is the average of an assigned moving statistic."""
     is_assigned = conversion.op.type == "AssignVariableOp"
     return is_assigned and conversion.fact.form is Form.LOCAL
 
@@ -110,7 +111,8 @@ def _needs(
     Args:
         trace: `ProgramTrace` of the step.
         plan: `Plan` of its graph.
-        cuts: List of pairs, see `conversions_of`.
+        cuts: List of pairs of a tensor that the step returns, and whether it is
+            returned as a partial sum.
     """
     for inner, op in _live_operations(plan):
         decision = inner.decisions[op]

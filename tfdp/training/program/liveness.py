@@ -66,7 +66,7 @@ def find_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
 
 
 def _must_run(op: Any) -> bool:
-    """Return whether an operation has an effect beside its results."""
+    """Return whether an operation has an effect apart from its results."""
     return _compat.has_effect(op) and op.type not in PRUNED
 
 

@@ -58,8 +58,8 @@ class LogTail:
         """Merge the values of the replicas, and compute the logs from them.
 
         Args:
-            values: Sequence of lists, one for each value, of that value on each local
-                replica.
+            values: Sequence of lists, one for each item that the method `values`
+                returns, with that item on each local replica.
             add_up: Callable that sums lists of tensors over all replicas.
 
         Returns:
@@ -100,7 +100,7 @@ def find_log_tail(
         results: Nest of tensors and other values that the step returns.
         scope: `Scope` of the plan.
         is_of_all: Bool, whether all replicas share the program and merge their logs in
-            each step. If not, numbers are averaged over the rows of those that do, but
+            each step. If not, numbers are averaged over replicas, weighted by rows, but
             metrics' states are summed.
     """
     in_step = _bound_to_step(plan, scope)

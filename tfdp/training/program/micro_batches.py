@@ -24,8 +24,9 @@ from tfdp.training.program.plan import Plan, converts, in_order, is_conversion
 from tfdp.training.program.rules.state import READS, is_output, writes_state
 from tfdp.training.program.view import CannotDivideError, Decision, Need
 
-# Each loop computes once more what it needs of an earlier one. Masks and weights of
-# rows need two loops; a synchronized BatchNormalization in every layer needs as many.
+# Limit on the loops of a step: each loop computes again what it needs of earlier ones.
+# Masks and weights of rows need two loops; a model with a synchronized
+# BatchNormalization in every layer would need as many loops as layers.
 _MOST_LOOPS = 3
 _DIVIDED = (Form.ROWS, Form.LOCAL, Form.PART)
 _ADVICE = "Give the number of batches of an update: `GradientAccumulation(steps=4)`."
@@ -59,7 +60,7 @@ class MicroPlan:
         return len(self.loops)
 
     def is_anywhere(self, op: Any) -> bool:
-        """Return whether loops and stages each build an operation where they need it.
+        """Return whether every loop and stage that needs an operation builds it itself.
 
         Its outputs follow from sizes, or are lists without elements.
         """
@@ -81,13 +82,16 @@ def plan_micro_batches(
         results: Sequence of the tensors that are needed after the step.
 
     Raises:
-        CannotDivideError: If the step cannot be divided in time.
+        CannotDivideError: If the step cannot be divided into micro-batches.
     """
     return _Planner(plan, effects, results).make()
 
 
 class _Planner:
-    """Search for the loop or the stage of each operation, see `plan_micro_batches`."""
+    """Planner that finds the loop or the stage of each operation.
+
+    The arguments are those of `plan_micro_batches`.
+    """
 
     def __init__(
         self,
@@ -102,15 +106,16 @@ class _Planner:
         self._needed_after = list(results)
         for effect in effects.get(plan.graph, ()):
             self._needed_after += effect.symbolic_tensors()
-        # Operations whose states change in the step, or may have changed before.
+        # Operations that run in the last stage: they change a state, or use a state
+        # that the step may have changed before.
         self._late: set[Any] = set()
-        # Loop in which an operation runs first, or its stage.
+        # For each operation, the index of the first loop or stage that can run it.
         self._levels: dict[Any, int] = {}
         # Tensors that a loop returns, by their `id`.
         self._frontier: dict[int, Any] = {}
 
     def make(self) -> MicroPlan:
-        """Return the plan."""
+        """Divide the operations among loops and stages; return the `MicroPlan`."""
         for op in self._order:
             if _compat.marker_of(op) == "rows of a replica":
                 raise CannotDivideError(
@@ -142,11 +147,11 @@ class _Planner:
             fact = self._fact(tensor)
             is_own = fact.form is Form.PART and not is_conversion(fact, need)
             if is_own and tensor.op not in self._micro.inside:
-                return False  # the state of a metric counts once
+                return False  # a metric's state counts once, not per micro-batch
         return self._has_rows(op, decision)
 
     def _has_rows(self, op: Any, decision: Decision) -> bool:
-        """Return whether an operation has rows, or parts of their sums."""
+        """Return whether an operation reads or returns rows, or reads partial sums."""
         if any(fact.form in (Form.ROWS, Form.LOCAL) for fact in decision.outputs):
             return True
         for tensor, need in self._plan.needs(op):
@@ -154,11 +159,11 @@ class _Planner:
             if fact.form in _DIVIDED and not is_conversion(fact, need):
                 return True
             if tensor.dtype == tf.resource and tensor.op in self._micro.inside:
-                return True  # a variable that a loop of the program has passed on
+                return True  # the handle of a variable, returned by a divided loop
         return False
 
     def _fact(self, tensor: Any) -> Fact:
-        """Return what is known of a tensor, by default that it is whole."""
+        """Return the `Fact` of a tensor, or that of a whole tensor if it has none."""
         return self._plan.facts.get(id(tensor)) or Fact(Form.WHOLE)
 
     def _couples(self, decision: Decision) -> bool:
@@ -177,12 +182,14 @@ class _Planner:
         )
 
     def _find_states(self) -> None:
-        """Find reads of values that the step has assigned, and reads of other changes.
+        """Find the operations that change a state, or use a changed one.
 
-        A state changes in the last stage only. A read before it gets the assigned
-        tensor; any other use of a changed state has to wait for the last stage.
+        A state changes in the last stage only. A read of an assigned variable in an
+        earlier stage gets the assigned tensor; any other use of a changed state has to
+        wait for the last stage.
         """
-        # The assigned value of each changed state, or `None`.
+        # For each changed state, the assigned tensor and its form; or `None` if the
+        # state was changed by other means than an assignment.
         changed: dict[Any, Any] = {}
         positions = {op: i for i, op in enumerate(self._plan.graph.get_operations())}
         updated_at = self._position_of_update(positions)
@@ -207,7 +214,7 @@ class _Planner:
     def _position_of_update(self, positions: Mapping[Any, int]) -> float:
         """Return the position of the first update of a step, or infinity."""
         effects = self._effects.get(self._plan.graph, ())
-        # Other effects only observe a tensor.
+        # Effects of the kind "as held" only observe a tensor.
         found = [effect.position for effect in effects if effect.kind != "as held"]
         for op in self._order:
             plans = self._plan.decisions[op].plans if op in self._plan.decisions else ()
@@ -216,9 +223,9 @@ class _Planner:
         return min(found, default=float("inf"))
 
     def _level(self, op: Any) -> int:
-        """Return the loop or the stage in which an operation can run first.
+        """Return the index of the first loop or stage in which an operation can run.
 
-        The tensors that it needs of loops are added to those that loops return.
+        The tensors of loops that the operation needs are added to `_frontier`.
         """
         level = _MOST_LOOPS if op in self._late else 0
         is_inside = op in self._micro.inside
@@ -243,7 +250,7 @@ class _Planner:
         return min(level, _MOST_LOOPS)
 
     def _set_loops(self) -> None:
-        """Set the tensors and the operations of each loop, and the stage of others."""
+        """Set `results`, `loops` and `stages` of the plan from the found levels."""
         levels, micro = self._levels, self._micro
         num_loops = 1 + max((levels[t.op] for t in self._frontier.values()), default=-1)
         for level in range(num_loops):
@@ -260,7 +267,10 @@ class _Planner:
                 micro.stages[op] = min(levels[op], num_loops)
 
     def _needed_in_loop(self, returned: Sequence[Any]) -> set:
-        """Return the operations that a loop needs for the tensors that it returns."""
+        """Return the set of operations that a loop runs to compute what it returns.
+
+        `returned` are the tensors of the program that the loop returns.
+        """
         pending, needed = [tensor.op for tensor in returned], set()
         while pending:
             op = pending.pop()
@@ -274,7 +284,11 @@ class _Planner:
         return needed
 
     def _check_returned(self, tensor: Any) -> None:
-        """Raise if a loop cannot return a tensor of all micro-batches."""
+        """Raise if a loop cannot combine a tensor's values of all micro-batches.
+
+        These are lists, resources, rows along another axis than the first, and values
+        of one replica alone.
+        """
         fact = self._fact(tensor)
         is_list = tensor.dtype in (tf.variant, tf.resource)
         is_other_axis = fact.is_rows and fact.axis != 0

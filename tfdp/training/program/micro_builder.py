@@ -53,7 +53,8 @@ class StagedBuilder(Builder):
                     gate = self._gate(stage)
                     stack.enter_context(tf.control_dependencies([gate]))
             if not self.is_local:
-                # No worker changes a state while another one can run out of memory.
+                # The sum waits for all workers: no worker changes a state while another
+                # one can still run out of memory.
                 everywhere = self.replica.sum([tf.ones([])])
                 stack.enter_context(tf.control_dependencies(everywhere))
             stack.enter_context(tf.control_dependencies(self.begin_changes()))
@@ -178,7 +179,7 @@ class MicroBatchBuilder(Builder):
         return tf.maximum(entries // tf.maximum(self.own_rows, 1), 1)
 
     def _held(self, tensor: Any) -> Any:
-        """Return what this micro-batch has of a tensor."""
+        """Return this micro-batch's value of a tensor, without a conversion."""
         is_here = (
             self.parent is not None
             or tensor.op in self.micro.inside
@@ -213,7 +214,7 @@ class MicroBatchBuilder(Builder):
 
 
 class _Join:
-    """How a loop puts a tensor of all micro-batches together.
+    """Combination of a tensor's values of all micro-batches, within a loop.
 
     Rows are concatenated and partial sums added; a whole tensor is that of the last
     micro-batch.
@@ -231,13 +232,13 @@ class _Join:
 
     @property
     def invariant(self) -> tf.TensorShape:
-        """Static shape of the value between micro-batches."""
+        """Static shape of the combined value between two passes of the loop."""
         shape = self.tensor.shape
         is_known = shape.is_fully_defined() and not self._fact.is_rows
         return shape if is_known else tf.TensorShape(None)
 
     def start(self) -> Any:
-        """Return the value before the first micro-batch."""
+        """Return the initial value of the loop: an empty `TensorArray`, or zeros."""
         if self._fact.is_rows:
             return tf.TensorArray(
                 self.tensor.dtype,
@@ -245,19 +246,25 @@ class _Join:
                 infer_shape=False,
                 element_shape=[None, *self.tensor.shape[1:]],
             )
-        # Zero has the shape of what is added to it.
+        # A scalar zero stands in for an unknown shape: it broadcasts to the addends.
         shape = self.tensor.shape if self.tensor.shape.is_fully_defined() else []
         return tf.zeros(shape, self._dtype)
 
     def add(self, total: Any, index: tf.Tensor, value: tf.Tensor) -> Any:
-        """Return the value after one more micro-batch."""
+        """Return the combined value after one more micro-batch.
+
+        Args:
+            total: `TensorArray` or tensor, the combined value of earlier micro-batches.
+            index: Scalar int32 tensor, number of micro-batches before this one.
+            value: Tensor, the value of this micro-batch.
+        """
         if self._fact.is_rows:
             return total.write(index, value)
         added = tf.cast(value, self._dtype)
         return total + added if self._fact.form is Form.PART else added
 
     def end(self, total: Any) -> tf.Tensor:
-        """Return the value of all micro-batches, in the dtype of the program."""
+        """Return the combined value as a tensor, in the dtype of the program."""
         if not self._fact.is_rows:
             whole = tf.identity(tf.cast(total, self.tensor.dtype))
             whole.set_shape(self.tensor.shape)

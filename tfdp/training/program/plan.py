@@ -36,8 +36,8 @@ from tfdp.training.program.view import (
 )
 
 _BRANCHES = frozenset(("If", "StatelessIf", "Case", "StatelessCase"))
-# Limit on the passes over the body of a loop within which the forms of its variables
-# have to stop changing.
+# Limit on the passes over the body of a loop. Within it, the `Form` in which replicas
+# hold each loop variable has to stop changing.
 _MAX_PASSES = 8
 
 
@@ -62,7 +62,7 @@ class Plan:
     sums: set[int] = dataclasses.field(default_factory=set)
 
     def fact(self, tensor: Any) -> Fact:
-        """Return what is known of a tensor of the graph."""
+        """Return the `Fact` of a tensor of the graph."""
         return self.facts[id(tensor)]
 
     def is_needed(self, op: Any, index: int) -> bool:
@@ -235,7 +235,7 @@ def _plan_operation(plan: Plan, op: Any, scope: Scope) -> None:
     for tensor, fact, need in zip(op.inputs, facts, decision.needs, strict=True):
         is_divided = fact.form in (Form.ROWS, Form.PART)
         if tensor.dtype == tf.variant and need.kind is Kind.WHOLE and is_divided:
-            # No collective carries lists. The operations that fill this one run on
+            # No collective carries lists. The operation that returns this list runs on
             # the whole batch instead.
             scope.whole.add(tensor.op)
     _set_decision(plan, op, decision)
@@ -483,8 +483,8 @@ def _without_value(fact: Fact) -> Fact:
 def converts(plan: Plan, effects: Mapping[Any, Sequence[Any]]) -> bool:
     """Return whether a planned graph gathers a tensor, or sums one over replicas."""
     if effects.get(plan.graph):
-        # These are not counted as conversions of the graph: an update in it reduces
-        # gradients itself, and raises its own error where a loop does not allow that.
+        # A graph with effects is not counted as one with conversions: an update in it
+        # reduces gradients itself, and raises an error where a loop does not allow it.
         return False
     decisions = [plan.decisions[op] for op in plan.live if op in plan.decisions]
     return any(True for _ in plan.conversions()) or any(
@@ -515,7 +515,7 @@ def _is_list(tensor: Any) -> bool:
 
 
 def _loop_variable_fact(before: Fact, after: Fact, *, is_list: bool) -> Fact:
-    """Return the `Fact` of a loop variable that holds before and after a pass.
+    """Return a `Fact` that is true of a loop variable before and after a pass.
 
     Args:
         before: `Fact` of the variable before a pass.

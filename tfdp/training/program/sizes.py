@@ -95,7 +95,7 @@ class Size:
         return _free_or_unknown(self, other)
 
     def maximum(self, other: Size) -> Size:
-        """Return the larger size, for a batch of at least one row."""
+        """Return the larger size if the batch has rows, or else `FREE` or `UNKNOWN`."""
         if self.kind == other.kind == "number":
             return number(max(self.number, other.number))
         for one, another in ((self, other), (other, self)):
@@ -105,7 +105,7 @@ class Size:
         return _free_or_unknown(self, other)
 
     def minimum(self, other: Size) -> Size:
-        """Return the smaller size."""
+        """Return the smaller size, or `FREE` or `UNKNOWN` if it is not known."""
         if self.kind == other.kind == "number":
             return number(min(self.number, other.number))
         return self if self == other else _free_or_unknown(self, other)
@@ -126,12 +126,12 @@ Shape = tuple[Size, ...]
 
 
 def number(value: Any) -> Size:
-    """Return a known size."""
+    """Return the `Size` of a known number."""
     return Size("number", value.item() if isinstance(value, np.generic) else value)
 
 
 def rows(multiple: int | None = 1) -> Size:
-    """Return the size that is a multiple of the number of rows; `None` if not known."""
+    """Return the `Size` of `multiple` times the number of rows; `None` if not known."""
     return Size("rows", None if multiple is None else int(multiple))
 
 
@@ -143,7 +143,7 @@ ONE = number(1)
 
 
 def _multiplied(size: Size, factor: Any) -> Size:
-    """Multiply a multiple of the rows by a number; a fraction may leave no multiple."""
+    """Multiply a multiple of the rows by a number; `UNKNOWN` if not a multiple."""
     if factor <= 0:
         return UNKNOWN
     if size.number is None:
@@ -207,7 +207,11 @@ def axis_of_rows(shape: Iterable[Size]) -> int | None:
 
 
 def common(shapes: Sequence[Any]) -> Any:
-    """Merge shapes: sizes that differ become unknown; `None` if ranks differ."""
+    """Return the shape that several shapes have in common, or `None`.
+
+    A size that differs is `FREE` if it never depends on the rows, or else `UNKNOWN`.
+    The result is `None` if a shape is `None`, or if ranks differ.
+    """
     if any(shape is None or len(shape) != len(shapes[0]) for shape in shapes):
         return None
     return tuple(

@@ -54,7 +54,8 @@ class _Traced:
         micro: `MicroPlan`, or `None` unless rows are computed in micro-batches.
         tail: `LogTail` that computes the logs, or `None` if the step returns rows.
         conversions: List of `Conversion`, in the order of the program.
-        operations: List of pairs of a signature and an operation.
+        operations: List of pairs of a signature, which workers compare, and its
+            operation.
     """
 
     trace: ProgramTrace
@@ -99,7 +100,7 @@ class DividedStep:
         self._traced: _Traced | None = None
         self._graph: Any = None
         self._captures: dict[Any, dict[int, Any]] = {}
-        # Gates of the loops of each local replica that is built, see `StagedBuilder`.
+        # The `gates` of each local replica's `StagedBuilder`, until all have built.
         self._gates: list[list[tuple[Any, Any]]] = []
 
     @property
@@ -119,7 +120,7 @@ class DividedStep:
             Nest of rows that the step returns, or list of tensors from which `tail`
             computes logs.
         """
-        # A trace captures tensors of the graph in which it was made. A step that XLA
+        # A trace captures tensors of the graph in which it was created. A step that XLA
         # compiles is built inside the compiled function, which has another graph.
         graph = tf.compat.v1.get_default_graph()
         if self._divider is not None and xla.is_tracing():
@@ -187,10 +188,11 @@ class DividedStep:
         )
 
     def _join_gates(self, builder: StagedBuilder) -> None:
-        """Let each local replica wait for the loops of the others.
+        """Let a replica use a loop's results once all local replicas have run the loop.
 
         Args:
-            builder: `StagedBuilder` of a replica. The last local one connects all.
+            builder: `StagedBuilder` of a local replica, which has run. The call for the
+                last local replica connects the gates of all.
         """
         self._gates.append(builder.gates)
         if len(self._gates) < self._strategy.extended.num_local:
@@ -252,13 +254,16 @@ class DividedStep:
         return self._trace(args, group.size, is_of_all=group.is_all)
 
     def _trace(self, args: tuple, num_replicas: int, *, is_of_all: bool) -> _Traced:
-        """Trace the step.
+        """Trace the step as on one device, and plan how replicas build it.
 
         Args:
             args: Tuple of nests of tensors, the rows of a replica.
             num_replicas: Int, number of replicas with the same number of rows as this
                 one; or 0 to trace without static numbers of rows.
             is_of_all: Bool, whether all replicas share the program.
+
+        Raises:
+            ValueError: If the step cannot be divided among replicas.
         """
         graph = _compat.ProgramGraph()
         trace = ProgramTrace(graph)
@@ -307,7 +312,10 @@ class DividedStep:
         return self._strategy.extended.variable_of(handle)
 
     def _component_of(self, outer: Any, replica: int) -> Any:
-        """Return a local replica's component of a variable; other values unchanged."""
+        """Return the handle of a local replica's component of a captured variable.
+
+        Other captured values are returned unchanged. `replica` is the local index.
+        """
         variable = self._variable_of(outer)
         return outer if variable is None else variable.values[replica].handle
 

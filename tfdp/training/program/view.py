@@ -110,7 +110,7 @@ NOTHING = Need(Kind.NOTHING)
 def rows_along(axis: int = 0, *, may_broadcast: bool = False) -> Need:
     """Return the `Need` for a replica's own rows along an axis.
 
-    For `may_broadcast` see `Need`.
+    The arguments are those of `Need`.
     """
     return Need(Kind.ROWS, axis, may_broadcast)
 
@@ -124,7 +124,7 @@ def need_of(fact: Fact) -> Need:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """How an operation of the program is built on a replica.
+    """Decision of a rule: how a replica builds an operation of the program.
 
     Args:
         needs: Sequence of `Need`, one for each input.
@@ -207,7 +207,7 @@ class View:
         ]
 
     def _is_shaped_by_values(self) -> bool:
-        """Return whether the shape of the outputs is an input of unknown value."""
+        """Return whether an input of unknown value determines the outputs' shape."""
         return self.type in _SHAPED_BY_VALUES and any(
             fact.value is None and tensor.dtype.is_integer
             for fact, tensor in zip(self.facts, self.op.inputs, strict=True)

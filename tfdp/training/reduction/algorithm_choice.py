@@ -83,7 +83,9 @@ class AlgorithmChoice:
 
     @property
     def all_reduce(self) -> Callable[..., tf.Tensor]:
-        """All-reduce without compressors, see `tfdp.communication.collectives.ring`.
+        """Callable that all-reduces a bucket without compressors.
+
+        Its arguments are those of `tfdp.communication.collectives.ring`.
 
         For Adasum it also needs `sizes`, the sizes of the gradients in the bucket.
         """

@@ -29,7 +29,11 @@ class CarriedScalar:
 
 @contextlib.contextmanager
 def carrying(value: tf.Tensor | None) -> Iterator[CarriedScalar | None]:
-    """Let a bucket that this thread reduces inside carry a scalar, or `None`."""
+    """Open a context in which a bucket that this thread reduces carries a scalar.
+
+    Yields:
+        `CarriedScalar`, or `None` if `value` is `None`.
+    """
     carried = None if value is None else CarriedScalar(value)
     with step_context.using(carried=carried):
         yield carried
@@ -44,8 +48,8 @@ def waiting() -> CarriedScalar | None:
 def carrier_of(plan: BucketPlan, routes: Sequence[AlgorithmChoice]) -> int | None:
     """Return the position of the bucket that carries a scalar, or `None`.
 
-    A compressed bucket would round it, and Adasum does not sum. The smallest bucket of
-    several gradients is chosen, since these are concatenated anyway.
+    A compressed bucket would round the scalar, and Adasum does not sum. The smallest
+    bucket of several gradients is chosen, since these are concatenated anyway.
 
     Args:
         plan: `BucketPlan`.

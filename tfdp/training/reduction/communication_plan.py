@@ -109,8 +109,9 @@ class CommunicationPlan:
 
         `order` is the position of the bucket in the plan, from 0.
 
-        Sharded parameters are gathered for the forward and for the backward pass. Those
-        of the last unit are kept between both, since its backward pass comes first.
+        Sharded parameters are gathered for the forward and for the backward pass. The
+        first bucket, that of the last unit, is gathered once: the backward pass begins
+        with this unit.
         """
         return 2 if self.sharding == "parameters" and order else 1
 
@@ -269,7 +270,12 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
 def _plan_of(
     reducer: Any, model: Any
 ) -> tuple[BucketPlan, tuple[AlgorithmChoice, ...], list[str], bool]:
-    """Return bucket plan, routes, sparse variables, and whether a step was traced."""
+    """Return the parts of a model's plan, of a traced step if there was one.
+
+    Returns:
+        Tuple of the `BucketPlan`, the `AlgorithmChoice` of each bucket, the paths of
+        variables whose gradients are sent as rows, and whether a step was traced.
+    """
     variables = model.trainable_variables
     for trained, plan, routes in reducer.plans.plans_of_subsets(variables):
         if plan.buckets:

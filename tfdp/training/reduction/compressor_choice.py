@@ -24,7 +24,7 @@ from tfdp.training.compression.compressed_reduce import Wire
 from tfdp.training.compression.compressor import Compressor, GradientBucket
 from tfdp.training.reduction.algorithm_choice import RING, AlgorithmChoice
 
-# The algorithm in which each level has a compressor of its own.
+# The algorithm in which each level, inside and across nodes, has a separate compressor.
 _HIERARCHICAL = Algorithm("hierarchical")
 
 
@@ -103,13 +103,13 @@ def best_choice(
 def _carriers(
     levels: LevelCompressors, candidates: Sequence[Algorithm], topology: Topology
 ) -> Iterator[Algorithm]:
-    """Yield the algorithms by which compressors can be used, for some candidates."""
+    """Yield the algorithms that can use the compressors, at most one per candidate."""
     carriers: dict[Algorithm, None] = {}
     for algorithm in candidates:
         is_hierarchical = algorithm.has_levels and topology.has_levels
         if levels.is_uniform and not levels.cuts_buckets:
-            # Such a compressor sums small tensors, such as the factors of a low-rank
-            # approximation, by any algorithm.
+            # A compressor that needs whole buckets sums small tensors, for example the
+            # factors of a low-rank approximation, by any algorithm.
             carriers[algorithm] = None
         elif is_hierarchical and levels.are_both_compressed:
             carriers[_HIERARCHICAL] = None

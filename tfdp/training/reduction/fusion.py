@@ -194,7 +194,7 @@ def unpack(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _shape(tensor: tf.Tensor) -> object:
-    """Return the static shape of a tensor, or a tensor of its shape."""
+    """Return a tensor's static shape, or a tensor of the shape if it is not known."""
     known = tensor.shape.is_fully_defined()
     return tensor.shape if known else tf.shape(tensor)
 

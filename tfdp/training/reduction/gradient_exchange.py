@@ -22,7 +22,7 @@ class GradientExchange:
     label = ""
 
     def begin_step(self, args: tuple, total: tf.Tensor | None) -> tuple:
-        """Return the arguments of a step, with the rows that it shall use.
+        """Return the arguments of a step, with the rows that the step will use.
 
         Args:
             args: Tuple of nests of per-replica values, the rows of the local replicas.

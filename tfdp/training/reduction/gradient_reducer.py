@@ -54,11 +54,11 @@ class GradientReducer:
         return unbucketed(gradients)
 
     def gradient_weight(self) -> tf.Tensor | None:
-        """Return the factor of this replica's gradients before the reduction."""
+        """Return the factor of this replica's gradients, here `None` for 1."""
         return None
 
     def prepare(self, gradients: list) -> list:
-        """Convert gradients to the form in which they are reduced."""
+        """Return gradients in the form in which they are reduced, here unchanged."""
         return gradients
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -114,7 +114,7 @@ class ReplicaReducer(GradientReducer):
         may_sum: bool,
         weight: tf.Tensor | None,
     ) -> ReducedGradients:
-        """See `GradientReducer`."""
+        """Sum gradients over the group; arguments are those of `GradientReducer`."""
         self._check_adasum()
         reducer = self._reducer
         if self._must_reduce_across_replicas():
@@ -169,7 +169,7 @@ class ReplicaReducer(GradientReducer):
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """See `GradientReducer`."""
+        """Sum tensors that are not gradients over the replicas of the group."""
         if self._must_reduce_across_replicas():
             return list(self._context.strategy.extended.sum_over_replicas(tensors))
         return list(self._reducer.reduce("SUM", tensors, self._local_index))
@@ -177,7 +177,7 @@ class ReplicaReducer(GradientReducer):
     def gather_rows(
         self, gradients: list, variables: list[Any], *, may_sum: bool
     ) -> list:
-        """See `GradientReducer`."""
+        """Gather rows of sparse gradients; arguments are those of `GradientReducer`."""
         if not gradients:
             return []
         if self._must_reduce_across_replicas():

@@ -22,7 +22,7 @@ _RELATIVE_TIE, _ABSOLUTE_TIE = 0.01, 1e-12
 # linearly. A burst on a link, or a worker that was late, causes times that no constants
 # can explain, and whose squares would dominate the fit.
 _OUTLIER = 0.1
-# A link that takes no time: its level is not visible in the samples.
+# The fitted link of a level that no sample depends on: it takes no time.
 _ZERO_LINK = Link(0.0, 0.0)
 # Least ratio of predicted to measured time. A fit may predict no time at all, which has
 # no logarithm.
@@ -132,7 +132,7 @@ def _initial_guesses(default: Links) -> list[Links]:
 
 
 def _fit_alternately(samples: Sequence[Sample], links: Links) -> list[Links]:
-    """Alternate between the slower link and the constants; return each fit."""
+    """Alternate between finding the slower link and fitting; return all fits."""
     fits: list[Links] = []
     weights = np.ones(len(samples))  # [num_samples]
     for _ in range(_MAX_ROUNDS):
@@ -163,7 +163,8 @@ def _design_row(sample: Sample, links: Links) -> list[float]:
         num_inside = num_serial_messages(transfer, links)
         num_bytes = sample.num_bytes * transfer.fraction
         outer_bytes = num_bytes * transfer.num_streams
-        # Replicas that share a link use both levels one after the other.
+        # Replicas that share the link inside their node use links inside and across
+        # nodes one after the other.
         counts_both = links.is_inside_shared
         is_inside_slower = links.inside.seconds(num_bytes) > links.across.seconds(
             outer_bytes
@@ -189,7 +190,8 @@ def _fit_constants(rows: np.ndarray, weights: np.ndarray) -> list[float] | None:
         weights: Array of shape `[num_samples]`, the weight of each error.
 
     Returns:
-        List of floats, or `None` if the samples do not determine the others either.
+        List of floats, or `None` if the samples do not determine the constants even
+        without the cost of an operation.
     """
     constants = _non_negative_least_squares(rows, weights)
     if constants is None:
@@ -263,8 +265,8 @@ def _loss(ratios: np.ndarray) -> float:
 def _weights(ratios: np.ndarray) -> np.ndarray:
     """Return weights by which least squares of `ratios - 1` minimize the loss."""
     differences, errors = ratios - 1, np.log(ratios)
-    # The logarithm of a ratio near 1 is approximately the ratio minus 1, so that the
-    # quotient of both is 1, which would be 0 / 0.
+    # Near 1 the logarithm of a ratio is approximately the ratio minus 1. Their quotient
+    # is set to 1 there, because it is computed as 0 / 0 for a ratio of exactly 1.
     is_near = np.abs(differences) < 1e-6
     slopes = errors / (ratios * np.where(is_near, 1.0, differences))
     outliers = _OUTLIER / np.maximum(np.abs(errors), _OUTLIER)

@@ -29,7 +29,7 @@ from tfdp.training.reduction.link_fit import Sample, fit_links
 LONG_RUN_STEPS = 500
 # Sizes of the tensors that are measured, in bytes.
 _SIZES_BYTES = (2**12, 2**18, 2**22)
-# Number of all-reduces that are timed together, and of timings, whose median counts.
+# Number of all-reduces in one timing, and number of timings, whose median is used.
 _CALLS_PER_REPEAT, _REPEATS = 2, 3
 # Version of the cost model. Links that were fitted to another version are not used.
 _MODEL_VERSION = 2

@@ -357,7 +357,10 @@ class Reducer:
         )
 
     def check(self, variables: list[Any], replica: int) -> None:
-        """Compare the trained variables between workers, once for each set of them."""
+        """Raise a `ValueError` if workers train different variables.
+
+        The first local replica compares each set of variables once.
+        """
         if self._compares and replica == 0 and self.plans.plan_of(variables) is None:
             self.plans.remember(variables, BucketPlan(()))
             check_same_variables(

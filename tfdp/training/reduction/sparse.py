@@ -137,7 +137,7 @@ def _source(tensor: Any) -> Any:
 def _wraps_negative(op: Any) -> bool:
     """Return whether an operation is the `where` of `where(i < 0, i + size, i)`.
 
-    Keras converts negative indices in this way.
+    Keras converts negative indices by this expression.
     """
     if op.type != "SelectV2":
         return False
@@ -208,7 +208,7 @@ def _reduce_table(
         replica: Int, index of the calling replica among the local ones.
 
     Returns:
-        Tuple of the indices and the values of these rows.
+        Tuple of the indices and the values of the rows that any replica has.
     """
     row_size = tf.reduce_prod(tf.shape(values)[1:])
     flat = tf.reshape(values, [-1, row_size])  # [rows, row_size]

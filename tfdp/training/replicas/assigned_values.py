@@ -32,14 +32,15 @@ class AssignedValues:
     def __init__(self) -> None:
         self._count = 0
         self._digest = ""
-        # Whether the workers' parts are known to come from different values.
+        # Whether the workers' parts of the weight are known to come from different
+        # assigned values.
         self.is_mixed = False
 
     def add(self, value: tf.Tensor, *, replaces: bool) -> None:
         """Record an assignment.
 
         Args:
-            value: Tensor, the whole value.
+            value: Tensor, the whole value that is assigned, or that is added.
             replaces: Bool, whether the assignment replaces the previous value entirely.
         """
         global _num_assigned

@@ -102,7 +102,9 @@ def _words(value: tf.Tensor) -> tf.Tensor:
 
 
 def _sums_of_rows(numbers: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
-    """Compute weighted sums, modulo a prime, of each `_ROW` numbers and of the rest.
+    """Compute weighted sums, modulo a prime, of rows of `_ROW` numbers.
+
+    The last row may be shorter.
 
     Args:
         numbers: Int64 tensor `[count]`.

@@ -160,7 +160,9 @@ def _raise_drift(
     totals: Sequence[Any],
     tables: list[list[int]],
 ) -> NoReturn:
-    """Exchange the checksums of each weight, clear the records and raise the error.
+    """Exchange the checksums of each weight, and raise the error about drift.
+
+    Records of assignments are cleared, so that a later check compares only new ones.
 
     Args:
         strategy: A tfdp strategy.

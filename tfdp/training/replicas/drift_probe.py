@@ -2,7 +2,7 @@
 
 By default no probe is active and the graph stays unchanged. An active `DriftProbe`
 computes a checksum of each replica's weights at the beginning of every N-th step,
-beside the forward pass. The checksums are reduced together with the logs, which each
+in parallel with the forward pass. The checksums are reduced with the logs, which each
 step merges anyway.
 """
 
@@ -109,8 +109,8 @@ class DriftProbe:
         """Bool, whether the step being traced has checksums to pass to `record`."""
         if not self.rows:
             return False
-        # Steps outside of Keras's loops have no logs, so their rows stay from another
-        # graph, or from eager execution.
+        # Steps outside of Keras's loops have no logs to be reduced with, so rows may be
+        # left from an earlier graph or from eager execution.
         in_graph = tf.is_symbolic_tensor(self.rows[0])
         if tf.executing_eagerly():
             return not in_graph
@@ -137,7 +137,8 @@ class DriftProbe:
             with tf.device(device):
                 numbers.append(_as_one_operation(functools.partial(_checksum, parts)))
         with tf.device(self._host):
-            # Both numbers have 33 bits, so their sum of 34 is exact in float64.
+            # The checksums of the weights and of the assignments have 33 bits each:
+            # their sum, of 34 bits, is exact in float64.
             assigned = tf.cast(self._assigned.read_value(), _DTYPE)
             return tf.stack([tf.cast(number, _DTYPE) + assigned for number in numbers])
 

@@ -50,7 +50,7 @@ def _random_states() -> dict[str, str]:
         TensorFlow's generator without a global seed.
     """
     has_seed = _compat.global_seed() is not None
-    # Keras without a seed draws from Python's generator, which has an entry of its own.
+    # Keras without a seed draws from Python's generator, which has a separate entry.
     keras_state = (_compat.keras_global_seed(), _compat.keras_seed_state())
     states = {
         "python": random.getstate(),

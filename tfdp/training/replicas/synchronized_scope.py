@@ -25,11 +25,12 @@ from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base.context import in_replica_thread, replica_context
 
-# Bytes of variables that are broadcast together, about: many small variables share a
-# message, and host memory does not need to hold a second copy of a large model.
+# Approximate number of bytes of the variables that are broadcast together: many small
+# variables share a message, and host memory does not need to hold a second copy of a
+# large model.
 _CHUNK_BYTES = 64 * 2**20
-# Bytes of one message of a broadcast, at most: heartbeats wait behind each message, and
-# on a slow link a longer one would delay them too long.
+# Largest number of bytes of a message of a broadcast: heartbeats wait behind each
+# message, and on a slow link a larger message would delay them too long.
 MESSAGE_BYTES = 2**22
 _TOPIC = "leaving strategy.scope()"
 
@@ -44,7 +45,7 @@ class NewVariables:
 
     def __init__(self) -> None:
         self._records: list[tuple[weakref.ref[Any], list]] = []
-        # During a step: the records of variables that were created before it.
+        # During a step: the entries of `_records` of variables from before the step.
         self.before: list[tuple[weakref.ref[Any], list]] = []
         self._are_local = False
 
@@ -52,15 +53,15 @@ class NewVariables:
         return len(self._records)
 
     def add(self, variable: Any) -> None:
-        """Add a newly created variable."""
+        """Record a newly created variable, unless the context of `local` is open."""
         if not self._are_local:
             self._records.append((weakref.ref(variable), signature_of(variable)))
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
-        """Neither compare nor broadcast variables that are created inside.
+        """Open a context whose new variables are neither compared nor broadcast.
 
-        Only this worker may create them.
+        It is for variables that this worker may be the only one to create.
         """
         outer, self._are_local = self._are_local, True
         try:
@@ -70,9 +71,9 @@ class NewVariables:
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """Set aside the variables that were created before the step.
+        """Open a context for a step, with earlier new variables set aside in `before`.
 
-        One worker may have created them alone, such as by a callback.
+        One worker may have created these variables alone, for example by a callback.
         """
         outer = self.before
         self.before, self._records = self._records, []
@@ -103,7 +104,11 @@ class CreatedVariables:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """Dict for the other workers: digests and positions of collected variables."""
+        """Dict to send to the other workers, or `None` without new variables.
+
+        It has the digests of all and of live signatures, and the positions of collected
+        variables.
+        """
         if not self._variables:
             return None
         gone = [index for index, v in enumerate(self._variables) if v is None]

@@ -178,7 +178,7 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
         return super().assign(value, *args, **kwargs)
 
     def _count_once(self) -> None:
-        """Set the initial value to zero on all but rank 0, because parts are summed."""
+        """Keep the initial value on rank 0 only, because a read sums the components."""
         initial = self.values[0].numpy()
         if not initial.any():
             return
@@ -237,7 +237,8 @@ def class_mapping(kwargs: dict[str, Any]) -> dict:
         kwargs: Dict, the arguments of the variable's creator.
 
     Returns:
-        `CLASS_MAPPING` or `STATISTIC_MAPPING`, in the form of TensorFlow's own mapping.
+        `STATISTIC_MAPPING` for a moving statistic, or else `CLASS_MAPPING`; both are
+        dicts like TensorFlow's `VARIABLE_CLASS_MAPPING`.
     """
     name = (kwargs.get("name") or "").split(":")[0].rsplit("/", 1)[-1]
     is_statistic = (
@@ -256,7 +257,7 @@ def aggregation_of(kwargs: dict[str, Any]) -> Any:
     Keras's counters, recognized by a dtype that is a string, have the aggregation
     `ONLY_FIRST_REPLICA`. It broadcasts the first replica's value on every assignment,
     by a collective that cannot run inside a conditional. All replicas count the same,
-    so each may assign its own copy.
+    so each may assign its own copy: for these counters the result is `NONE`.
     """
     aggregation = kwargs.get("aggregation", tf.VariableAggregation.NONE)
     dtype = kwargs.get("dtype")

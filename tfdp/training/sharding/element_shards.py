@@ -154,7 +154,9 @@ class ElementShards(OwnedState):
             return update(values, gradient, rate)
 
     def own_values(self, variables: list[Any]) -> list[tf.Tensor]:
-        """Return the values that the replica owns, one tensor for each average.
+        """Return the elements of the variables that the replica owns.
+
+        The result is a list of flat tensors, one for each bucket with such elements.
 
         Args:
             variables: List of the Keras variables of the plan.
@@ -175,7 +177,7 @@ class ElementShards(OwnedState):
         _compat.move_averages(stand_in, views)
 
     def averages(self) -> list[tf.Tensor]:
-        """Return the averages as the replica's slice of every bucket."""
+        """Return the replica's slice of the moving averages for each bucket."""
         by_bucket = dict(zip(self.buckets, self._own_averages, strict=True))
         return [
             _padded(
@@ -218,8 +220,8 @@ def _decayed_segment(
 ) -> tf.Tensor:
     """Return the elements of a segment after weight decay."""
     value = _segment_value(segment, variables)
-    # Exclusion from weight decay goes by name, and the names of other replicas' copies
-    # end in the replica's number.
+    # Variables are excluded from weight decay by their names, and the names of other
+    # replicas' copies end in the replica's number.
     first = _compat.local_value(variables[segment.index], 0)
     if not _compat.uses_weight_decay(optimizer, first):
         return value

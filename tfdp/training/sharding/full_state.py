@@ -12,11 +12,11 @@ from tfdp.communication.collectives import Member, ProcessGroup
 from tfdp.ground import _compat
 from tfdp.training.sharding.state_tensors import StateTensor
 
-# Bytes of one message, at most: heartbeats wait behind each message, and on a slow link
-# a longer one would delay them too long.
+# Largest number of bytes of a message: heartbeats wait behind each message, and on a
+# slow link a longer message would delay them too long.
 _MESSAGE_BYTES = 2**22
-# Bytes of a sum's rows in one all-reduce, at most: redistribution needs several times
-# the memory of the rows.
+# Approximate number of bytes of a sum's rows in one all-reduce: redistribution needs
+# several times the memory of the rows.
 _SUM_BYTES = 2**20
 
 
@@ -32,10 +32,11 @@ class FullState:
         self._gathered = gathered or {}
 
     def read(self, tensor: StateTensor) -> np.ndarray:
-        """Assemble the whole tensor.
+        """Return a whole state tensor, gathered before or assembled from owned shards.
 
         Raises:
-            RuntimeError: If other workers hold elements of it and it was not gathered.
+            RuntimeError: If the tensor was not gathered, and other workers hold
+                elements of it.
         """
         if tensor.name in self._gathered:
             return self._gathered[tensor.name].reshape(tensor.shape)
@@ -123,7 +124,7 @@ def _redistribute_sum(
             part.scatter_update(tf.IndexedSlices(value, rows))
     for part in parts:
         # TensorFlow copies a variable on every read after it was written in pieces. An
-        # assignment of the whole value ends that.
+        # assignment of the whole value ends these copies.
         part.assign(part.read_value())
 
 

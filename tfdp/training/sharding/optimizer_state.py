@@ -63,7 +63,8 @@ def accumulator_state(
     Args:
         sums: Sequence of Keras variables, one for each bucket of the group's plan.
         group: `ShardedParamGroup`.
-        is_first_copy: Callable, as for `param_group_state`.
+        is_first_copy: Callable that returns whether a local replica, by its index, is
+            the first of all replicas with its slices.
 
     Returns:
         List of `StateTensor`, one for each variable of the group.
@@ -213,8 +214,8 @@ class _FlatBuffer:
     """Memory of a flat `tf.Variable` on a CPU, written in ranges.
 
     After the assignment of a slice, TensorFlow copies the whole variable at every read.
-    So the first write assigns a new tensor, whose memory the variable takes, and the
-    writes after it go there.
+    So the first write assigns a new tensor, whose memory the variable takes, and later
+    writes go to this memory.
 
     Args:
         variable: `tf.Variable`.
@@ -223,8 +224,8 @@ class _FlatBuffer:
     def __init__(self, variable: Any) -> None:
         self._variable = variable
         self._data: np.ndarray | None = None
-        # Positions of the ranges, and of those that are not written yet. After the last
-        # one the memory is the variable's alone.
+        # Positions of all ranges, and of the ranges that are not written yet. Once all
+        # are written, the buffer drops its reference to the memory.
         self.begins: set[int] = set()
         self._unwritten: set[int] = set()
         self._is_copied = False
@@ -249,12 +250,22 @@ class _FlatBuffer:
             self._data = None
 
     def _is_of_variable(self) -> bool:
-        """Return whether the variable has this memory; a step may have replaced it."""
+        """Return whether the variable still has the memory that the buffer writes to.
+
+        A step may have replaced it.
+        """
         own = _compat.elements_of(self._variable, 0, 1)
         return self._data is not None and np.shares_memory(self._data, own)
 
     def _give_memory(self, begin: int, values: np.ndarray) -> None:
-        """Copy the variable and a range into a new tensor, and assign it."""
+        """Assign a new tensor to the variable: its value, with a range replaced.
+
+        The memory of the tensor is kept for later writes.
+
+        Args:
+            begin: Int, position of the range's first element in the variable.
+            values: Flat array, the new elements of the range.
+        """
         variable, dtype = self._variable, self._variable.dtype
         with tf.device(variable.device):
             tensor, data = new_tensor(variable.shape.num_elements() * dtype.size)
@@ -263,14 +274,15 @@ class _FlatBuffer:
             self._data[begin : begin + len(values)] = values
             variable.assign(from_bytes(tensor, dtype))
         self._unwritten = set(self.begins)
-        # A step that writes to slices makes TensorFlow copy it for good.
+        # If steps write to slices of the variable, TensorFlow copies assigned tensors:
+        # the variable does not take their memory.
         self._is_copied = not self._is_of_variable()
 
 
 def _buffer_of(variable: Any) -> _FlatBuffer | None:
-    """Return a `_FlatBuffer` of a flat variable, or `None` if it cannot have one.
+    """Return a `_FlatBuffer` of a flat variable, or `None`.
 
-    It is on another device than a CPU, or its elements are not those of its bytes.
+    A variable on another device than a CPU, or with elements of one byte, has none.
     """
     on_cpu = _compat.device_type(variable.device) == "CPU"
     return _FlatBuffer(variable) if on_cpu and variable.dtype.size > 1 else None
@@ -307,7 +319,9 @@ def _range_shard(
             return
         is_whole = not getattr(variable, "had_slice_assigned", False)
         if is_whole and np.array_equal(read(0, size), values):
-            return  # such as the zeros of a new optimizer: later reads stay fast
+            # Without the assignment of equal values, such as the zeros of a new
+            # optimizer, later reads stay fast.
+            return
         variable[begin : begin + size].assign(values)
         variable.had_slice_assigned = True
 

@@ -161,7 +161,10 @@ class WholeGradientCollectives(ShardCollectives):
         tensors: Mapping[int, tf.Tensor],
         weight: tf.Tensor | None,
     ) -> Slices:
-        """Sum gradients by all-reduce, and keep this replica's slice of each bucket."""
+        """Sum gradients by all-reduce, and keep this replica's slice of each bucket.
+
+        Arguments and result are those of `ShardCollectives.reduce_scatter`.
+        """
         if tensors:
             self._gather_before(tensors.values())
         reduced = self.reducer.reduce_gradients(
@@ -184,7 +187,10 @@ class EagerShardCollectives(WholeGradientCollectives):
     """
 
     def all_gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
-        """All-gather by a sum in which a slice is zero on all but its owner."""
+        """All-gather by a sum, in which a slice is zero on all replicas but one owner.
+
+        Arguments and result are those of `ShardCollectives.all_gather`.
+        """
         joined = tuple(bucket.joined for bucket in plan.buckets)
         placed = [
             self._counted_once(place_row(bucket, self.owner, piece))
@@ -200,7 +206,7 @@ class EagerShardCollectives(WholeGradientCollectives):
         return self.reducer.sum([self._counted_once(tensor)])[0]
 
     def _counted_once(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return a tensor on the first replica with these slices, zeros on copies."""
+        """Return a tensor on the first replica with these slices, or else zeros."""
         is_first = self.groups.is_first_copy(self.replica)
         return tensor if is_first else tf.zeros_like(tensor)
 

@@ -166,13 +166,13 @@ class ShardedGradientStatistics(GradientStatistics):
                 self.loss = tf.cast(self._measured.pop()[0], tf.float32)
 
     def is_finite(self) -> tf.Tensor:
-        """Scalar bool tensor, whether no element is infinite or NaN."""
+        """Return a scalar bool tensor, whether no element is infinite or NaN."""
         return tf.reduce_all(
             [tf.reduce_sum(flags) < 1 for flags in self._measured[1::2]]
         )
 
     def squared_norm(self) -> tf.Tensor:
-        """Scalar float32 tensor, the sum of the squares of all elements."""
+        """Return a scalar float32 tensor, the sum of the squares of all elements."""
         norms = [tf.reduce_sum(squares) for squares in self._measured[::2]]
         total = tf.cast(tf.add_n(norms), tf.float32)
         for rows in [rows for sums in self.sums for rows in sums.sparse.values()]:
@@ -183,11 +183,14 @@ class ShardedGradientStatistics(GradientStatistics):
         return total
 
     def squared_norms(self, group: ShardedParamGroup) -> tf.Tensor:
-        """Tensor `[num_variables]`, the squared norm of each variable of a group."""
+        """Return a tensor `[num_variables]`: the squared norms of a group's gradients.
+
+        Rows of a sparse gradient with the same index are squared separately.
+        """
         return self._measured[2 * self._groups.index(group)]
 
     def squared_norm_of_each(self) -> list[tf.Tensor]:
-        """List of scalar tensors, the squared norm of each gradient."""
+        """Return scalar float32 tensors, the squared norm of each gradient."""
         return [
             tf.cast(squares[index], tf.float32)
             for squares, sums in zip(self._measured[::2], self.sums, strict=True)
@@ -195,7 +198,7 @@ class ShardedGradientStatistics(GradientStatistics):
         ]
 
     def non_finite(self) -> list[tf.Tensor]:
-        """List of scalar bool tensors: whether each gradient has infinity or NaN."""
+        """Return scalar bool tensors: whether each gradient has infinity or NaN."""
         return [
             flags[index] > 0
             for flags, sums in zip(self._measured[1::2], self.sums, strict=True)
@@ -251,7 +254,10 @@ def _squares_and_flags(
 
 
 def _dtype_of_norms(group: ShardedParamGroup) -> tf.DType:
-    """Return the widest dtype of a group, even if this replica has no such elements."""
+    """Return the dtype of a group's squared norms: its widest, but at least float32.
+
+    It is the same on all replicas, also on those whose shards lack the widest dtype.
+    """
     dtypes = [tf.as_dtype(bucket.dtype) for bucket in group.plan.buckets]
     return max([tf.float32, *dtypes], key=lambda dtype: dtype.size)
 

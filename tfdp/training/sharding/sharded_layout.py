@@ -38,7 +38,8 @@ class ShardedLayout(StateLayout):
         super().__init__(collectives.reducer)
         self._groups = groups
         self._collectives = collectives
-        # Dict from a group's key to the index of its first bucket among all buckets.
+        # Dict from the `id` of an inner optimizer to the index of its first bucket
+        # among the buckets of all groups.
         sizes = [len(group.plan.buckets) for group in groups.values()]
         firsts = itertools.accumulate(sizes, initial=0)
         self._first_slices = dict(zip(groups, firsts, strict=False))
@@ -52,7 +53,10 @@ class ShardedLayout(StateLayout):
         may_sum: bool,
         weight: tf.Tensor | None,
     ) -> ShardedGradients:
-        """Reduce-scatter each bucket; all-gather the rows of sparse gradients."""
+        """Reduce-scatter each bucket; all-gather the rows of sparse gradients.
+
+        The arguments are those of `StateLayout.reduce`.
+        """
         sharded_group = self._sharded(group)
         by_position = {
             _compat.index_in(group.optimizer, variable): (gradient, variable)
@@ -145,7 +149,8 @@ class ShardedLayout(StateLayout):
     ) -> ShardedGradientStatistics:
         """Compute norms and flags by one small all-reduce, if the step needs them.
 
-        It carries the loss, too, unless several replicas have the same slices.
+        The all-reduce also carries the loss, unless several replicas have the same
+        slices.
         """
         needed = checks or measures or any(_clips_by_norm(p.optimizer) for p in groups)
         sharded_groups = [self._sharded(group) for group in groups]
@@ -175,7 +180,10 @@ class ShardedLayout(StateLayout):
         sums: ShardedGradients,
         statistics: ShardedGradientStatistics,
     ) -> ShardedGradients:
-        """Clip the slices of a group by the norms of whole variables."""
+        """Return the gradients of a group, clipped by the norms of whole variables.
+
+        The arguments are those of `StateLayout.clip`.
+        """
         optimizer = group.optimizer
         if not _clips_by_norm(optimizer):
             limit = optimizer.clipvalue
@@ -193,7 +201,8 @@ class ShardedLayout(StateLayout):
         limit = tf.constant(optimizer.global_clipnorm, norm.dtype)
         # `norm - norm` makes the factor NaN for an infinite norm, as in Keras.
         factor = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-        # Multiplication by a scalar turns sparse gradients into dense ones in Keras.
+        # Sparse gradients are added to the slices first: in Keras, too, multiplication
+        # by a scalar makes them dense.
         whole = sums.without_rows(sharded_group.plan, owner)
         return whole.map(lambda values: values * tf.cast(factor, values.dtype))
 
@@ -216,7 +225,7 @@ class ShardedLayout(StateLayout):
         decay_without_gradients(group.optimizer, variables, rate, singles)
 
     def average(self, group: ParamGroup) -> None:
-        """Move the averages that the replica owns."""
+        """Move the averages that the replica owns towards their variables."""
         sharded_group = self._sharded(group)
         self._state(sharded_group).average(group.optimizer, sharded_group.variables)
 
@@ -315,7 +324,7 @@ class ShardedLayout(StateLayout):
 
 
 def _with_static_shape(gradient: Any, shape: Any) -> Any:
-    """Return a gradient with a static shape; the same tensor if it has it already."""
+    """Return a gradient with a static shape; unchanged if it has that shape already."""
     return gradient if gradient.shape == shape else tf.ensure_shape(gradient, shape)
 
 

@@ -55,10 +55,11 @@ class OwnedState:
         raise NotImplementedError
 
     def set_averages(self, values: list[tf.Tensor]) -> None:
-        """Set the moving averages.
+        """Set the moving averages that this replica owns.
 
         Args:
-            values: List of tensors, as `own_values` returns.
+            values: List of tensors, one for each of their slots: those that the method
+                `own_values` of the subclass returns.
         """
         for average, value in zip(self._own_averages, values, strict=True):
             average.assign(value)

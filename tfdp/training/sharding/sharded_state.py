@@ -159,7 +159,7 @@ class ShardedState:
     def _check_alike(
         self, options: ShardingOptions, parts: list[Any], plans: dict[int, ShardPlan]
     ) -> None:
-        """Raise on every worker if options, optimizers or plans differ.
+        """Raise on every worker if options, optimizers or plans differ between workers.
 
         Args:
             options: `ShardingOptions`.
@@ -278,7 +278,7 @@ class ShardedState:
         return ShardedLayout(self.parts, collectives)
 
     def _plan_of(self, optimizer: Any) -> ShardPlan:
-        """Return the plan of an inner optimizer's shards, before that of parameters."""
+        """Return the plan of an inner optimizer's shards for unsharded parameters."""
         variables = _compat.trained_by(optimizer)
         return shard_plan(
             optimizer, variables, self.groups.num_owners, self._extended.options

@@ -27,9 +27,11 @@ class VariableShards(OwnedState):
     def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
         """Build a clone of the optimizer on the variables that the replica owns."""
         self.owned = self._plan.owned(self.owner)
-        # Copies of variables on the device of the update, if that is another one.
+        # Copies of the owned variables on the device of the update, by position; empty
+        # if the variables themselves are on this device.
         self._copies: dict[int, Any] = {}
-        # The sharded parameters that this replica owns; it holds all their elements.
+        # Owned variables that are sharded parameters, by position: this replica holds
+        # all their elements.
         self._parts: dict[int, Any] = {}
         owned = [_compat.with_local_value(variables[i], replica) for i in self.owned]
         if self.owned and sharded_parameter(variables[0]) is not None:
@@ -38,18 +40,18 @@ class VariableShards(OwnedState):
             owned = [_compat.copy_of(variable) for variable in owned]
             self._copies = dict(zip(self.owned, owned, strict=True))
         self.clone = _compat.plain_clone(optimizer)
-        # The config of an optimizer, from which it is cloned, has no exclusions.
+        # A clone is created from the optimizer's config, which has no exclusions.
         if hasattr(optimizer, "exclude_alike"):
             wholes = [variables[index] for index in self.owned]
             optimizer.exclude_alike(self.clone, wholes, owned)
         before = _settings_of(self.clone)
-        # Some optimizers create slots even when built for no variables, and an owner of
-        # none needs no slots.
+        # Some optimizers create slots even when built for no variables, but an owner of
+        # no variables needs no slots.
         if owned:
             self.clone.build(owned)
         built = _settings_of(self.clone)
-        # Attributes that only `build` sets: the user's optimizer is never built, so its
-        # values must not replace them.
+        # Names of attributes that `build` sets. The clone keeps its own values of them,
+        # since the user's optimizer may never be built.
         self._set_by_build = {
             name for name, value in built.items() if before.get(name, self) != value
         }
@@ -64,7 +66,10 @@ class VariableShards(OwnedState):
         variables: list[Any],
         rate: Any,
     ) -> list[tf.Tensor | None]:
-        """Decay and update the owned variables; arguments are as in `ElementShards`."""
+        """Decay and update the variables that the replica owns.
+
+        Arguments and result are those of `ElementShards.update`.
+        """
         updated_indices = [index for index in self.owned if index in gradients.present]
         whole = self.gradients(gradients, variables)
         clone = self._clone_with_settings(optimizer, variables)
@@ -122,7 +127,7 @@ class VariableShards(OwnedState):
         return [part.read_value() for part in parts]
 
     def averages(self) -> list[tf.Tensor]:
-        """Return the averages as the replica's slice of every bucket."""
+        """Return the replica's slice of the moving averages for each bucket."""
         averages = self._own_averages
         values = {
             index: tf.convert_to_tensor(average)
@@ -131,7 +136,11 @@ class VariableShards(OwnedState):
         return [self._pack_slice(bucket, values) for bucket in self._plan.buckets]
 
     def _updated_variable(self, index: int, variables: list[Any]) -> Any:
-        """Return the Keras variable that the update changes in place of a model's."""
+        """Return the Keras variable that the update changes for one of the model's.
+
+        It is this replica's part of a sharded parameter, a copy on the device of the
+        update, or the variable of the model itself.
+        """
         replacement = self._parts.get(index, self._copies.get(index))
         return variables[index] if replacement is None else replacement
 

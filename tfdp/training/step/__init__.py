@@ -15,5 +15,5 @@ Read `path` first: `take_step` calls nine stages, in order.
 `step` has the `Step` that the path reads, and builds it for a plain Keras optimizer;
 `tfdp.training.optimizer.distributed` builds it for a `DistributedOptimizer`.
 `empty_step` repeats the changes that Keras makes when data of unknown length ends, and
-`undo` restores what a step has changed beside its update.
+`undo` restores what a step has changed apart from its update.
 """

@@ -41,7 +41,8 @@ class Accumulator:
         weight: Scalar tensor, the weight of this replica, or `None`.
     """
 
-    # The sums that the default methods read; subclasses with other sums override them.
+    # The sums that the default methods read. A subclass with other sums overrides
+    # these methods.
     _state: AccumulationState
 
     def __init__(self, weight: tf.Tensor | None) -> None:
@@ -97,11 +98,14 @@ class NoAccumulation(Accumulator):
     """Accumulator of a single micro-batch: every one leads to an update."""
 
     def take(self, gradients: list | None) -> tuple[Callable[[], Totals], None]:
-        """Return the gradients and their weight, which the reduction applies."""
+        """Return a callable that returns the gradients, and `None`: an update is due.
+
+        Its `Totals` have the weight of the replica, which the reduction applies.
+        """
         return lambda: Totals(gradients, weight=self._weight), None
 
     def take_nothing(self) -> tuple[Callable[[], Any], bool]:
-        """Return that an update is due, as for every micro-batch."""
+        """Return a callable that does nothing, and `True`: an update is always due."""
         return lambda: None, True
 
 
@@ -121,7 +125,8 @@ class AccumulationState:
         self.steps = make_variable(
             shape=(),
             dtype="int",
-            # An assignment would be traced into the first step if that is being traced.
+            # An assignment in place of the initializer would become a part of the step
+            # that is being traced, if any.
             initializer=keras.initializers.Constant(steps),
             name="accumulation_steps",
         )
@@ -148,7 +153,7 @@ class AccumulationState:
         _compat.local_part(self.count).assign_add(1, read_value=False)
 
     def is_complete(self) -> tf.Tensor:
-        """Scalar bool tensor, whether all micro-batches of an update are accumulated.
+        """Return whether all micro-batches of an update are accumulated: scalar, bool.
 
         The counters are equal on all replicas, so all replicas agree.
         """
@@ -198,9 +203,9 @@ class LocalAccumulation(Accumulator):
         state: `AccumulationState`.
         positions: List of ints, the position of each gradient's sum.
         weight: Scalar tensor, the weight of this replica, or `None`.
-        num_groups: Int, the number of replicas or nodes that take local steps. Each
-            one's sums are divided by it, so that the sum over all is the global mean,
-            which files hold; a local update undoes the division. Defaults to 1.
+        num_groups: Int, the number of replicas or nodes that take local steps. Sums are
+            divided by it, so that adding them up over all gives the global mean, which
+            files contain; a local update undoes the division. Defaults to 1.
     """
 
     def __init__(
@@ -222,7 +227,7 @@ class LocalAccumulation(Accumulator):
         self._state.add(gradients, self._positions)
 
     def _release(self) -> Totals:
-        """Return the sums, without the division by the number of groups."""
+        """Return the sums, multiplied by the number of groups, and reset them."""
         sums, count = self._state.release(self._positions)
         return Totals([total * self._num_groups for total in sums], count=count)
 
@@ -267,7 +272,7 @@ class ShardedAccumulation(Accumulator):
 
 
 class KerasAccumulation(Accumulator):
-    """Accumulation in a Keras optimizer's own variables, which files hold.
+    """Accumulation in the variables that Keras creates for it in an optimizer.
 
     Args:
         optimizer: Keras optimizer with `gradient_accumulation_steps`.
@@ -288,7 +293,10 @@ class KerasAccumulation(Accumulator):
         self._counter = _compat.micro_batch_counter(optimizer)
 
     def take_nothing(self) -> tuple[Callable[[], Any], tf.Tensor]:
-        """Reset the sums, without an update, if an update is due, as in Keras."""
+        """Return a callable that resets the sums, and whether an update is due.
+
+        Keras, too, resets the sums in a step without data in which an update is due.
+        """
         return self._release, self._is_due()
 
     def _add(self, gradients: list[tf.Tensor]) -> None:
@@ -322,7 +330,7 @@ def set_to_zero(variable: Any) -> None:
 
 
 def wide_zeros(make_variable: Any, variables: Sequence[Any], suffix: str) -> list:
-    """Create a variable of zeros for each variable, in a dtype for sums of it.
+    """Create a variable of zeros for each variable, in float32 or a wider dtype.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.

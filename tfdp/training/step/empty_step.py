@@ -104,7 +104,9 @@ def recording(updates: Updates) -> Iterator[None]:
 
 
 def note_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
-    """Record an update that is being traced, unless it is in a branch.
+    """Record an update that is being traced, in the innermost `recording`.
+
+    An update in a branch or a loop is not recorded.
 
     Args:
         optimizer: Keras optimizer.

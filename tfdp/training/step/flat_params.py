@@ -34,8 +34,8 @@ class FlatParameter:
         self._unique_id = self.name
         self._variables = variables
         self._tensor = value
-        # A pending subtraction, kept while the value was never read: then `assign_sub`
-        # of the variables avoids copies.
+        # Pending subtraction, kept as long as the value is not read: `write_back` then
+        # applies it by `assign_sub` of the variables, without copies.
         self._subtrahend: tf.Tensor | None = None
         self._is_changed = False
 
@@ -60,7 +60,7 @@ class FlatParameter:
         return self._tensor
 
     def assign(self, value: Any) -> None:
-        """Set the value."""
+        """Set the value; the variables change in `write_back`."""
         self._tensor, self._subtrahend = tf.cast(value, self.dtype), None
         self._is_changed = True
 

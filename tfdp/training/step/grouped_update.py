@@ -18,15 +18,15 @@ from tfdp.ground.base import xla
 from tfdp.ground.base.param_groups import gains_from_groups, is_elementwise
 from tfdp.training.step.flat_params import FlatParameter, pack
 
-# Elements of a variable in a group, at most: copying a larger one costs more than the
-# launch of its kernels.
+# Largest number of elements of a variable in a group: copying a larger variable costs
+# more than the launch of its kernels.
 LARGEST_ELEMENTS = 2**11
-# Elements of a group, at most: 128 KB of float32, so that a dozen flat tensors fit into
-# the cache of a core. Groups of twice the size took longer.
+# Largest number of elements of a group: 128 KB of float32, so that a dozen flat tensors
+# fit into the cache of a core. Groups of twice the size took longer.
 LARGEST_GROUP = 2**15
-# Mean elements of a variable, at least, for an update that XLA compiles. For fewer, its
-# single loop is slower than the optimizer's kernels, with one pass through the memory
-# each.
+# Least mean number of elements of the variables of an update that XLA compiles. For
+# smaller variables XLA's single loop is slower than the optimizer's kernels, each of
+# which passes through the memory once.
 LEAST_FOR_XLA = 2**13
 
 
@@ -96,7 +96,7 @@ def _update(optimizer: Any, gradients: list, variables: list, rate: Any) -> None
     """
 
     def update(gradients: list, rate: Any) -> None:
-        """Decay and update the variables; XLA passes gradients and rate."""
+        """Decay and update the variables; in XLA the arguments are its tensors."""
         _compat.apply_weight_decay(optimizer, variables)
         _compat.update_variables(optimizer, gradients, variables, rate)
 

@@ -171,7 +171,7 @@ class LossScale:
 
 
 def _in_replica_row(variable: Any, num_replicas: int) -> tf.Tensor:
-    """Return a float64 tensor with the value in this replica's row, zeros elsewhere."""
+    """Return zeros in float64, with a variable's value in the row of this replica."""
     context = replica_context()
     replica = 0 if context is None else context.replica_id_in_sync_group
     value = tf.cast(_local(variable).read_value(), tf.float64)

@@ -60,7 +60,10 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
 
 
 def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
-    """Take a step that no feature has refused; the arguments are the same."""
+    """Take a step that no feature has refused.
+
+    The arguments are those of `take_step`.
+    """
     for feature in step.features:
         feature.begin(has_batch=gradients is not None)
     micro_batch = None if gradients is None else list(gradients)
@@ -109,7 +112,9 @@ def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
 
 
 def take_empty_step(step: Step) -> None:
-    """Make the changes of Keras's empty step, see `tfdp.training.step.empty_step`.
+    """Make the changes that Keras makes in its step without data, after the last batch.
+
+    See `tfdp.training.step.empty_step`.
 
     Args:
         step: `Step`.
@@ -156,7 +161,7 @@ def _unscale(step: Step, sums: list, totals: Totals) -> list:
 
 
 def _divisor(step: Step, totals: Totals) -> tf.Tensor | None:
-    """Return the number of micro-batches times the loss scale, float64, or `None`."""
+    """Return the number of micro-batches times loss scale: float64; `None` for 1."""
     factors = [totals.count, _scale_of(step)]
     known = [tf.cast(factor, tf.float64) for factor in factors if factor is not None]
     return tf.reduce_prod(known) if known else None

@@ -113,7 +113,10 @@ class StateLayout:
         return GradientStatistics(sums, self._total_of(loss))
 
     def _total_of(self, loss: CarriedScalar | None) -> tf.Tensor | None:
-        """Return the sum of a scalar over replicas; sum it if no bucket carried it."""
+        """Return the sum of the loss over replicas, or `None` without a loss.
+
+        It is summed here only if no bucket of gradients has carried the loss.
+        """
         if loss is None or loss.total is not None:
             return None if loss is None else loss.total
         return self._reducer.sum([loss.value])[0]
@@ -133,7 +136,10 @@ class StateLayout:
         return squared_norm(gradients) / self._reducer.num_replicas
 
     def clip(self, group: ParamGroup, sums: Any, statistics: Any) -> Any:
-        """Clip the gradients of a group as Keras does, on the sums of all replicas."""
+        """Return the reduced gradients of a group, clipped as its optimizer is set to.
+
+        `statistics` are the `GradientStatistics` of all groups.
+        """
         del statistics
         return _compat.clip_gradients(group.optimizer, sums.gradients())
 

@@ -105,7 +105,8 @@ class StepFeature:
         """Run before the first stage of a step.
 
         Args:
-            has_batch: Bool, false in an update with what is left over of an epoch.
+            has_batch: Bool, false in an update with the accumulated gradients alone,
+                without a new micro-batch.
         """
 
     def examine(
@@ -162,7 +163,14 @@ class RowDivider(StepFeature, abc.ABC):
 
     @abc.abstractmethod
     def keep_batch(self, args: tuple) -> tuple:
-        """Return the arguments of a step, in the graph before it is divided."""
+        """Keep the batch of a step, so that the step can be repeated.
+
+        Args:
+            args: Tuple of nests of per-replica values, the arguments of the step.
+
+        Returns:
+            Tuple like `args`, with which the step runs.
+        """
 
     @abc.abstractmethod
     def begin_changes(self) -> list:
@@ -180,11 +188,14 @@ class LoopFeature(StepFeature):
     """
 
     def take_batch(self, args: tuple) -> tuple:
-        """Return the arguments of a step, in the graph before it is divided."""
+        """Return the arguments that replace those of a step: by default the same.
+
+        `args` are nests of per-replica values, before replicas select theirs.
+        """
         return args
 
     def regroup(self, group: TrainingGroup) -> TrainingGroup:
-        """Return the group with which the running replica computes its part."""
+        """Return the group that replaces that of the running replica's step."""
         return group
 
 
@@ -211,8 +222,8 @@ class Step:
             of updates, as Keras's accumulation does. Defaults to `False`.
         loss: Scalar float32 tensor, this replica's part of the loss of the micro-batch,
             if a feature reads the loss; or `None`.
-        loss_sum: Keras variable that sums it over the micro-batches of an update, or
-            `None`.
+        loss_sum: Keras variable that sums `loss` over the micro-batches of an update,
+            or `None`.
     """
 
     optimizer: Any
@@ -243,7 +254,7 @@ class Step:
         ]
 
     def add_loss(self, is_due: tf.Tensor | None) -> None:
-        """Add the loss of a micro-batch to that of the others, if a feature reads it.
+        """Add the loss of a micro-batch to `loss_sum`, if a feature reads the loss.
 
         Args:
             is_due: Scalar bool tensor, or `None` if every micro-batch has an update.
@@ -316,7 +327,8 @@ def checked_gradients(
         Tuple of the gradients without `None`, and their variables.
 
     Raises:
-        ValueError: If their numbers differ, or the optimizer does not know a variable.
+        ValueError: If the numbers of gradients and variables differ, or the optimizer
+            does not know a variable.
     """
     if variables is None and not optimizer.built:
         raise ValueError(

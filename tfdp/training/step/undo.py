@@ -1,4 +1,4 @@
-"""Undo what a step changes beside weights and slots, if its update is not made."""
+"""Undo what a step changes apart from weights and slots, if its update is not made."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ def changed_beside_update(model: Any) -> list:
 def undo_after(
     variables: Sequence[Any], is_undone: Callable[[], tf.Tensor]
 ) -> Callable[[], None]:
-    """Read variables on a replica; return a function that may assign them again.
+    """Read variables before a step; return a function that can restore them after it.
 
     Args:
         variables: Sequence of Keras variables.
         is_undone: Callable that returns a scalar bool tensor after the step, whether
             the variables get back their values.
+
+    Returns:
+        Callable for the end of the step, which restores the variables if `is_undone`.
     """
     parts = [_compat.local_part(variable) for variable in variables]
     before = [part.read_value() for part in parts]

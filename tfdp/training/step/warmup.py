@@ -63,7 +63,7 @@ class Warmup:
         return [self._steps, self._start, self._first, self._last]
 
     def set(self, options: WarmupOptions) -> None:
-        """Change length and factors."""
+        """Change the length, the start and the factors of the warmup."""
         self._steps.assign(options.steps)
         self._start.assign(options.start)
         self._first.assign(options.first)

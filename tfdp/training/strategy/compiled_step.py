@@ -137,8 +137,8 @@ class CompiledStep:
             is_whole: Bool, whether the updates are compiled, too.
 
         Raises:
-            CannotCompileError: If XLA cannot compile it.
-            CannotDeferError: If its updates cannot run after it.
+            CannotCompileError: If XLA cannot compile the step.
+            CannotDeferError: If the updates cannot run after the rest of the step.
         """
         _check_inputs(args)
         _check_variables(self.loop.model)
@@ -191,7 +191,7 @@ def _in_backward_order(update: Update, gradients: list) -> list:
 
 
 def _check_inputs(args: tuple) -> None:
-    """Raise if a batch has tensors that XLA does not support."""
+    """Raise a `CannotCompileError` if a batch has tensors that XLA does not support."""
     for tensor in tf.nest.flatten(args):
         if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor)):
             kind = type(tensor).__name__
@@ -201,7 +201,7 @@ def _check_inputs(args: tuple) -> None:
 
 
 def _check_variables(model: Any) -> None:
-    """Raise if a model has sharded parameters."""
+    """Raise a `CannotCompileError` if a model has sharded parameters."""
     if any(sharded_parameter(own) is not None for own in model.variables):
         raise CannotCompileError(
             "parameters are sharded, and XLA cannot compile the collectives that "
@@ -210,7 +210,7 @@ def _check_variables(model: Any) -> None:
 
 
 def _check_collectives(graph: Any) -> None:
-    """Raise if the compiled part has a collective."""
+    """Raise a `CannotCompileError` if the compiled part has a collective."""
     for op in _compat.all_operations(graph):
         if is_collective(op):
             raise CannotCompileError(
@@ -221,7 +221,15 @@ def _check_collectives(graph: Any) -> None:
 
 
 def _check_order(graph: Any, updates: list[Update]) -> None:
-    """Raise if an operation after an update uses a variable that the update changes."""
+    """Raise if an operation after an update uses a variable that the update changes.
+
+    Args:
+        graph: Graph of the compiled part of a step.
+        updates: List of `Update`, those that were taken out of the step.
+
+    Raises:
+        CannotCompileError: With the name of the operation.
+    """
     changed: set[int] = set()
     for update in updates:
         optimizer = update.optimizer

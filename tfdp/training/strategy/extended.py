@@ -1,7 +1,8 @@
 """Extended class of the strategy of one process, and what both strategies share.
 
-They override the methods by which tf.distribute reduces tensors and creates and
-updates variables. All other methods are TensorFlow's, called stock methods below.
+Both extended classes override the methods by which tf.distribute reduces tensors and
+creates and updates variables. All other methods are TensorFlow's, called stock methods
+below.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class ReplicaExtended:
     num_scopes = 0
     # The balancer that divides rows by the workers' speed, see `tfdp run --rebalance`.
     balance: LoadBalancer | None = None
-    # The `generation` for which a loop of the user's own has read data, or `None`.
+    # The `generation` of the data that a custom training loop has read last, or `None`.
     read_generation: int | None = None
     # The statistics of the step that is being built, see `step_scope`.
     _statistics: _Statistics | None = None
@@ -137,7 +138,7 @@ class ReplicaExtended:
         self.topology = topology
         positions = device_positions(all_devices)
         transport = new_transport(self.options, devices, self.worker_group, hosts[rank])
-        # Connects all workers beside the steps, given a new name.
+        # Callable that takes a new name, and connects all workers apart from the steps.
         self.connect_workers = functools.partial(
             connect_workers, transport, self.options, self.worker_group, hosts[rank]
         )
@@ -183,7 +184,7 @@ class ReplicaExtended:
 
     @property
     def generation(self) -> int:
-        """Int, how many clusters of the job came before this one."""
+        """Int, number of earlier clusters of the job: 0 by default."""
         return 0
 
     @property
@@ -192,13 +193,13 @@ class ReplicaExtended:
         return False
 
     def assert_same_workers(self) -> list[Any]:
-        """Have the graph that is traced fail once the workers have changed.
+        """Add an assertion to the graph, which fails once the workers have changed.
 
-        A user's `tf.function` stays traced for the former workers; Keras's loops drop
-        theirs.
+        Without it, a user's `tf.function` would still run for the former workers.
 
         Returns:
-            List of the operation, if there is one.
+            List of the assertion; empty in eager mode, in a loop of Keras, which drops
+            its traced functions, or if training does not continue after losses.
         """
         is_in_graph = not tf.executing_eagerly()
         if not (is_in_graph and self.continues_after_loss) or loops.current():
@@ -208,7 +209,7 @@ class ReplicaExtended:
             return [tf.debugging.Assert(is_current, [_OTHER_WORKERS])]
 
     def applicants(self) -> list[str]:
-        """Return the processes that ask to be taken into the job: none by default."""
+        """Return the processes that apply to join the job: none by default."""
         return []
 
     @property
@@ -217,7 +218,7 @@ class ReplicaExtended:
         return False
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
-        """Create one of tfdp's variables, in a deferred scope a sharded parameter."""
+        """Create a variable of tfdp's classes, or a sharded parameter if deferred."""
         if is_deferred(self, kwargs):
             return deferred_parameter(self._container_strategy(), kwargs)  # type: ignore[attr-defined]
         kwargs["aggregation"] = aggregation_of(kwargs)
@@ -333,7 +334,7 @@ class ReplicaExtended:
         locals_ = [[part.read_value() for part in v.values] for v in variables]
         kinds = [v.merge for v in variables]
         group = self.host_group
-        if not tf.executing_eagerly():  # a step may not wait for all workers
+        if not tf.executing_eagerly():  # some steps must not wait for all workers
             group = merging_group(self._container_strategy())  # type: ignore[attr-defined]
         return merge_states(locals_, kinds, group)
 

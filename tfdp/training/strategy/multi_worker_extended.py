@@ -51,7 +51,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     ) -> None:
         self.options = options
         self.new_variables = NewVariables()
-        # What must be the same on all workers, also on those that join later.
+        # Facts that must be the same on all workers, also on workers that join later.
         self.facts: dict[str, str] = {"version of tfdp": own_version()}
         self._enter(worker)
         super().__init__(
@@ -92,7 +92,8 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     def _connect(self) -> None:
         """Compare the workers' set-up, and connect their replicas."""
         worker = self.worker
-        # Read by the functions that are traced for these workers.
+        # Users' functions that are traced for these workers assert that this variable
+        # is true.
         self._is_current = _compat.plain_variable(True, tf.bool, "CPU:0")
         self.add_facts(
             setup_facts(self.worker_devices, self.options, rebalances=worker.rebalances)
@@ -108,20 +109,20 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self._check_transport()
 
     def add_facts(self, facts: dict[str, str]) -> None:
-        """Add what must be the same on all workers, also on those that join later.
+        """Add facts that must be the same on all workers, also on joining workers.
 
         Args:
             facts: Dict from the name of a fact, for messages, to its value.
         """
-        # Another thread reads the former dict.
+        # A new dict is created, since another thread may read the current one.
         self.facts = self.facts | facts
         if self.worker.membership is not None:
             self.worker.membership.facts = self.facts
 
     def _check_transport(self) -> None:
-        """Raise if training cannot continue after a loss, as it is to.
+        """Raise a `ValueError` if training with MPI is to continue after a loss.
 
-        TensorFlow's own collectives are aborted when a worker is lost.
+        Collectives of TensorFlow's own are set to be aborted when a worker is lost.
         """
         if self.worker.membership is None or self.worker_group.num_workers == 1:
             return
@@ -137,7 +138,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
 
     @property
     def generation(self) -> int:
-        """Int, how many clusters of the job came before this one."""
+        """Int, number of earlier clusters of the job: 0 in the first one."""
         membership = self.worker.membership
         return 0 if membership is None else membership.generation
 
@@ -147,7 +148,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         return self.worker.min_workers is not None
 
     def applicants(self) -> list[str]:
-        """Return the processes that ask to be taken into the job, see `Membership`."""
+        """Return the processes that apply to join the job, see `Membership`."""
         membership = self.worker.membership
         return [] if membership is None else membership.applicants()
 
@@ -157,17 +158,17 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         return self.worker.applies_to is not None
 
     def change_cluster(self, change: ClusterChanges) -> None:
-        """Form the groups anew, after workers were lost or have applied.
+        """Join the next cluster, after workers were lost or have applied to join.
 
-        Variables keep their values, which may differ between workers. Functions traced
-        before must not run any more.
+        Variables keep their values, which may differ between workers. Functions that
+        were traced for the former cluster must not run any more.
 
         Args:
             change: `ClusterChanges`, the reason.
 
         Raises:
-            RuntimeError: If the workers that are left may not continue.
-            TimeoutError: If another worker does not come in time.
+            RuntimeError: If the remaining workers may not continue.
+            TimeoutError: If another worker does not join in time.
         """
         if self.is_applicant:
             self.worker = take_part(
@@ -176,7 +177,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         else:
             self.worker = self._next_worker(self.worker, change)
         while self.worker.membership is not None and self.worker.membership.absent:
-            # More were lost meanwhile.
+            # Further workers were lost while this cluster was formed.
             self.worker = self._next_worker(self.worker, ClusterChanges())
         self._is_current.assign(False)
         _compat.forget_functions_of_replicas(self._container_strategy())
@@ -188,7 +189,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self._connect()
 
     def _next_worker(self, worker: Worker, change: ClusterChanges) -> Worker:
-        """Agree with the workers that are left on the next cluster, and join it.
+        """Agree with the remaining workers on the next cluster, and join it.
 
         Args:
             worker: `Worker`, this process in the former cluster.
@@ -238,10 +239,11 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
     ) -> Any:
-        """Leave out the broadcast of each variable; a later one covers all of them.
+        """Return a variable's initial value, in eager mode without a broadcast.
 
-        Variables that a `tf.function` creates are initialized after tracing, so each is
-        broadcast there.
+        The stock method broadcasts it from the first worker. Here a single broadcast
+        covers all new variables later. Variables that a `tf.function` creates are
+        initialized after tracing, so the value of each one is broadcast there.
         """
         initial_value = _compat.stock_initial_value(
             self, replica_id, device, primary_var, **kwargs

@@ -64,7 +64,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
         for replica in range(strategy.extended.num_local)
     ]
     if first_tensor(local[0]) is None:
-        # Without data it is a function of a callback or of an optimizer, not a step.
+        # A function without data is one of a callback or of an optimizer, not a step.
         return fn, args
     parts = batch_weights.weigh_batches(
         local, merging_group(strategy), strategy.num_replicas_in_sync, total
@@ -148,12 +148,13 @@ def _divided_step(
         divider: `RowDivider` that divides a replica's rows, or `None`.
     """
     if strategy.extended.balance is not None:
-        # The load balancer divides rows unevenly.
+        # The load balancer divides rows unevenly, so a replica's rows do not follow
+        # from the total.
         total = None
     are_alike = batch_weights.have_equal_rows(local, merging_group(strategy))
     divided = DividedStep(strategy, loop, fn, others, divider)
-    # The answer must be the same for all replicas, and the first replica's step may
-    # build the model, which changes it.
+    # Whether XLA is wanted is read once, so that it is the same for all replicas: it
+    # changes if the first replica's step builds the model.
     compiles = xla.is_wanted()
     counts = {
         rank: tf.cast(count_of(first), tf.int32)
@@ -176,7 +177,8 @@ def _divided_step(
             """Run the step with a replica's arguments and batch weight."""
             replica_rows = rows
             if xla.is_tracing() and not are_alike:
-                # XLA needs static shapes.
+                # XLA needs static shapes: inside the compiled function the number of
+                # rows is read from the batch.
                 replica_rows = dataclasses.replace(
                     rows, own=tf.shape(first_tensor(args))[0], outside=rows
                 )
@@ -188,7 +190,7 @@ def _divided_step(
         else:
             result = run(args, part)
         if strategy.num_replicas_in_sync == 1 and divided.tail is not None:
-            # Keras merges no logs of a single replica.
+            # Keras does not merge the logs of a single replica.
             return divided.tail.compute([[own] for own in result], _only_values)
         loop.program_logs = divided.tail
         return result
@@ -240,7 +242,10 @@ def _only_values(values: list[list]) -> list:
 def _eager_step(
     strategy: Any, loop: loops.Loop, fn: Callable, local: list, parts: list[BatchWeight]
 ) -> Callable:
-    """Return a replica's step for eager execution."""
+    """Return a replica's step for eager execution.
+
+    The arguments are those of `_divided_step`.
+    """
     loop.batch_weights = [part.weight for part in parts]
     step = EagerStep(
         strategy,
@@ -257,7 +262,10 @@ def _eager_step(
 
 
 def _none_for_optional(part: Any) -> Any:
-    """Replace a `tf.experimental.Optional`, the `None` of a generator, by `None`."""
+    """Return `None` for a `tf.experimental.Optional`, and other parts unchanged.
+
+    Keras passes a `None` that a Python generator yields as an empty optional.
+    """
     first = part.values[0] if isinstance(part, _compat.PerReplica) else part
     return None if isinstance(first, tf.experimental.Optional) else part
 

@@ -117,9 +117,11 @@ class _Strategy:
                 "Start all workers again."
             )
         if loops.current() is None:
-            # Keras's loops have synchronized new variables when they began.
+            # Keras's loops synchronize new variables when they begin. Outside of these
+            # loops, each call does.
             synchronized_scope.synchronize_new_variables(self)
-            # A collective of the former workers must not fail first.
+            # The assertion runs before `fn`, since otherwise a collective of the former
+            # workers would fail first.
             fn = replica_step.run_after(self.extended.assert_same_workers(), fn)
         fn, args = replica_step.prepare_run(self, fn, args)
         with synchronized_scope.synchronizing_step(self), self.extended.step_scope():
@@ -239,7 +241,8 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         if cluster_resolver is None:
             _warn_of_processes_apart(worker.cluster or find_cluster())
         for feature in registered():
-            # A process that joins is not the first one of its job.
+            # Rank 0 means the first worker of the job. A process that will join a
+            # running job has rank 0 too while it is alone, and passes 1 instead.
             feature.on_strategy(worker.rank + (worker.applies_to is not None))
         extended = MultiWorkerReplicaExtended(self, worker=worker, options=options)
         tf.distribute.Strategy.__init__(self, extended)

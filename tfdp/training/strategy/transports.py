@@ -39,7 +39,7 @@ _HAS_DIRECT = sys.platform == "linux"
 # workers, because all must use the same meshes.
 _meshes: dict[tuple[Store, tuple[str | None, ...]], Mesh] = {}
 _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
-# Communicators beside those of steps, see `connect_workers`.
+# Communicators apart from those of steps, which `connect_workers` has created.
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
@@ -82,7 +82,7 @@ def new_transport(
 
 
 def watch_transports(watchdog: Watchdog) -> None:
-    """Have a watchdog close the connections to all workers when one is lost."""
+    """Let a watchdog close the connections to all workers when a worker is lost."""
     if not watchdog.closers:
         watchdog.closers = [close_transports]
         watchdog.membership.leaving.append(close_transports)
@@ -110,7 +110,7 @@ def close_transports(reason: str = "") -> None:
 
 
 def close_all() -> None:
-    """Close and forget all transports, also the threads of those of this process."""
+    """Close and forget all transports of this process, with their threads."""
     close_transports()
     for transport in list(_transports):
         transport.close()
@@ -126,7 +126,7 @@ def connect_workers(
     host: str,
     name: str,
 ) -> Communicator:
-    """Connect all workers for arrays that are sent beside the steps.
+    """Connect all workers for arrays that are sent apart from the steps.
 
     All workers call this together. Where the steps use NCCL or TensorFlow's
     collectives, the connections are those of `backend="direct"`.
@@ -136,10 +136,10 @@ def connect_workers(
         options: `CommunicationOptions`.
         worker_group: `WorkerGroup` between the workers.
         host: String, this worker's host as the cluster names it.
-        name: String, the same on all workers, another one at each call.
+        name: String, the same on all workers, and different at each call.
 
     Raises:
-        ValueError: On every worker, if one has no address for its connections.
+        ValueError: On every worker, if a worker has no address for its connections.
         RuntimeError: If another worker is lost, or does not connect in time.
     """
     if isinstance(transport, ProcessTransport) and transport.new_communicator:

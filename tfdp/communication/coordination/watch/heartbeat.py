@@ -90,7 +90,8 @@ class Heartbeat(threading.Thread):
         # that are known of the others.
         self.num_record_requests = 0
         self._record_requests: dict[int, int] = {}
-        # Callable, receives the rank of another worker that was asked.
+        # Callable, receives the rank of another worker that was signaled to write its
+        # flight record.
         self.record_requested: Callable[[int], None] = lambda rank: None
         self.rank = rank
         self._store = store

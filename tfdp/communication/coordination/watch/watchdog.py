@@ -173,8 +173,8 @@ class Watchdog(threading.Thread):
             self._heartbeat.last_error = _describe(error)
             return
         if isinstance(error, ClusterChanges):
-            self._is_raised.set()  # a thread beside the main one may have found a loss
-            return  # all workers end in this way, so nothing is published
+            self._is_raised.set()  # the main thread raises what another one has found
+            return  # all workers raise `ClusterChanges`, so nothing is published
         if isinstance(error, SystemExit) and error.code == PREEMPTED:
             return
         # The other workers need the text of an error that ends this script.
@@ -389,11 +389,11 @@ class Watchdog(threading.Thread):
         else:
             self._heartbeat.beat_now(_GRACE_SECONDS / 2)
         if self._has_left:
-            return  # what is open now belongs to the next cluster
+            return  # the open connections belong to the next cluster
         for close in self.closers:
             close(reason)
-        # Outside of Keras's loops, the next collective raises TensorFlow's error, and a
-        # script without another collective may end normally: the process is not ended.
+        # A process outside of Keras's loops is not killed: its next collective raises
+        # TensorFlow's error, and without another collective it may exit normally.
         is_own = failure.rank == self._rank and failure.own
         while not (place := progress.current.name) and not is_own:
             if self._is_raised.wait(_POLL_SECONDS):

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tfdp.launch.cli.signals import SignalPipe
 
-# Longest wait for the imports. After it each worker imports by itself, and its output
-# shows what takes long.
+# Longest wait for the imports. When it is over, each worker imports by itself, and its
+# output shows what takes long.
 _IMPORT_SECONDS = 60.0
 # Interval of checks for signals during the imports.
 _POLL_SECONDS = 0.1
@@ -50,7 +50,7 @@ class Parent:
         self._connection, child_end = socket.socketpair()
         try:
             with child_end, tempfile.TemporaryFile() as output:
-                # A session of its own, so that Ctrl-C reaches only the launcher.
+                # The process has its own session, so that Ctrl-C does not reach it.
                 self._process = subprocess.Popen(
                     list(command),
                     env={**environment, "PYTHONPATH": python_path},
@@ -98,8 +98,8 @@ class Parent:
             output: Int, descriptor for the worker's stdout and stderr.
 
         Returns:
-            Int, process id of the worker, which is a child of this process and has a
-            session of its own.
+            Int, process id of the worker, which is a child of this process, in a
+            separate session.
 
         Raises:
             OSError: If the fork failed, or was not answered in time.

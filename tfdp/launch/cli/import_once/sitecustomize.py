@@ -45,7 +45,7 @@ def main() -> None:
     try:
         packages = json.loads(_receive(connection)[0])
         _import(packages)
-        # A fork has only the thread that calls it, so that other threads would be lost.
+        # A fork has only the thread that called `fork`: other threads would be lost.
         if threading.active_count() > 1 or _is_shadowed(sys.argv[0]):
             os._exit(1)
         preloaded = _Preloaded(packages, environment)
@@ -91,7 +91,7 @@ def _is_shadowed(script: str) -> bool:
 
 
 def _fork(connection: socket.socket, environment: bytes, output: int) -> bool:
-    """Fork a worker in a session of its own; return whether this process is the worker.
+    """Fork a worker in a separate session; return whether this process is the worker.
 
     The worker is a fork of a fork that has exited: the kernel then makes it a child of
     the launcher, which reaps it like any process that it has started.
@@ -203,13 +203,17 @@ class _Preloaded:
         module.__spec__ = self._specs[name]
         sys.modules.update(self._modules.pop(name))
         if name == "tfdp":
-            # Trackers depend on the rank, which only a worker has.
+            # Experiment trackers depend on the rank, which only a worker has.
             importlib.import_module("tfdp.features.tracking.watch").watch_trackers()
         if not self._modules:
             sys.meta_path.remove(self)
 
     def _replay_import(self) -> None:
-        """Apply the import's variables and output; warn of variables set since then."""
+        """Print what the preloading import printed, and set the variables that it set.
+
+        Warn of environment variables that TensorFlow reads when it is imported, and
+        that the script has changed since the import.
+        """
         changed = [
             name
             for name in sorted(self._environment.keys() | os.environ.keys())

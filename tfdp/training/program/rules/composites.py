@@ -47,7 +47,7 @@ def _build_and_take_rows(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _rows_by_value(index: int) -> Callable[[View], Size | None]:
-    """Return a function that reads the number of rows from an input, as a shape.
+    """Return a function that returns the number of rows by the value of an input.
 
     `index` is that of the input, whose first element is the number.
     """
@@ -61,7 +61,7 @@ def _rows_by_value(index: int) -> Callable[[View], Size | None]:
 
 
 def _rows_of_first_input(view: View) -> Size | None:
-    """Return the number of rows of the first input."""
+    """Return the number of rows of the first input, or `None` if not known."""
     shape = view.facts[0].sizes
     return shape[0] if shape else None
 
@@ -73,14 +73,14 @@ def _rows_by_splits(index: int) -> Callable[[View], Size | None]:
     """
 
     def size(view: View) -> Size | None:
-        """Return the number of rows of the batch if the row splits are those of it."""
+        """Return the number of rows if the row splits are the batch's, or `None`."""
         return rows(1) if view.facts[index].sizes == (SPLITS,) else None
 
     return size
 
 
 def _rows_by_partition(view: View) -> Size | None:
-    """Return the number of rows of a ragged tensor that is converted to dense."""
+    """Return the number of rows of a `RaggedTensorToTensor`, or `None` if not known."""
     first = _rows_by_value(0)(view)
     if first != number(-1):
         return first
@@ -91,7 +91,7 @@ def _rows_by_partition(view: View) -> Size | None:
 
 
 def _rows_of_product(view: View) -> Size | None:
-    """Return the number of rows of a product of a sparse and a dense matrix."""
+    """Return the number of rows of a sparse matrix times a dense one, or `None`."""
     return None if view.attribute("adjoint_a") else _rows_by_value(2)(view)
 
 

@@ -49,8 +49,8 @@ def _einsum_labels(view: View) -> tuple[list[str], str] | None:
     """Return labels of the axes from the equation of an `Einsum`.
 
     Returns:
-        Tuple as of `_labels`; or `None` if a rank is not known, or a label occurs twice
-        in an input or in the output.
+        Tuple of a list with a string for each input, and the string of the output; or
+        `None` if a rank is not known, or a label occurs twice in one of the strings.
     """
     equation = view.attribute("equation")
     equation = equation.decode() if isinstance(equation, bytes) else equation
@@ -89,7 +89,8 @@ def _decide_from_labels(
     ]
     chosen = [label for label in row_labels if label is not None]
     # Inputs may have rows along axes of different labels. One label can stay divided:
-    # preferably one of the output, whose rows then need no sum. Others are gathered.
+    # preferably one of the output, whose rows then need no sum. Rows along axes of
+    # other labels are gathered.
     label = next((own for own in chosen if own in output), chosen[0])
     multiples = {
         fact.multiple

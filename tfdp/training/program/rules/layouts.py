@@ -98,7 +98,7 @@ def _squeeze(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
     axis = input_fact.axis - sum(other < input_fact.axis for other in taken)
 
     def build(builder: Any, op: Any, replica_inputs: list) -> list:
-        """Remove these axes only: on this replica that of rows may have size one."""
+        """Remove the axes in `taken` only: here the axis of rows may have size one."""
         return [tf.squeeze(replica_inputs[0], sorted(taken))]
 
     return Decision([AS_HELD], [own_rows(shape, axis)], build)
@@ -138,7 +138,7 @@ def _fill(view: View) -> Decision | None:
 
 
 def _range(view: View) -> Decision | None:
-    """Decide how replicas build the range of row numbers: each has its own."""
+    """Decide how replicas build a range of row numbers: each builds its own rows'."""
     limit = view.facts[1].value
     if limit is None or (view.numbers(0), view.numbers(2)) != (0, 1):
         return None

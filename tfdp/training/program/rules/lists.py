@@ -50,7 +50,10 @@ def _element_shape(shape_input: Any) -> Any:
 
 
 def _need_of_item(listed: Fact, item: Fact) -> tuple[Need, Fact]:
-    """Return the form of an item to add to a list, and the list's new `Fact`."""
+    """Return the `Need` of an item that is added to a list, and the list's new `Fact`.
+
+    `listed` is the `Fact` of the list without the item, `item` that of the item.
+    """
     if listed.form is Form.EMPTY:
         if item.form is Form.SIZES:
             return WHOLE, whole(item.sizes, item.value if is_known(item) else None)
@@ -125,7 +128,7 @@ def _fact_of_item(view: View, listed: Fact, index: int) -> Fact:
             shape = with_rows(shape, listed.axis, None)
     elif known is not None and len(known) == len(shape):
         # The items of one list may differ in shape. A static size of this output is
-        # more exact than what all items have in common.
+        # more exact than the size that all items have in common.
         own = listed.axis if listed.is_rows else None
         shape = tuple(
             static if static.kind == "number" and axis != own else size
@@ -181,8 +184,8 @@ def _from_tensor(view: View) -> Decision | None:
 
 def _build_from_tensor(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build a list of slices on this replica, which may have any number of rows."""
-    # The gradient of a loop needs the rank of items, so the shape is given as -1 for
-    # each axis where the rank is known.
+    # The gradient of a loop needs the rank of items. So if the rank is known, the shape
+    # is given as -1 for each axis.
     rank = replica_inputs[0].shape.rank
     shape = -1 if rank is None else np.full([rank - 1], -1)
     return builder.copy(op, [replica_inputs[0], tf.constant(shape, op.inputs[1].dtype)])

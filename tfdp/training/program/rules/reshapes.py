@@ -123,8 +123,8 @@ def _may_mix_rows(input_fact: Fact, after: Size, inner: Size, size: Size) -> boo
         return True  # The unknown size may cut a row at any place.
     if not inner.number:
         return False
-    # Unknown sizes of a row can only multiply the product of the known ones. If that
-    # product is divisible, the number of entries of a row is.
+    # Unknown sizes of a row can only multiply the product of its known sizes. If the
+    # product is divisible by `inner`, the number of entries of a row is divisible, too.
     known = [
         n.number for n in input_fact.sizes[input_fact.axis + 1 :] if n.kind == "number"
     ]
@@ -153,9 +153,9 @@ def _build_reshape(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _build_open_reshape(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build a reshape with a -1 on this replica, whose size is computed here.
+    """Build a reshape whose shape has a -1, replaced by a computed size.
 
-    TensorFlow cannot compute it for a tensor without rows.
+    TensorFlow cannot compute the size for a replica without rows.
     """
     (fact,) = builder.facts_of(op.outputs)
     data, target = builder.facts_of(op.inputs)

@@ -153,7 +153,7 @@ def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
 
 
 def _mixes_axis(view: View, axis: int) -> bool:
-    """Return whether the axis of rows is one that the operation mixes."""
+    """Return whether an operation combines entries along an axis, that of rows."""
     if _WINDOWS.search(view.type) or view.type.startswith(("BiasAdd", "ImageProj")):
         return axis > 0
     first = view.facts[0]

@@ -53,7 +53,7 @@ def decide_variable(view: View) -> Decision | None:
 
 
 def _decide_shared_read(view: View) -> Decision:
-    """Decide how replicas build a read of a state that those of a worker share.
+    """Decide how replicas build a read of a state that a worker's replicas share.
 
     Raises:
         CannotDivideError: If the value cannot be summed over replicas.

@@ -20,8 +20,8 @@ from tfdp.training.program.facts import Fact, Form, integers
 from tfdp.training.program.sizes import FREE, ONE, UNKNOWN, Size, array, product
 from tfdp.training.program.view import AS_HELD, WHOLE, Decision, View, table
 
-# Largest number of elements of an array whose values are followed. Shapes and lists of
-# axes are far smaller.
+# Largest number of elements of a tensor whose values are computed before the step runs.
+# Shapes and lists of axes are far smaller.
 _MAX_ELEMENTS = 64
 
 
@@ -37,19 +37,19 @@ def _scalar(size: Size) -> np.ndarray:
 
 
 def _size(view: View) -> np.ndarray | None:
-    """Compute `tf.size` of sizes; return `None` if not known."""
+    """Return the result of `tf.size` as an array of `Size`, or `None` if not known."""
     shape = view.facts[0].sizes
     return None if shape is None else _scalar(product(shape))
 
 
 def _rank(view: View) -> np.ndarray | None:
-    """Compute `tf.rank` of sizes; return `None` if not known."""
+    """Return the result of `tf.rank` as an array of `Size`, or `None` if not known."""
     rank = view.facts[0].rank
     return None if rank is None else _scalar(sizes.number(rank))
 
 
 def _strided_slice(view: View) -> np.ndarray | None:
-    """Compute a slice such as `x[1:, 0]` of sizes; return `None` if not known."""
+    """Return a slice such as `x[1:, 0]` as an array of `Size`, or `None` if unknown."""
     data = view.facts[0].value
     begin, end, strides = (view.numbers(i) for i in (1, 2, 3))
     if data is None or begin is None or end is None or strides is None:
@@ -73,7 +73,7 @@ def _strided_slice(view: View) -> np.ndarray | None:
 
 
 def _pack(view: View) -> np.ndarray | None:
-    """Compute `tf.stack` of sizes; return `None` if not known."""
+    """Return the result of `tf.stack` as an array of `Size`, or `None` if not known."""
     if view.attribute("axis") != 0:
         return None
     values = [fact.value for fact in view.facts]
@@ -81,7 +81,7 @@ def _pack(view: View) -> np.ndarray | None:
 
 
 def _concat(view: View) -> np.ndarray | None:
-    """Compute `tf.concat` of sizes, joined as vectors; return `None` if not known."""
+    """Return the result of `tf.concat` of vectors of `Size`, or `None` if not known."""
     axis = view.numbers(len(view) - 1)
     values = [fact.value for fact in view.facts[:-1]]
     if axis is None or any(value.ndim != 1 for value in values):
@@ -90,7 +90,7 @@ def _concat(view: View) -> np.ndarray | None:
 
 
 def _gather(view: View) -> np.ndarray | None:
-    """Compute `tf.gather` of sizes in a vector; return `None` if not known."""
+    """Return the result of `tf.gather` as an array of `Size`, or `None` if unknown."""
     indices, axis = view.numbers(1), view.numbers(2)
     data = view.facts[0].value
     if indices is None or axis is None or axis != 0 or data.ndim != 1:
@@ -107,7 +107,7 @@ def _as_array(value: Any) -> np.ndarray:
 
 
 def _slice(view: View) -> np.ndarray | None:
-    """Compute `tf.slice` of sizes; return `None` if not known."""
+    """Return the result of `tf.slice` as an array of `Size`, or `None` if not known."""
     begin, size = view.numbers(1), view.numbers(2)
     if begin is None or size is None:
         return None
@@ -120,7 +120,7 @@ def _slice(view: View) -> np.ndarray | None:
 
 
 def _reshape(view: View) -> np.ndarray | None:
-    """Compute `tf.reshape` of sizes; return `None` if not known."""
+    """Return the result of `tf.reshape` as an array of `Size`, or `None` if unknown."""
     shape = view.numbers(1)
     return None if shape is None else view.facts[0].value.reshape(shape.astype(int))
 
@@ -132,7 +132,7 @@ def _reduction(combine: Callable[[Iterable[Size]], Size]) -> Callable:
     """
 
     def value(view: View) -> np.ndarray | None:
-        """Compute the reduction of sizes; return `None` if not known."""
+        """Return the reduction as an array of `Size`, or `None` if not known."""
         axes, data = view.numbers(1), view.facts[0].value
         if axes is None or data.ndim == 0:
             return None if axes is None else data
@@ -145,7 +145,7 @@ def _reduction(combine: Callable[[Iterable[Size]], Size]) -> Callable:
 
 
 def _range(view: View) -> np.ndarray | None:
-    """Compute `tf.range` of sizes; return `None` if not known."""
+    """Return the result of `tf.range` as an array of `Size`, or `None` if not known."""
     start, limit, delta = (view.numbers(i) for i in (0, 1, 2))
     if start is None or limit is None or delta is None or not delta:
         return None
@@ -160,7 +160,7 @@ def _elementwise(combine: Callable[[Size, Size], Size]) -> Callable:
     """
 
     def value(view: View) -> np.ndarray | None:
-        """Compute the operation on sizes, element by element."""
+        """Return the result of the operation as an array of `Size`, by elements."""
         first, second = np.broadcast_arrays(*(fact.value for fact in view.facts))
         result = np.empty(first.shape, object)
         for index in np.ndindex(first.shape):
@@ -186,7 +186,7 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Callable:
 
 
 def _select(view: View) -> np.ndarray | None:
-    """Compute `tf.where` of sizes by a scalar condition; return `None` if not known."""
+    """Return `tf.where` by a known scalar as an array of `Size`, or else `None`."""
     condition = view.numbers(0)
     if condition is None or condition.ndim:
         return None
@@ -195,19 +195,19 @@ def _select(view: View) -> np.ndarray | None:
 
 
 def _invert_permutation(view: View) -> np.ndarray | None:
-    """Compute `tf.math.invert_permutation` of sizes; return `None` if not known."""
+    """Return an inverted permutation as an array of `Size`, or `None` if not known."""
     permutation = view.numbers(0)
     return None if permutation is None else array(np.argsort(permutation))
 
 
 def _broadcast_args(view: View) -> np.ndarray | None:
-    """Compute `tf.broadcast_dynamic_shape` of sizes; return `None` if not known."""
+    """Return the array of `Size` that `tf.broadcast_dynamic_shape` returns."""
     shapes = [tuple(fact.value) for fact in view.facts]
     return array(sizes.broadcast(shapes))
 
 
 def _fill(view: View) -> np.ndarray | None:
-    """Compute `tf.fill` of sizes; return `None` if not known."""
+    """Return the result of `tf.fill` as an array of `Size`, or `None` if not known."""
     dims = view.numbers(0)
     if dims is None or np.prod(dims) > _MAX_ELEMENTS:
         return None
@@ -217,7 +217,7 @@ def _fill(view: View) -> np.ndarray | None:
 
 
 def _stitch(view: View) -> np.ndarray | None:
-    """Compute `tf.dynamic_stitch` of sizes; return `None` if not known."""
+    """Return the array of `Size` of a `tf.dynamic_stitch`, or `None` if not known."""
     count = len(view) // 2
     places = [view.numbers(index) for index in range(count)]
     if any(place is None for place in places):
@@ -233,7 +233,7 @@ def _stitch(view: View) -> np.ndarray | None:
 
 
 def _cast(view: View) -> np.ndarray | None:
-    """Compute `tf.cast` of sizes to numbers; return `None` if not known."""
+    """Return the array of `Size` of a `tf.cast` to numbers, or `None` if not known."""
     dtype, known = view.op.outputs[0].dtype, view.numbers(0)
     if not (dtype.is_integer or dtype.is_floating):
         return None
@@ -306,8 +306,8 @@ def decide_values(view: View) -> Decision | None:
     if value is None or not _can_follow(value):
         return None
     fact = integers(value)
-    # A result that is no multiple of the rows, such as a ratio of two sizes, is the
-    # same on all replicas: each computes it from the sizes of the whole batch.
+    # A result that is not a multiple of the number of rows, such as a ratio of two
+    # sizes, is the same on all replicas: each computes it for the whole batch.
     is_of_all = fact.form is Form.WHOLE and Form.SIZES in view.forms()
     return Decision([WHOLE if is_of_all else AS_HELD] * len(view), [fact])
 
@@ -381,7 +381,8 @@ def _build_axes(builder: Any, op: Any, replica_inputs: list) -> list:
     if isinstance(builder.replica.rows.total, int) or xla.is_tracing():
         return program_axes
     # In a batch of one row TensorFlow takes the axis of rows for a broadcast one, and
-    # adds it to the axes to sum over. The plan expects rows there, so it is removed.
+    # adds it to the axes to sum over. The plan expects rows along this axis, so it is
+    # removed.
     return [
         _allowed_axes(axes, fact)
         for axes, fact in zip(program_axes, facts, strict=True)
