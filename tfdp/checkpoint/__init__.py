@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["PendingSave", "restore", "save"]
 
 
-# A type checker that sees `__getattr__` accepts any attribute of the package.
+# A type checker that sees `__getattr__` would accept any attribute of the package.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:

@@ -46,7 +46,7 @@ def accumulated_state(model: keras.Model) -> list[StateTensor]:
     if _shards_gradients(model):
         sums, replicas = accumulated_shards(model), 1
     else:
-        # After redistribution each replica holds 1/replicas of each sum.
+        # After redistribution, the value on each replica is 1/replicas of the sum.
         sums = [
             replicated(model, name, total) for name, total in _named_accumulators(model)
         ]
@@ -68,13 +68,13 @@ def num_accumulated(model: keras.Model) -> int:
 
 
 def redistribute_accumulated_gradients(model: keras.Model) -> None:
-    """Give every replica an equal fraction of the accumulated sum.
+    """Give every replica an equal fraction of the gradients accumulated by all.
 
     All workers call it. The sum over all replicas does not change. Gradients are
     summed one after another, which needs memory for the largest one only.
 
     Args:
-        model: As for `accumulated_state`.
+        model: Built Keras model, as for `accumulated_state`.
     """
     strategy = strategy_of(model)
     if strategy is None or _shards_gradients(model) or not num_accumulated(model):
@@ -83,7 +83,7 @@ def redistribute_accumulated_gradients(model: keras.Model) -> None:
 
 
 def accumulated_shards(model: keras.Model) -> list[StateTensor]:
-    """Return state tensors of sharded accumulated sums (ZeRO-2), scaled as they are.
+    """Return state tensors of sharded accumulated sums (ZeRO-2), with the loss scale.
 
     Args:
         model: As for `accumulated_state`.
@@ -106,12 +106,12 @@ def per_replica_sums(model: keras.Model) -> list[tuple[str, Any]]:
     """Return the accumulators that hold a different sum on each replica.
 
     Args:
-        model: As for `accumulated_state`.
+        model: Built Keras model, as for `accumulated_state`.
 
     Returns:
-        List of pairs of a name and an accumulator, a Keras variable: those of trained
-        variables, by their names, and that of the loss. The list is empty if there are
-        no such accumulators.
+        List of pairs of a name and an accumulator, a Keras variable: the accumulators
+        of trained variables, by the variables' names, and that of the loss. The list is
+        empty if there are no such accumulators.
     """
     if accumulation_counter(model) is None:
         return []
@@ -136,7 +136,7 @@ def clear_accumulated(model: keras.Model) -> None:
 
 
 def _shards_gradients(model: keras.Model) -> bool:
-    """Return whether sums over replicas are accumulated in shards (ZeRO-2)."""
+    """Return whether the optimizer accumulates sums of replicas in shards (ZeRO-2)."""
     return getattr(model.optimizer, "accumulates_sums", False)
 
 
@@ -160,7 +160,7 @@ def accumulation_counter(model: keras.Model) -> Any:
     steps = groups[0].gradient_accumulation_steps
 
     def write(value: Any) -> None:
-        """Set the number of accumulated micro-batches in all counters of Keras."""
+        """Set the number of accumulated micro-batches in all of Keras's counters."""
         for counter in counters:
             updates = int(counter.numpy()) // steps
             counter.assign(updates * steps + int(np.asarray(value)))
@@ -171,7 +171,7 @@ def accumulation_counter(model: keras.Model) -> Any:
 
 
 def _named_accumulators(model: keras.Model) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the accumulator, tfdp's or Keras's, of trained variables."""
+    """Yield the name and the accumulator of each trained variable that has one."""
     optimizer: Any = model.optimizer
     trained = _compat.trained_by(_without_loss_scaling(optimizer))
     if hasattr(optimizer, "as_keras"):
@@ -205,11 +205,14 @@ def _current_loss_scale(model: keras.Model) -> float:
 
 
 def _scaled(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
-    """Return a state tensor whose values are saved multiplied by a factor.
+    """Return a copy of a state tensor that is saved multiplied by a factor.
+
+    Values that are restored are divided by the factor.
 
     Args:
         tensor: `StateTensor`.
-        factor: Callable that returns the factor when values are read or written.
+        factor: Callable that returns the factor; called whenever values are read or
+            written.
     """
 
     def scale(shard: LocalShard) -> LocalShard:
@@ -218,9 +221,11 @@ def _scaled(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
         def read() -> np.ndarray:
             """Return the values multiplied by the factor; overflows become zero."""
             values = shard.read()
-            # A product in place would change the accumulator, which `read` may share.
+            # A product in place would change the accumulator, with which `values` may
+            # share memory.
             values = values * np.asarray(factor(), values.dtype)
-            # The loss scale skips overflows; a run that restores may not check them.
+            # The loss scale skips overflows. A run that restores them may have no loss
+            # scale, and would not skip them.
             values[~np.isfinite(values)] = 0
             return values
 

@@ -40,7 +40,7 @@ from tfdp.training.keras_hooks.file_hooks import plain_optimizer
 from tfdp.training.replicas.synchronized_scope import synchronize_new_variables
 from tfdp.training.sharding.state_tensors import StateTensor
 
-# Sentences of error messages about the state after a failure.
+# Sentences of error messages on the state after a failure.
 _INTACT = "The previous contents of the directory are intact."
 _NOTHING_LOADED = "Nothing was loaded."
 _PARTLY_LOADED = (
@@ -118,7 +118,7 @@ def save(
 
 
 def _equalize_state(model: keras.Model) -> None:
-    """Make the state equal on all replicas, so that any worker can write it."""
+    """Make the state equal on all replicas, so that any worker can write a share."""
     strategy = strategy_of(model)
     if strategy is not None:
         synchronize_new_variables(strategy)  # `save` may run inside the scope
@@ -185,13 +185,14 @@ def save_state(
             worker 0.
         prepare: Callable that makes the state equal on all replicas. It is called
             after the check that all workers save the same tensors.
-        run: Metadata of the run, as JSON can hold it; worker 0's is written.
+        run: Metadata of the run, a value that JSON supports, or `None`; worker 0 writes
+            its own.
         saves: `BackgroundSaves` of these workers, which write the state in the
-            background. Defaults to `None`: it is written at once.
+            background. Defaults to `None`: the state is written before this returns.
         after: Callable, called on worker 0 after the checkpoint is complete.
 
     Returns:
-        `PendingSave` with `saves`, or `None`.
+        `PendingSave` if `saves` is given, or `None`.
     """
     entries = files.metadata_of(state)
     needs = "" if saves is None else saves.needs(state)
@@ -203,7 +204,7 @@ def save_state(
     metadata = _Metadata(os.fspath(directory), entries, model, run)
 
     def write(read: Read, worker_group: Any) -> None:
-        """Write the state, and remove what it replaces; see `Write`."""
+        """Write the files of a checkpoint, and call `after` on worker 0; a `Write`."""
         _write_checkpoint(metadata, read, worker_group)
         if worker_group.is_chief:
             after()
@@ -215,13 +216,13 @@ def save_state(
 
 @dataclasses.dataclass(frozen=True)
 class _Metadata:
-    """What a checkpoint holds beside its tensors.
+    """Contents of a checkpoint apart from its tensors.
 
     Args:
         path: String, the directory or URL of the checkpoint.
         entries: Tuple of `TensorMetadata`.
-        model: String, the model, or `None`.
-        run: Metadata of the run, as JSON can hold it, or `None`.
+        model: String, the serialized model, or `None`.
+        run: Metadata of the run, a value that JSON supports, or `None`.
     """
 
     path: str
@@ -231,11 +232,11 @@ class _Metadata:
 
 
 def _write_checkpoint(metadata: _Metadata, read: Read, worker_group: Any) -> None:
-    """Write the files of a checkpoint, and then its index.
+    """Write the files of a checkpoint, then its index; remove older checkpoints.
 
     Args:
         metadata: `_Metadata`.
-        read: Callable, see `Read`.
+        read: `Read`, returns the state to write.
         worker_group: `WorkerGroup` between the workers.
     """
     path, rank = metadata.path, worker_group.rank
@@ -254,7 +255,7 @@ def _write_checkpoint(metadata: _Metadata, read: Read, worker_group: Any) -> Non
     folder = storage.below(token)
 
     def publish() -> None:
-        """Write the index on worker 0, and remove older checkpoints."""
+        """Write the index on worker 0, and remove older checkpoints there."""
         if worker_group.is_chief:
             shards = writing.collect_shard_lists(folder, worker_group.num_workers)
             index = Index(
@@ -278,7 +279,8 @@ def _write_checkpoint(metadata: _Metadata, read: Read, worker_group: Any) -> Non
         )
         act("the index", publish)
     except (OSError, ValueError) as error:
-        # An object store that timed out may still put the index, so its files stay.
+        # An object store that timed out may still put the index, so the index's files
+        # must stay.
         if worker_group.is_chief and not isinstance(error.__cause__, StoreError):
             writing.discard_save(storage, token)
         raise
@@ -289,7 +291,7 @@ def restore_state(
     directory: str | os.PathLike[str],
     worker_group: Any,
 ) -> None:
-    """Restore from a directory what `make_plan` selects from its index.
+    """Restore tensors from a directory: those that `make_plan` selects by the index.
 
     All workers call it together.
 
@@ -328,7 +330,7 @@ def restore_state(
 
 
 def serialize_model(model: keras.Model) -> str | None:
-    """Serialize the model with the user's optimizer, for `tfdp convert`.
+    """Serialize the model with the user's optimizer as JSON, for `tfdp convert`.
 
     Returns:
         String, or `None` if the model cannot be serialized.

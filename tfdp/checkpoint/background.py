@@ -30,13 +30,13 @@ _log = logging.getLogger("tfdp")
 MEMORY_SHARE = 0.5
 # Alignment of a shard in the copy, in bytes: a cache line.
 _ALIGNMENT = 64
-# Priority of the thread that writes: a third of the processor time of another one. With
-# the lowest priority, on a busy machine, it would hold the interpreter lock, and calls
-# that wait for it, for seconds.
+# Niceness of the thread that writes, which gives it a third of the CPU time of another
+# thread. With the lowest priority, on a busy machine, it would hold the interpreter
+# lock for seconds, and calls would wait for the lock.
 _NICENESS = 5
-# Shorter waits of a save for the one before are not reported.
+# Shorter waits of a save for the previous save are not reported.
 _LEAST_REPORTED_SECONDS = 1.0
-# Function that returns the state tensors to write, or raises why there are none.
+# Function that returns the state tensors to write, or raises the error of their copy.
 Read = Callable[[], Sequence[StateTensor]]
 # Function that writes the state that a `Read` returns, together with the other workers
 # of a `WorkerGroup`.
@@ -50,8 +50,8 @@ class PendingSave:
 
     Args:
         future: `Future` of the save.
-        guard: Callable that returns a context, which replaces the error of a lost
-            worker by one that names it. Defaults to one that does nothing.
+        guard: Callable that returns a context manager, which replaces the error of a
+            lost worker by one that names the worker. Defaults to one that does nothing.
 
     Example:
 
@@ -89,7 +89,7 @@ class PendingSave:
         if error is None:
             return
         self._is_raised = True
-        # Errors of these types are those of all workers.
+        # Errors of these types are the same on all workers.
         is_common = type(error) in (OSError, ValueError)
         with contextlib.nullcontext() if is_common else self._guard():
             raise error
@@ -100,9 +100,9 @@ class PendingSave:
             concurrent.futures.wait([self._future])
 
     def finish(self) -> None:
-        """Wait as `wait` does, but do not raise an error that it has raised before.
+        """Wait as `wait` does, but do not raise an error that `wait` has raised before.
 
-        In a forked process it returns at once.
+        In a forked process this returns at once.
         """
         if self._owner.is_current and not self._is_raised:
             self.wait()
@@ -111,7 +111,7 @@ class PendingSave:
 class BackgroundSaves:
     """Saves of one group of workers, one at a time.
 
-    All workers call each method together.
+    All workers call each of the methods together.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
@@ -124,13 +124,13 @@ class BackgroundSaves:
         self._pending: PendingSave | None = None
 
     def needs(self, state: Sequence[StateTensor]) -> Need:
-        """Return the memory that this worker needs for a copy of its part of a state.
+        """Return this worker's host, the bytes that its copy lacks, and the free bytes.
 
         Args:
             state: Sequence of `StateTensor`.
         """
         missing = max(_num_bytes(state) - self._buffer.size, 0)
-        free = free_bytes() if missing else sys.maxsize  # it reads files of the system
+        free = free_bytes() if missing else sys.maxsize  # `free_bytes` reads files
         return process_identity.machine(), missing, free
 
     def start(
@@ -142,12 +142,13 @@ class BackgroundSaves:
     ) -> PendingSave:
         """Copy this worker's part of the state, and write the copy on a thread.
 
-        If a worker lacks the memory for its copy, all write before this returns.
+        If a worker lacks memory for its copy, all workers write the state before this
+        returns.
 
         Args:
-            write: Callable, see `Write`.
+            write: `Write`, which writes the state.
             state: Sequence of `StateTensor`.
-            worker_group: `WorkerGroup` of these saves.
+            worker_group: `WorkerGroup` whose saves these are.
             needs: Sequence of what `needs` has returned on each worker.
 
         Returns:
@@ -171,12 +172,13 @@ class BackgroundSaves:
         return pending
 
     def finish(self) -> None:
-        """Wait for the save that is under way, and free the memory of its copy.
+        """Wait until the present save has ended, and free the memory of its copy.
 
-        Saves of other groups may write the same directory, so they are waited for too.
+        Saves of other groups end first, too, since they may write to the same
+        directory.
 
         Raises:
-            OSError: As for `start`.
+            OSError: If the save has failed, and no call has raised this yet.
         """
         for other in list(_unfinished):
             other.settle()
@@ -184,7 +186,7 @@ class BackgroundSaves:
         self._buffer = np.empty(0, "uint8")
 
     def _wait(self) -> None:
-        """Wait for the save that is under way, and raise its error."""
+        """Wait until the present save has ended; raise its error once."""
         pending = self._pending
         if pending is None:
             return
@@ -199,15 +201,15 @@ class BackgroundSaves:
         self._forget(pending)  # not after Ctrl-C: the save is still under way
 
     def _forget(self, pending: PendingSave) -> None:
-        """Forget a save that has ended."""
+        """Remove a save that has ended from the unfinished ones."""
         self._pending = None
         _unfinished.discard(pending)
 
     def _wait_for_previous(self, reports: bool) -> None:
-        """Wait for the save that is under way, and report the first long wait.
+        """Wait until the present save has ended; on the first long wait, log a warning.
 
         Args:
-            reports: Bool, whether this worker reports it.
+            reports: Bool, whether this worker logs the warning.
         """
         begin = time.monotonic()
         self._wait()
@@ -240,9 +242,10 @@ class BackgroundSaves:
         return False
 
     def _copy(self, state: Sequence[StateTensor]) -> Read:
-        """Copy the state; return a function that returns the copy, or raises why not.
+        """Copy the state; return a function that returns the copy, or raises its error.
 
-        An error of the copy is raised where the other workers receive it.
+        Workers exchange errors only when they call that function, so this one does not
+        raise.
         """
         error: Exception | None = None
         try:
@@ -256,7 +259,7 @@ class BackgroundSaves:
             error = caught
 
         def read() -> list[StateTensor]:
-            """Return the copy, or raise the error."""
+            """Return the copy of the state, or raise the error of the copy."""
             if error is not None:
                 raise error
             return copied_state(state, self._buffer)
@@ -265,12 +268,12 @@ class BackgroundSaves:
 
 
 class MemoryLack(NamedTuple):
-    """Host whose workers need more memory than they may take.
+    """Host that has less memory than its workers need.
 
     Args:
-        rank: Int, its first worker.
+        rank: Int, rank of the first worker on the host.
         needed: Int, bytes that its workers need.
-        free: Int, free bytes of the host.
+        free: Int, bytes of memory that are free on the host.
     """
 
     rank: int
@@ -310,15 +313,15 @@ def memory_room(worker_group: Any) -> int:
     return int(MEMORY_SHARE * free_bytes() / hosts.count(host))
 
 
-# Saves of each group of workers.
+# Saves in the background, by the group of workers.
 _saves_by_group: weakref.WeakKeyDictionary[Any, BackgroundSaves]
 _saves_by_group = weakref.WeakKeyDictionary()
-# Saves that no call has waited for yet.
+# Saves whose end no call has waited for.
 _unfinished: set[PendingSave] = set()
 
 
 def background_saves(worker_group: Any) -> BackgroundSaves:
-    """Return the `BackgroundSaves` of a group, made at the first call."""
+    """Return the `BackgroundSaves` of a group; create it at the first call."""
     if worker_group not in _saves_by_group:
         _saves_by_group[worker_group] = BackgroundSaves(worker_group)
     return _saves_by_group[worker_group]
@@ -336,7 +339,7 @@ def copy_to_host(state: Sequence[StateTensor], buffer: np.ndarray) -> None:
 
     Args:
         state: Sequence of `StateTensor`.
-        buffer: Array of bytes, with room for all.
+        buffer: Array of bytes, with room for all shards at aligned offsets.
 
     Example:
 
@@ -410,11 +413,11 @@ def aligned(size: int) -> int:
 
 
 def _write_at_low_priority(write: Write, read: Read, group: Any) -> None:
-    """Write with less processor time than training gets.
+    """Write a save on this thread, with lower priority than training.
 
     Args:
-        write: Callable, see `Write`.
-        read: Callable, see `Read`.
+        write: `Write`, which writes the state.
+        read: `Read`, returns the state.
         group: `WorkerGroup` for this thread.
     """
     lower_priority()
@@ -422,15 +425,15 @@ def _write_at_low_priority(write: Write, read: Read, group: Any) -> None:
 
 
 def lower_priority() -> None:
-    """Give this thread less processor time than training gets."""
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+    """Lower the priority of the calling thread below that of training; Linux only."""
+    if sys.platform == "linux":  # only Linux has priorities of threads
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 @_compat.before_threads_end
 def _finish_all() -> None:
-    """Wait for all saves when the script ends, and print the error of one."""
+    """Wait for all saves at the end of the script, and print their errors."""
     for pending in list(_unfinished):
         try:
             pending.finish()

@@ -33,16 +33,17 @@ from tfdp.training.sharding.state_tensors import StateTensor
 # Names of the directories of backups, and of damaged backups that were renamed.
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _DAMAGED_NAME = re.compile(rf"{_NAME.pattern}\.damaged")
-# File that identifies the directory to states in memory, which are dropped without it.
+# File that marks the directory as that of the states in memory. Without it they are
+# dropped.
 OWNER_FILE = "memory-id"
 _NOTHING_LOADED = "Nothing was loaded."
-# Verdicts on a backup, which workers exchange: it is whole; a file is missing or was
+# Verdicts on a backup, which workers exchange: it is intact; a file is missing or was
 # altered; this run cannot resume from it; the store does not answer.
 _INTACT, _DAMAGED, _INCOMPATIBLE, _UNREADABLE = "intact", "damaged", "wrong", "unread"
 
 
 class Backups:
-    """Backups of one run. All workers call each method together.
+    """Backups of one run in a directory. All workers call each method together.
 
     Args:
         directory: String, a path that all workers share, or a URL of an object store.
@@ -53,7 +54,7 @@ class Backups:
         background: Bool, whether backups are written while training continues.
             Defaults to `False`.
         has_memory: Bool, whether this run also keeps states in memory. Defaults to
-            `False`: those of earlier runs are dropped.
+            `False`: states of earlier runs in memory are dropped.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Backups:
 
     @property
     def source(self) -> str:
-        """String, where backups are, for a message."""
+        """String, the place of the backups, for messages."""
         return self.directory
 
     @functools.cached_property
@@ -104,7 +105,7 @@ class Backups:
         probe = self._worker_group.all_gather("a backup: its directory", probe)[0]
 
         def remove() -> None:
-            """Remove the probe, and temporary files of killed processes."""
+            """Remove the probe, and temporary files of processes that were killed."""
             if self._worker_group.is_chief:
                 self._storage.remove_file(probe)
                 with contextlib.suppress(OSError):  # the next run tries again
@@ -123,7 +124,7 @@ class Backups:
     def save(self, step: int, state: Sequence[StateTensor], run: Any) -> None:
         """Write a backup, and remove the oldest ones beyond `keep`.
 
-        In the background this returns once the state is copied.
+        In the background, this returns once the state is copied.
 
         Args:
             step: Int, number of batches so far, which names the backup.
@@ -131,8 +132,8 @@ class Backups:
             run: Metadata of the run, as JSON can hold it.
 
         Raises:
-            OSError: On every worker, if one cannot write, or could not write the backup
-                before this one; earlier backups are intact.
+            OSError: On every worker, if one cannot write this backup, or could not
+                write the previous one; earlier backups are intact.
         """
         backup = self._storage.below(f"step-{step}")
         if backup.is_link:
@@ -141,7 +142,7 @@ class Backups:
                 f"another directory. Received: {backup.path!r}"
             )
         if not self._background:
-            self._saves.finish()  # one that the script has begun
+            self._saves.finish()  # the script may have begun a save in the background
         save_state(
             state,
             backup.path,
@@ -153,15 +154,15 @@ class Backups:
         )
 
     def finish(self) -> None:
-        """Wait for the save that is under way, and free the memory of its copy.
+        """Wait until the present save has ended, and free the memory of its copy.
 
         Raises:
-            OSError: On every worker, if one could not write it.
+            OSError: On every worker, if one could not write the backup.
         """
         self._saves.finish()
 
     def close(self) -> None:
-        """Finish the save that is under way; print its error."""
+        """Wait until the present save has ended; print its error, if any."""
         try:
             self.finish()
         except WorkerLost:
@@ -175,7 +176,7 @@ class Backups:
         If this run keeps no states in memory, those of earlier runs are dropped.
 
         Raises:
-            OSError: On every worker, if the first one cannot read the directory.
+            OSError: On every worker, if worker 0 cannot read the directory.
         """
         group = self._worker_group
 
@@ -204,11 +205,12 @@ class Backups:
             steps: Sequence of ints, the result of `list_steps`.
 
         Returns:
-            Tuple of its `Index` and `LoadPlan`, or `None` if there are no backups.
+            Tuple of the backup's `Index` and `LoadPlan`; or `None` if there is no
+            backup.
 
         Raises:
-            ValueError: On every worker, if the run cannot resume from it, or if all
-                backups are damaged.
+            ValueError: On every worker, if the run cannot resume from the newest intact
+                backup, or if all backups are damaged.
             OSError: On every worker, if one of them cannot read a backup.
         """
         damaged: list[tuple[str, str]] = []
@@ -255,8 +257,8 @@ class Backups:
         if not self._worker_group.is_chief:
             return
         with contextlib.suppress(OSError):
-            # The oldest backup is removed first: if the loop is interrupted, the newest
-            # one stays.
+            # The oldest backup is removed first, so that the newest one is the last if
+            # the loop is interrupted.
             for step in reversed(_steps_of(self._storage, self._storage.names())):
                 remove_checkpoint(self._storage.below(f"step-{step}"))
             for name in self._storage.names():
@@ -269,7 +271,8 @@ class Backups:
 
     def _make_directory(self) -> str:
         """Create the directory on worker 0, and return the name of a probe file."""
-        storage = self._storage  # fails on a worker that lacks the store's package
+        # This fails on a worker that lacks the package of the object store.
+        storage = self._storage
         if not self._worker_group.is_chief:
             return ""
         storage.make()
@@ -284,7 +287,7 @@ class Backups:
 
         Args:
             name: String, name of the backup, such as `"step-12"`.
-            make_plan: Callable, see `find_newest`.
+            make_plan: Callable, as in `find_newest`.
 
         Raises:
             ValueError: On every worker, if the backup is incompatible with the run.
@@ -311,7 +314,7 @@ class Backups:
         """Rename damaged backups, so that later ones can take their names.
 
         Args:
-            damaged: List of pairs of a backup's name and what is wrong with it.
+            damaged: List of pairs of a backup's name and its fault.
             used: String, name of the backup that is restored instead.
         """
         if not damaged:
@@ -320,7 +323,7 @@ class Backups:
             for name, _ in damaged:
                 with contextlib.suppress(OSError):
                     self._storage.rename(name, f"{name}.damaged")
-        # The chief may take long: an object store renames by copying.
+        # Worker 0 may take long: an object store renames by copying.
         self._worker_group.all_gather(
             "what is damaged", "", storage_timeout(self._worker_group)
         )
@@ -331,7 +334,7 @@ class Backups:
         )
 
     def _prune(self, newest: str) -> None:
-        """Remove all backups but the latest `keep` ones and `newest`, by its name."""
+        """Remove all backups but the latest `keep` ones and the one named `newest`."""
         with contextlib.suppress(OSError):  # the next save tries again
             names = self._storage.names()
             steps = _steps_of(self._storage, names)[: self._keep]
@@ -344,14 +347,19 @@ class Backups:
 def find_together(
     worker_group: Any, path: str, find: Callable[[], tuple[Index, LoadPlan]]
 ) -> tuple[tuple[Index, LoadPlan] | None, str]:
-    """Return the index and load plan of a backup, or `None` and its fault.
+    """Agree on the index and load plan of a backup, or on its fault.
 
-    All workers call it together; the result is the same on all of them.
+    All workers call this together.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
-        path: String, names the backup in messages.
-        find: Callable that returns them on this worker, or raises what is wrong.
+        path: String, which names the backup in messages.
+        find: Callable that returns the `Index` and `LoadPlan` on this worker, or raises
+            an error.
+
+    Returns:
+        Tuple of the pair of `Index` and `LoadPlan`, or `None` for a damaged backup; and
+        the fault, which is `""` for an intact backup.
 
     Raises:
         ValueError: On every worker, if the backup is incompatible with the run.
@@ -383,7 +391,7 @@ def find_together(
 
 
 def _raise_if_unusable(path: str, verdicts: list) -> None:
-    """Raise for an incompatible or unreadable backup: older ones would not help.
+    """Raise for an incompatible or unreadable backup, since older ones would not help.
 
     Args:
         path: String, path or URL of the backup.
@@ -405,7 +413,7 @@ def _raise_if_unusable(path: str, verdicts: list) -> None:
 
 
 def _check_probe(storage: Storage, name: str) -> None:
-    """Raise if this worker does not see the probe file that worker 0 has written."""
+    """Raise `ValueError` unless this worker sees worker 0's probe file."""
     if not storage.has(name):
         raise ValueError(
             "the file that worker 0 wrote is not visible here; give a directory that "
@@ -414,11 +422,11 @@ def _check_probe(storage: Storage, name: str) -> None:
 
 
 def _steps_of(storage: Storage, names: Sequence[str]) -> list[int]:
-    """Return the steps of the backups that have an index, the newest first.
+    """Return the steps of the backups with an index among some names, newest first.
 
     Args:
         storage: `Storage`, the directory.
-        names: Sequence of strings, the names in it.
+        names: Sequence of strings, the names of files and folders in the directory.
     """
     found = []
     for name in names:

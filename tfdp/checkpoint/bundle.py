@@ -1,4 +1,4 @@
-"""Layout of a shard's data file, from the file `.index` that TensorFlow writes with it.
+"""Layout of a shard's data file, read from the `.index` file that TensorFlow writes.
 
 That file is a table of LevelDB's format without compression: from the key of each
 tensor to a `BundleEntryProto`. TensorFlow's own reader opens both files by name, and so
@@ -20,39 +20,39 @@ _MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 
 
 def read_layout(content: bytes) -> dict[str, Any]:
-    """Return where a data file has each tensor, by its key.
+    """Return the place of each tensor in a data file, by the tensor's key.
 
     Args:
-        content: Bytes of the file `.index`.
+        content: Bytes, the content of the `.index` file.
 
     Returns:
-        Dict from keys to `BundleEntryProto`.
+        Dict from keys to `BundleEntryProto`, which have dtype, offset and size.
 
     Raises:
-        ValueError: If they are no such table.
+        ValueError: If the bytes do not end as such a table does.
     """
     footer = content[-_FOOTER_BYTES:]
     if footer[-8:] != _MAGIC:
         raise ValueError("it is no index of a checkpoint of TensorFlow")
-    _, at = _handle(footer, 0)  # of the block of metadata, which is not used
+    _, at = _handle(footer, 0)  # the block of metadata is not used
     blocks, _ = _handle(footer, at)
     return {
         key.decode(): _compat.bundle_entry(value)
         for _, handle in _entries(content[blocks])
         for key, value in _entries(content[_handle(handle, 0)[0]])
-        if key  # the empty one is that of the header
+        if key  # the empty key is that of the header
     }
 
 
 def _handle(data: bytes, at: int) -> tuple[slice, int]:
-    """Parse the place of a block at an offset; return it and the offset after it."""
+    """Parse a block's place at an offset; return its slice and the offset after it."""
     offset, at = _number(data, at)
     size, at = _number(data, at)
     return slice(offset, offset + size), at
 
 
 def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the keys and values of a block. A key leaves out what the last one has."""
+    """Yield keys and values of a block, where keys omit what the previous one has."""
     end = len(block) - 4 - 4 * int.from_bytes(block[-4:], "little")
     at, key = 0, b""
     while at < end:
@@ -65,7 +65,7 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Parse a number of seven bits a byte; return it and the offset after it."""
+    """Parse an int of seven bits per byte; return it and the offset after it."""
     value = shift = 0
     while data[at] & 0x80:
         value |= (data[at] & 0x7F) << shift

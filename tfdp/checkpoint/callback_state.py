@@ -18,7 +18,7 @@ import numpy as np
 from tfdp.checkpoint.index import DTYPES, Index
 from tfdp.checkpoint.schema import COUNT, check, list_of, mapping, optional, refuse
 
-# Attributes that change during training, by callback class.
+# Attributes that training changes, by callback class.
 _KERAS_STATE: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: (
         *("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
@@ -36,7 +36,7 @@ _ARRAY_LISTS = {"best_weights"}
 _VALUE_NAMES = {
     name for names in _KERAS_STATE.values() for name in names
 } - _ARRAY_LISTS
-# Attributes that are `None` until Keras has seen a first epoch or batch.
+# Attributes that are `None` before the first epoch or batch.
 _MAY_BE_NONE = {"best", "_last_batch_seen"}
 # Keys of the JSON objects that encode arrays and dicts.
 _ARRAY, _PAIRS = "__array__", "__pairs__"
@@ -51,8 +51,8 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str,
         callbacks: Iterable of Keras callbacks.
 
     Returns:
-        Tuple of a dict of states by callback, as JSON can hold it, and a dict from
-        names to the arrays of the states.
+        Tuple of a dict of the callbacks' states by key, which JSON supports, and a dict
+        from names to the arrays of the states.
     """
     states: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
@@ -78,14 +78,14 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def check_value(value: Any, where: str) -> Any:
-    """Check and decode a value that `to_json` encoded.
+    """Check that `to_json` can have encoded a value; return the decoded value.
 
     Args:
         value: Value from a file, as JSON has it.
         where: String, the place of the value in the file.
 
     Raises:
-        Malformed: If `to_json` cannot have encoded it.
+        Malformed: If `to_json` cannot have encoded the value.
     """
     try:
         return from_json(value)
@@ -94,7 +94,7 @@ def check_value(value: Any, where: str) -> Any:
 
 
 def check_callback_states(states: Any, where: str) -> None:
-    """Raise `Malformed` unless states have the form of `callback_states`.
+    """Raise `Malformed` unless a value is a dict as `callback_states` returns first.
 
     Args:
         states: Value from a file, as JSON has it.
@@ -122,7 +122,7 @@ def _check_state(state: Any, where: str) -> None:
 
 
 def _is_allowed_value(name: str, value: Any) -> bool:
-    """Return whether a Keras callback may have a value as the attribute `name`."""
+    """Return whether an attribute of a Keras callback may have this value."""
     if value is None:
         return name in _MAY_BE_NONE
     if name == "history":
@@ -138,7 +138,7 @@ _SPECS = optional([(list_of(COUNT, most=64), set(DTYPES))])
 
 
 def check_arrays(states: dict[str, Any], index: Index, prefix: str) -> None:
-    """Raise if a backup lacks an array that the states of its callbacks list.
+    """Raise unless a backup has all arrays that the states of its callbacks list.
 
     Args:
         states: Dict of states, the first result of `callback_states`.
@@ -146,7 +146,8 @@ def check_arrays(states: dict[str, Any], index: Index, prefix: str) -> None:
         prefix: String, the prefix of the names of the arrays' tensors.
 
     Raises:
-        Malformed: If an array is missing; names the first one.
+        Malformed: If an array is missing, or has another shape or dtype; the message
+            names the first one.
     """
     saved = {entry.name: (entry.shape, entry.dtype) for entry in index.tensors}
     for name, shape, dtype in _array_entries(states):
@@ -155,13 +156,13 @@ def check_arrays(states: dict[str, Any], index: Index, prefix: str) -> None:
 
 
 def empty_arrays(states: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Create zero arrays, into which the arrays of callbacks are loaded.
+    """Create zero arrays with the names, shapes and dtypes that the states list.
 
     Args:
         states: Dict of states, the first result of `callback_states`.
 
     Returns:
-        Dict from names to arrays.
+        Dict from names to arrays, into which the saved ones can be loaded.
     """
     return {
         name: np.zeros(shape, dtype) for name, shape, dtype in _array_entries(states)
@@ -169,7 +170,7 @@ def empty_arrays(states: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _array_entries(states: dict[str, Any]) -> Iterator[tuple[str, list, str]]:
-    """Yield name, shape and dtype of each array that the states list."""
+    """Yield name, shape and dtype of each array that the callbacks' states list."""
     for key, state in states.items():
         for name, specs in state.get("arrays", {}).items():
             for number, (shape, dtype) in enumerate(specs or ()):
@@ -206,7 +207,7 @@ def set_callback_states(
 
 
 def _call_set_state(callback: Any, key: str, state: Any) -> None:
-    """Call the `set_state` of a callback, and name the callback in its error.
+    """Call the `set_state` of a callback; raise `ValueError` with its key on an error.
 
     Args:
         callback: Keras callback.
@@ -223,10 +224,10 @@ def _call_set_state(callback: Any, key: str, state: Any) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """Encode a value for JSON, including arrays and dict keys that are not strings.
+    """Encode a value as JSON supports it, also arrays and dict keys other than strings.
 
     Raises:
-        TypeError: If the value, or one in it, has another type.
+        TypeError: If the value, or a value inside it, has another type.
 
     Example:
 
@@ -249,7 +250,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Decode a value that `to_json` encoded; tuples come back as lists."""
+    """Decode a value that `to_json` encoded; a tuple becomes a list."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):
@@ -282,10 +283,10 @@ def _array_specs(arrays: Iterable[Any]) -> list:
 
 
 def _with_keys(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield a key and the callback: the class and a number, as `"EarlyStopping-1"`.
+    """Yield each callback with a key: its class and a number, as `"EarlyStopping-1"`.
 
-    Positions in the list would differ between workers: callbacks that write files are
-    on some workers only.
+    The key is not the position in the list, which differs between workers: callbacks
+    that write files are on some workers only.
     """
     counts: dict[str, int] = {}
     for callback in callbacks:

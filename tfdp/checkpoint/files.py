@@ -24,7 +24,7 @@ from tfdp.ground.base.files import NotRegularFile
 from tfdp.ground.text import pluralize
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
-# Largest sizes in bytes of a shard, and of a chunk of elements in it. Writing needs
+# Largest sizes in bytes of a shard, and of a chunk of its elements. Writing needs
 # memory for one shard, for TensorFlow's buffer of 8 MB and for a copy of a chunk:
 # together less than a bucket of gradients.
 SHARD_BYTES = 8 * 2**20
@@ -39,14 +39,14 @@ def metadata_of(state: Sequence[StateTensor]) -> tuple[TensorMetadata, ...]:
 
 
 def tensor_key(name: str, extent: Extent) -> str:
-    """Return the key of a chunk of elements in a shard.
+    """Return the name of a chunk of elements in a shard's TensorFlow checkpoint.
 
     Args:
         name: String, name of the tensor.
         extent: `Extent`, the elements of the chunk.
 
     Returns:
-        String such as `"model/dense/kernel:0"`, with the first element.
+        String such as `"model/dense/kernel:0"`, which ends with the first element.
     """
     return f"{name}:{extent.start}"
 
@@ -57,12 +57,12 @@ def dtype_of(tensor: StateTensor) -> tf.DType:
 
 
 def check_shape(tensor: StateTensor, shard: LocalShard, values: np.ndarray) -> None:
-    """Raise if the values that were read of a shard have a wrong shape.
+    """Raise `ValueError` unless values of a shard have the shape `[stop - start]`.
 
     Args:
         tensor: `StateTensor` of the shard.
         shard: `LocalShard`.
-        values: Array.
+        values: Array, the values that were read.
     """
     if values.shape != (shard.stop - shard.start,):
         raise ValueError(
@@ -72,15 +72,15 @@ def check_shape(tensor: StateTensor, shard: LocalShard, values: np.ndarray) -> N
 
 
 def check_sizes(shards: Iterable[Shard], folder: Storage) -> None:
-    """Raise if a file of a shard is missing or has another size than was written.
+    """Raise if a file of a shard is missing, or has another size than when written.
 
     Args:
         shards: Iterable of `Shard`.
         folder: `Storage`, the subdirectory of the checkpoint.
 
     Raises:
-        ValueError: If a file is wrong; names the file, the fault and the worker that
-            wrote it.
+        ValueError: If a file is wrong; the message names the file, the fault and the
+            worker that wrote the file.
         StoreError: If the object store cannot be read.
     """
     sizes = folder.sizes()
@@ -95,26 +95,27 @@ def check_sizes(shards: Iterable[Shard], folder: Storage) -> None:
 
 
 def read_files(shard: Shard, folder: Storage, algorithm: str) -> list[bytes]:
-    """Read the files of a shard, and compare the checksums of what was read.
+    """Read the files of a shard, and verify the checksums of the bytes read.
 
     Args:
         shard: `Shard`.
         folder: `Storage`, the subdirectory of the checkpoint.
-        algorithm: String, that of the checksums, see `best_algorithm`.
+        algorithm: String, the algorithm of the checksums, `CRC32` or `CRC32C`.
 
     Returns:
         List of bytes, the content of each file.
 
     Raises:
         UnknownFormat: If the package that computes the checksums is not installed.
-        ValueError: As for `check_sizes`.
+        ValueError: If a file is wrong; the message names the file, the fault and the
+            worker that wrote the file.
         StoreError: If the object store cannot be read.
     """
     return [_read_file(shard, file, folder, algorithm) for file in shard.files]
 
 
 def _read_file(shard: Shard, file: File, folder: Storage, algorithm: str) -> bytes:
-    """Read one of the files of a shard; see `read_files`."""
+    """Read and verify one file of a shard; the errors are those of `read_files`."""
     try:
         content = folder.read_bytes(file.name, file.num_bytes)
     except FileNotFoundError as error:
@@ -138,7 +139,7 @@ def _damage(folder: Storage, shard: Shard, file: File, fault: str) -> ValueError
     Args:
         folder: `Storage`, the subdirectory of the checkpoint.
         shard: `Shard`.
-        file: `File` of it.
+        file: `File` of the shard.
         fault: String, a verb phrase such as `"is missing"`.
     """
     name = f"{folder.name}/{file.name}"
@@ -157,19 +158,19 @@ def best_algorithm() -> str:
         package = importlib.import_module("google_crc32c")
     except ImportError:
         return CRC32
-    # Its substitute in Python is slow, and would stop training.
+    # The package's substitute in Python is slow, and would slow down training.
     return CRC32C if package.implementation == "c" else CRC32
 
 
 def checksum(chunks: Iterable[bytes | np.ndarray], algorithm: str) -> int:
-    """Return the checksum of bytes.
+    """Return the checksum of chunks of bytes, as of their concatenation.
 
     Args:
         chunks: Iterable of bytes or of arrays of bytes, one after another.
-        algorithm: String, see `best_algorithm`.
+        algorithm: String, `CRC32` or `CRC32C`.
 
     Raises:
-        UnknownFormat: If the package that computes it is not installed.
+        UnknownFormat: If the package that computes the checksum is not installed.
     """
     extend, value = _crc32c() if algorithm == CRC32C else _crc32, 0
     for chunk in chunks:

@@ -1,8 +1,8 @@
 """Folder in the memory of this host, whose files outlive the worker's process.
 
-For each part of a state that the host keeps, its own workers' and copies of others',
-there are two slots, which are written alternately: a file of bytes, and a header that
-makes them valid.
+The folder has two slots for each part of a state that the host keeps: parts of its own
+workers, and copies of parts of others. Saves write the slots alternately. A slot is a
+file of bytes, and a header that makes the bytes valid.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from tfdp.ground.base.process_identity import boot_id
 
 try:
     import fcntl
-except ImportError:  # Windows, which lacks `ROOT` too
+except ImportError:  # Windows lacks `fcntl`, and `ROOT` too
     fcntl = None  # type: ignore[assignment]
 
 # File system in memory that Linux mounts for POSIX shared memory.
 ROOT = "/dev/shm"
 _NAME = re.compile(r"tfdp-memory-([0-9]+)-[0-9a-f]{16}")
-# Name without the ending, rank, and ending of a file; `.new` is one that was not
-# complete when its process ended.
+# Name of a file of a part: stem, rank and ending. A `.new` file was incomplete when its
+# process ended.
 _FILE = re.compile(r"(part-([0-9]+)-[01])\.(json|data)(?:\.new)?")
 # Age after which the memory of a run that was never resumed is freed.
 _LONGEST_UNUSED_SECONDS = 86400.0
@@ -81,7 +81,7 @@ class HostMemory:
         return f"{boot_id()} {status.st_dev} {status.st_ino}"
 
     def headers(self, owner: str) -> dict[PartName, PartHeader]:
-        """Return the headers of all valid parts; others are not reported.
+        """Return the headers of all valid parts of a directory of backups.
 
         Args:
             owner: String, identity of the directory of backups.
@@ -98,10 +98,11 @@ class HostMemory:
         return found
 
     def remove_others(self, token: str | None, ranks: Collection[int]) -> None:
-        """Remove what is neither of a save nor written again.
+        """Remove the parts that are neither of a save nor overwritten by later saves.
 
         Args:
-            token: String, identity of the save, or `None` for none.
+            token: String, identity of the save, or `None` to remove the parts of all
+                saves.
             ranks: Collection of ints, the workers whose parts this host keeps.
         """
         for file in self._files():
@@ -109,11 +110,12 @@ class HostMemory:
             if header is not None and header.name.token == token:
                 continue
             if file[3] == "json" or int(file[2]) not in ranks:
-                with contextlib.suppress(OSError):  # another worker has removed it
+                # Another worker of this host may have removed the file.
+                with contextlib.suppress(OSError):
                     os.unlink(os.path.join(self.path, file[0]))
 
     def _files(self) -> list[re.Match]:
-        """Return the files of parts, as matches of `_FILE`; none without a folder."""
+        """Return files of parts, as matches of `_FILE`; none if there is no folder."""
         with contextlib.suppress(OSError):
             return [*filter(None, map(_FILE.fullmatch, os.listdir(self.path)))]
         return []
@@ -126,9 +128,9 @@ class HostMemory:
         return None
 
     def take_lock(self, rank: int) -> None:
-        """Keep other processes of the same rank out until this one ends.
+        """Lock the folder for this worker's rank, until this process ends.
 
-        A record lock, unlike that of `flock`, is not inherited by forked processes.
+        Forked processes do not inherit a record lock, unlike one of `flock`.
 
         Args:
             rank: Int, rank of this worker.
@@ -150,7 +152,7 @@ class HostMemory:
         self._lock = lock
 
     def missing_bytes(self, rank: int, num_bytes: int) -> int:
-        """Return how many bytes both slots of a part lack.
+        """Return the number of bytes that both slots of a part lack to hold the part.
 
         Args:
             rank: Int, the worker whose part it is.
@@ -160,7 +162,7 @@ class HostMemory:
         return sum(max(num_bytes - size, 0) for size in held)
 
     def begin(self, rank: int, slot: int, num_bytes: int) -> np.ndarray:
-        """Make a slot invalid, and return its bytes to write.
+        """Make a slot invalid; return its memory, to write a part into.
 
         Args:
             rank: Int, the worker whose part it is.
@@ -168,7 +170,7 @@ class HostMemory:
             num_bytes: Int, size of the part.
 
         Raises:
-            OSError: If the memory does not suffice.
+            OSError: If the host lacks the memory.
         """
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path(rank, slot, "json"))
@@ -178,17 +180,17 @@ class HostMemory:
         return array[:num_bytes]
 
     def commit(self, header: PartHeader) -> None:
-        """Make a part that was written valid."""
+        """Write the header of a part, which makes the bytes in its slot valid."""
         path = self._path(header.name.rank, header.name.slot, "json")
         with replaced(path, f"{path}.new") as temporary:
             write_text(temporary, header.to_text())
 
     def read(self, header: PartHeader) -> np.ndarray:
-        """Return the bytes of a part, which cannot be written.
+        """Return the bytes of a part, as an array that is read-only.
 
         Raises:
             ValueError: If the file is shorter than its header says.
-            OSError: If it cannot be read.
+            OSError: If the file cannot be read.
         """
         path = self._path(header.name.rank, header.name.slot, "data")
         with open_regular(path) as file:
@@ -202,16 +204,17 @@ class HostMemory:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Forget the mapped files, and release the lock; the folder stays."""
+        """Drop the mapped files, and release the lock; the folder stays."""
         self._arrays.clear()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _allocate(self, rank: int, slot: int, num_bytes: int) -> np.ndarray:
-        """Allocate the memory of a slot, and return its bytes.
+        """Allocate the memory of a slot; return its bytes as an array.
 
-        Memory that is missing would otherwise end the process by a signal.
+        Without the allocation, a write to memory that is lacking would kill the
+        process.
         """
         number = _open_to_write(self._path(rank, slot, "data"))
         try:
@@ -228,7 +231,7 @@ class HostMemory:
         return 0
 
     def _path(self, rank: int, slot: int, ending: str) -> str:
-        """Return the path of a slot's file: `"data"`, its bytes, or `"json"`."""
+        """Return the path of a slot's file with an ending: `"data"` or `"json"`."""
         return os.path.join(self.path, f"{_stem(rank, slot)}.{ending}")
 
 
@@ -253,7 +256,7 @@ def _open_to_write(path: str) -> int:
 
 
 def _map(number: int, num_bytes: int, protection: int) -> np.ndarray:
-    """Map the first bytes of a file, shared with other processes."""
+    """Map the first bytes of a file as an array, shared with other processes."""
     if not num_bytes:
         return np.empty(0, np.uint8)
     mapped = mmap.mmap(number, num_bytes, mmap.MAP_SHARED, protection)
@@ -272,7 +275,7 @@ def _remove_unused(own: str) -> None:
             is_other = match and match[1] == str(os.geteuid()) and entry.path != own
             if is_other:
                 with contextlib.suppress(OSError):
-                    # Each header that is replaced changes the folder.
+                    # Each header that a save replaces changes the folder's time.
                     age = time.time() - entry.stat(follow_symlinks=False).st_mtime
                     if age > _LONGEST_UNUSED_SECONDS:
                         shutil.rmtree(entry.path, ignore_errors=True)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from tfdp.ground.text import pluralize
 
-# Names of the algorithms of checksums: zlib's, and the faster one of google-crc32c.
+# Names of the algorithms of checksums: CRC-32 of zlib, and the faster CRC-32C of
+# google-crc32c.
 CRC32, CRC32C = ALGORITHMS = ("crc32", "crc32c")
 
 
@@ -52,12 +53,12 @@ class Extent(NamedTuple):
 
 
 class File(NamedTuple):
-    """Name, size and checksum of a file as it was written.
+    """Name, size and checksum of a file of a checkpoint when it was written.
 
     Args:
         name: String, without the directory.
         num_bytes: Int, its size.
-        checksum: Int, of its bytes; the index names the algorithm.
+        checksum: Int, checksum of its bytes, by the algorithm that the index names.
     """
 
     name: str
@@ -92,8 +93,9 @@ class Index:
         versions: Dict from packages to the versions that wrote the checkpoint.
         model: String, the serialized Keras model, or `None` if it cannot be
             serialized.
-        run: Metadata of the run that saved a backup, as JSON can hold it, or `None`.
-        algorithm: String, that of the files' checksums: one of `ALGORITHMS`.
+        run: Metadata of the run that saved a backup, a value that JSON supports, or
+            `None`.
+        algorithm: String, algorithm of the files' checksums, one of `ALGORITHMS`.
     """
 
     token: str
@@ -184,7 +186,8 @@ def check_complete(tensors: Sequence[TensorMetadata], shards: Iterable[Shard]) -
         shards: Iterable of `Shard`.
 
     Raises:
-        ValueError: If elements are missing or duplicated; names the first tensor.
+        ValueError: If elements are missing or duplicated; the message names the first
+            tensor.
     """
     reached = [0] * len(tensors)
     for extent in sorted(_extents(shards)):
@@ -214,13 +217,13 @@ FILE_ENDINGS = (".index", ".data-00000-of-00001")
 
 
 def check_index(index: Index) -> None:
-    """Raise if an index is inconsistent or incomplete, as no save writes it.
+    """Raise if an index is inconsistent or incomplete, so that no save has written it.
 
     Args:
         index: `Index` whose values have the right types.
 
     Raises:
-        ValueError: With the first fault.
+        ValueError: If so; the message has the first fault.
     """
     names = {entry.name for entry in index.tensors}
     if len(names) < len(index.tensors):
@@ -233,7 +236,7 @@ def check_index(index: Index) -> None:
 
 
 def check_files(shard: Shard, tensors: Sequence[TensorMetadata]) -> None:
-    """Raise if a shard has file names of another form, or data of another size.
+    """Raise if the file names or the data size of a shard are not those of a save.
 
     File names are checked since they are opened as paths.
 
@@ -242,7 +245,7 @@ def check_files(shard: Shard, tensors: Sequence[TensorMetadata]) -> None:
         tensors: Sequence of `TensorMetadata`, the tensors of the index.
 
     Raises:
-        ValueError: With the first fault.
+        ValueError: If so; the message has the first fault.
     """
     writer, _, number = shard.prefix.rpartition("-")
     names = tuple(file.name for file in shard.files)

@@ -27,11 +27,12 @@ from tfdp.checkpoint.index import (
 )
 from tfdp.checkpoint.object_store import open_storage
 
-# Version of the format that this tfdp reads and writes.
+# Version of the format that this version of tfdp reads and writes.
 FORMAT = 1
 INDEX_FILE = "index.json"
-# Limits on the bytes and the JSON values of an index file. Parsing one at the limits
-# takes about 1 GB of memory; an index within them describes up to 2 TB of state.
+# Limits on the bytes and on the number of JSON values of an index file. Parsing a file
+# at the limits takes about 1 GB of memory; an index within the limits describes up to 2
+# TB of state.
 INDEX_BYTES = 2**28
 _VALUES = 2**23
 _FOLDER = re.compile(r"data-[0-9a-f]{12}")
@@ -40,7 +41,7 @@ _RANK = 64
 
 
 class UnknownFormat(ValueError):
-    """The checkpoint needs a newer version of tfdp, or another package."""
+    """Error: the checkpoint needs a newer version of tfdp, or another package."""
 
 
 def is_folder_name(name: str) -> bool:
@@ -61,7 +62,7 @@ def _check_shape(value: Any, where: str) -> None:
         schema.refuse(value, where, "a shape")
 
 
-# Schemas of the content of an index file, see `tfdp.checkpoint.schema`.
+# Schemas of the content of an index file, in the format of `tfdp.checkpoint.schema`.
 _SIZES = schema.list_of(schema.COUNT, most=_RANK)
 _FILE = (schema.name, schema.COUNT, schema.COUNT)
 EXTENTS = [(schema.COUNT, schema.COUNT, schema.COUNT)]
@@ -78,7 +79,7 @@ _CONTENT = {
 
 
 def shards_from_json(rows: list) -> tuple[Shard, ...]:
-    """Convert parsed JSON back to the sequence of `Shard` that was written.
+    """Convert parsed JSON back to the `Shard`s that were written.
 
     Args:
         rows: List of lists: prefix, worker, files and extents of a shard.
@@ -105,7 +106,7 @@ def to_text(index: Index) -> str:
     }
     if index.run is not None:
         content["run"] = index.run
-    if index.algorithm != CRC32:  # which is that of indexes that name none
+    if index.algorithm != CRC32:  # an index without the name of an algorithm has CRC-32
         content["algorithm"] = index.algorithm
     return sealed(content)
 
@@ -127,7 +128,7 @@ def from_text(text: str) -> Index:
         text: String.
 
     Returns:
-        `Index`, which is complete: every element of its tensors is in one file.
+        `Index`, which is complete: each element of its tensors is in exactly one file.
 
     Raises:
         ValueError: If the text is not an index, was altered, or has another format.
@@ -156,7 +157,7 @@ def from_text(text: str) -> Index:
 
 
 def tensors_from_json(rows: list) -> tuple[TensorMetadata, ...]:
-    """Convert parsed JSON back to the sequence of `TensorMetadata` that was written.
+    """Convert parsed JSON back to the `TensorMetadata` that were written.
 
     Args:
         rows: List of lists: name, shape and dtype of a tensor.
@@ -165,7 +166,7 @@ def tensors_from_json(rows: list) -> tuple[TensorMetadata, ...]:
 
 
 def unsealed(text: str) -> Any:
-    """Return the content of a text from `sealed`, after its checksum was compared.
+    """Return the content of a text from `sealed`; raise unless its checksum matches.
 
     Args:
         text: String.
@@ -216,17 +217,17 @@ def load_index(directory: str) -> Index:
         raise UnknownFormat(
             f"The file {path!r} is damaged, or a newer tfdp wrote it: {error}."
         ) from error
-    except ValueError as error:  # `UnicodeDecodeError` is one, too
+    except ValueError as error:  # `UnicodeDecodeError` is a `ValueError`, too
         raise ValueError(f"The file {path!r} is damaged: {error}.") from error
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of the packages that write a checkpoint."""
+    """Return the installed versions of packages that write a checkpoint, by name."""
     names = ("tfdp", "keras", "tensorflow", "tensorflow-cpu")
     return {name: found for name in names if (found := _version(name))}
 
 
-# A search takes a millisecond, and a save may follow each step.
+# The result is cached: the search takes a millisecond, and a save may follow each step.
 @functools.cache
 def _version(package: str) -> str:
     """Return the installed version of a package, or `""`."""

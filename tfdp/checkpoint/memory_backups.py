@@ -1,11 +1,11 @@
-"""Backups in the memory of hosts: each worker's part here, and a copy on another host.
+"""Backups in the memory of hosts: each worker's part here, its copy on another host.
 
     step -> copy of the own part in a slot of this host -> header
-         -> on a thread: the part to its keeper on the next host, and those kept here
+         -> on a thread: send the part to its keeper, receive the parts kept here
 
 A save is valid once all its parts have headers. Each part has two slots: a save writes
-one while the save before stays valid in the other. A run that starts again reads the
-newest save all of whose parts are on some host, and no backup of the disk.
+one slot, while the previous save stays valid in the other. A run that starts again
+reads the newest save whose parts are all on some host, instead of a backup on the disk.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class MemoryBackups:
         worker_group: `WorkerGroup` between the workers.
         connect: Callable, from a name to a `Communicator` of all workers; or `None` for
             a single process.
-        reads_when_off: Bool, whether a state is read though none can be saved. Defaults
-            to `False`.
+        reads_when_off: Bool, whether `find_newest` reads a state even if this run
+            cannot save any. Defaults to `False`.
 
     Attributes:
-        is_on: Bool, whether states are saved; a fault ends that.
+        is_on: Bool, whether states are saved in memory; false after a fault.
     """
 
     def __init__(
@@ -85,13 +85,14 @@ class MemoryBackups:
         # Sizes of all workers' parts when the memory was last checked.
         self._sizes: list[int] = []
         self._pending: Future[None] | None = None
-        # The error of a save on this worker, for which all give up.
+        # Error of a save on this worker, after which no worker saves in memory any
+        # more.
         self._fault = ""
         self._held: HeldState | None = None
         self._headers: Sequence[PartHeader] = []
 
     def prepare(self) -> None:
-        """Open the memory, and find which worker keeps the copy of which part."""
+        """Open the memory, and choose the worker that keeps the copy of each part."""
         self._owner, token = self._agree_on_names()
         self._token = f"{token}-{self._group.num_workers}"
         key, fault = "", ""
@@ -103,7 +104,7 @@ class MemoryBackups:
         answers = self._group.all_gather("memory of hosts", [key, fault])
         self._host_keys = [answer[0] for answer in answers]
         self._keepers = keepers_of_copies(self._host_keys)
-        # A state from before is read, even where nothing can be saved any more.
+        # A state of an earlier run is read even if this run cannot save any.
         self._turn_off_if([answer[1] for answer in answers])
         if not self._keepers:
             return
@@ -117,10 +118,10 @@ class MemoryBackups:
     def find_newest(
         self, make_plan: Callable[[Index], LoadPlan], at_least: tuple[int, bool]
     ) -> tuple[Index, LoadPlan] | None:
-        """Find the newest state in memory, and drop all others.
+        """Find the newest state in memory; drop all others from the memory.
 
         Args:
-            make_plan: Callable, see `Backups.find_newest`.
+            make_plan: Callable, as in `Backups.find_newest`.
             at_least: Tuple, `PartName.order` of the newest backup in the directory.
 
         Returns:
@@ -128,7 +129,7 @@ class MemoryBackups:
             the backup is newer.
 
         Raises:
-            ValueError: On every worker, if the run cannot resume from it.
+            ValueError: On every worker, if the run cannot resume from the state.
         """
         if not (self.is_on or self._reads_when_off):
             return None
@@ -139,7 +140,7 @@ class MemoryBackups:
         newest = None
         is_near = held is not None and held.is_everywhere(self._group.num_workers)
         if held is not None and not self.is_on and not is_near:
-            held = None  # the workers have no connection for the parts
+            held = None  # the workers have no connection to exchange the parts
         if held is not None and held.name.order >= at_least:
             headers = self._gather_headers(held, own)
             path = f"{self._directory} (in memory)"
@@ -156,7 +157,7 @@ class MemoryBackups:
         return newest
 
     def load(self, index: Index, load_plan: LoadPlan) -> None:
-        """Read the state into the variables of this worker; see `Backups.load`."""
+        """Read the found state into this worker's variables, as `Backups.load` does."""
         assert self._held is not None
         act = functools.partial(
             run_on_all_workers,
@@ -168,7 +169,7 @@ class MemoryBackups:
         reader = PartsReader(self._held, self._headers, index, self._group.rank)
 
         def plan() -> list[list[PartRange]]:
-            """Map the parts of this host, and return what it lacks."""
+            """Map the parts on this host; return the pieces that this worker lacks."""
             reader.map_parts(self._memory)
             return reader.requests(load_plan.tensors)
 
@@ -182,7 +183,7 @@ class MemoryBackups:
 
     @property
     def source(self) -> str:
-        """String, where the state that was found is, for a message."""
+        """String, the place of the state that was found, for messages."""
         assert self._held is not None
         lost = [
             rank
@@ -208,7 +209,7 @@ class MemoryBackups:
     ) -> None:
         """Copy this worker's part of a state in memory, and send it to its keeper.
 
-        Call it only where `is_on` is true.
+        Only called while `is_on` is true.
 
         Args:
             step: Int, number of batches so far.
@@ -239,7 +240,7 @@ class MemoryBackups:
         text = header.to_text().encode() if self._keepers else b""
         self.finish()
         own = [header.num_bytes, len(text), self._fault]
-        timeout = storage_timeout(group)  # a slow link delays `finish`
+        timeout = storage_timeout(group)  # a slow link delays `finish` on some workers
         answers = check_same_variables(
             group, "a state in memory", entries, "saves", own, timeout
         )
@@ -248,7 +249,8 @@ class MemoryBackups:
             return
         data = self._copy(header, state)
         if self._keepers is not None:
-            if data is None:  # blanks are no header: the keeper drops the part
+            # The blank text is not a header: the keeper drops the part.
+            if data is None:
                 text, data = b" " * len(text), np.empty(header.num_bytes, np.uint8)
             self._pending = run_on_thread(
                 "tfdp-memory",
@@ -260,7 +262,7 @@ class MemoryBackups:
         self._slot = 1 - self._slot
 
     def finish(self) -> None:
-        """Wait for the copies that are sent; the next save reports an error."""
+        """Wait until the copies are sent; the next save reports an error of theirs."""
         if self._pending is None:
             return
         error = self._pending.exception()
@@ -269,7 +271,7 @@ class MemoryBackups:
             self._fault = files.error_text(error)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Wait for the copies that are sent, and close the connections."""
+        """Wait until the copies are sent, and close the connections."""
         self.finish()
         if self._communicator is not None:
             self._communicator.close()
@@ -287,7 +289,7 @@ class MemoryBackups:
                 open_storage(self._directory).remove_file(OWNER_FILE)
 
     def _agree_on_names(self) -> list[str]:
-        """Return the identity of the directory, and a random name of this `fit`."""
+        """Agree on the identity of the directory and on a random name of this `fit`."""
 
         def names() -> list[str]:
             """Read or write the identity of the directory on worker 0."""
@@ -311,13 +313,13 @@ class MemoryBackups:
         return self._group.all_gather("the identity of the directory", own)[0]
 
     def _turn_off_if(self, faults: Sequence[str]) -> bool:
-        """Save nothing in memory any more if a worker has a fault.
+        """Stop saving in memory on all workers if one has a fault.
 
         Args:
             faults: Sequence of strings, `""` for a worker without a fault.
 
         Returns:
-            Bool, whether one has.
+            Bool, whether a worker has a fault.
         """
         rank = next((rank for rank, fault in enumerate(faults) if fault), None)
         if rank is None:
@@ -331,7 +333,7 @@ class MemoryBackups:
         return True
 
     def _has_room(self, sizes: list[int]) -> bool:
-        """Return whether all hosts have memory for the slots; turn off otherwise.
+        """Return whether all hosts have memory for the slots; stop saving if not.
 
         Args:
             sizes: List of ints, the size of each worker's part in bytes.
@@ -355,12 +357,12 @@ class MemoryBackups:
         return not self._turn_off_if(faults)
 
     def _kept_by(self, worker: int) -> list[int]:
-        """Return the ranks of the parts that a worker writes, its own first."""
+        """Return the ranks whose parts a worker writes: its own, then kept copies."""
         keepers = enumerate(self._keepers or ())
         return [worker, *(other for other, keeper in keepers if keeper == worker)]
 
     def _kept_on_host(self) -> set[int]:
-        """Return the ranks of the parts that the workers of this host write."""
+        """Return the ranks whose parts the workers of this host write."""
         own_key = self._host_keys[self._group.rank]
         return {
             part
@@ -372,7 +374,7 @@ class MemoryBackups:
     def _copy(
         self, header: PartHeader, state: Sequence[StateTensor]
     ) -> np.ndarray | None:
-        """Copy this worker's part into its slot, and return the bytes.
+        """Copy this worker's part into its slot; return the bytes.
 
         Returns:
             Array, or `None` after an error: the slot stays invalid, and the next save
@@ -394,7 +396,7 @@ class MemoryBackups:
         sizes: tuple[Sequence[int], Sequence[int]],
         slot: int,
     ) -> None:
-        """Send this worker's part to its keeper, and receive those that it keeps.
+        """Send this worker's part to its keeper; receive the copies to keep here.
 
         Args:
             parts: Tuple of two arrays of bytes: the header and the part.
@@ -427,11 +429,11 @@ class MemoryBackups:
     def _gather_headers(
         self, held: HeldState, own: dict[PartName, PartHeader]
     ) -> dict[int, PartHeader]:
-        """Return the headers of all parts of a state, by rank.
+        """Gather the headers of all parts of a state, by rank.
 
         Args:
             held: `HeldState`.
-            own: Dict with the headers on this host.
+            own: Dict with the headers of the parts on this host.
         """
         headers = {
             name.rank: header
@@ -458,12 +460,12 @@ class MemoryBackups:
         step: int,
         make_plan: Callable[[Index], LoadPlan],
     ) -> tuple[Index, LoadPlan]:
-        """Return the index of a state in memory, and what to read of it.
+        """Return the index of a state in memory, and the load plan for it.
 
         Args:
             headers: Dict from ranks to the headers of all parts.
-            step: Int, the step of the state.
-            make_plan: Callable, see `find_newest`.
+            step: Int, the number of batches that the parts' names have.
+            make_plan: Callable, as in `find_newest`.
         """
         self._headers = [headers[rank] for rank in sorted(headers)]
         index = index_of_parts(self._headers)

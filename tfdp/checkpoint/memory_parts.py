@@ -1,7 +1,7 @@
 """Parts of a state in the memory of hosts: their headers, places and layout.
 
-Each worker's part holds the elements that it would write into a checkpoint, one shard
-after another, see `tfdp.checkpoint.background.copy_to_host`.
+Each worker's part holds the elements that this worker would write into a checkpoint,
+one shard after another, in the layout of `tfdp.checkpoint.background.copy_to_host`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class PartName(NamedTuple):
     Args:
         token: String, identity of the save, the same for all its parts.
         step: Int, number of batches so far.
-        in_epoch: Bool, whether it was saved within an epoch. At the end of one there
-            are two saves of the same step: of its last batch, and of all that follows.
-        slot: Int, 0 or 1, the slot of each worker that holds it.
+        in_epoch: Bool, whether the state was saved within an epoch. The end of an epoch
+            has two saves of one step: one after its last batch, and a later one.
+        slot: Int, 0 or 1, the slot that holds the part on each host.
         num_workers: Int, number of parts of the save.
         rank: Int, the worker whose part it is.
     """
@@ -68,7 +68,7 @@ class PartName(NamedTuple):
 
     @property
     def order(self) -> tuple[int, bool]:
-        """Tuple that is larger for a later save."""
+        """Tuple that is larger for the part of a later save."""
         return self.step, not self.in_epoch
 
 
@@ -82,7 +82,8 @@ class PartHeader:
         tensors: Tuple of `TensorMetadata`, those of the whole state.
         extents: Tuple of `Extent`, the elements of the part, in order.
         versions: Dict from packages to their versions.
-        run: Metadata of the run, as JSON can hold it, in the first part; else `None`.
+        run: Metadata of the run, a value that JSON supports, in the part of rank 0;
+            `None` in other parts.
     """
 
     name: PartName
@@ -102,7 +103,7 @@ class PartHeader:
         """Parse the result of `to_text`.
 
         Raises:
-            ValueError: If the text was altered, or is no header.
+            ValueError: If the text was altered, or is not a header.
         """
         content = unsealed(text)
         schema.check(content, _CONTENT, "content")
@@ -151,19 +152,19 @@ class PartHeader:
 
 @dataclasses.dataclass(frozen=True)
 class HeldState:
-    """A save all of whose parts are in the memory of some host.
+    """Save whose parts are all in the memory of some host.
 
     Args:
         name: `PartName` of its first part.
-        holders: Tuple of lists of ints: for each part, the workers on whose hosts it
-            is, in order.
+        holders: Tuple by part of lists of ints, the ranks of the workers whose hosts
+            have the part, in order.
     """
 
     name: PartName
     holders: tuple[list[int], ...]
 
     def source(self, part: int, worker: int) -> int:
-        """Return the worker from whose host another one reads a part.
+        """Return the worker from whose host a worker reads a part.
 
         Args:
             part: Int, rank of the worker whose part it is.
@@ -173,10 +174,10 @@ class HeldState:
         return worker if worker in found else found[worker % len(found)]
 
     def is_everywhere(self, num_workers: int) -> bool:
-        """Return whether each host has all parts.
+        """Return whether the host of each worker has all parts.
 
         Args:
-            num_workers: Int, number of workers now.
+            num_workers: Int, number of workers of the present run.
         """
         return all(len(found) == num_workers for found in self.holders)
 
@@ -216,7 +217,7 @@ def newest_held(
 
 
 def keepers_of_copies(host_keys: Sequence[str]) -> list[int] | None:
-    """Return for each worker the one on the next host that keeps a copy of its part.
+    """Return for each worker the worker on the next host that keeps a copy of its part.
 
     Args:
         host_keys: Sequence of strings, equal for workers that see the same memory.
@@ -245,10 +246,10 @@ def keepers_of_copies(host_keys: Sequence[str]) -> list[int] | None:
 
 
 def index_of_parts(headers: Sequence[PartHeader]) -> Index:
-    """Return the index of a state, given the headers of all its parts, by rank.
+    """Return the index of a state from the headers of all its parts, ordered by rank.
 
     Raises:
-        ValueError: If the parts do not hold every element once.
+        ValueError: If the parts do not hold every element exactly once.
     """
     first = headers[0]
     shards = tuple(

@@ -34,8 +34,8 @@ class PartRange(NamedTuple):
 class PartsReader:
     """Reader of a state whose parts are in the memory of hosts.
 
-    Workers that lack parts request ranges of them, for one batch of variables after
-    another. A batch is at least one variable, or one slice of it.
+    Workers request the ranges that they lack, for one batch of variables after another.
+    A batch has at least one variable, or one slice of a variable.
 
     Args:
         held: `HeldState`.
@@ -52,11 +52,11 @@ class PartsReader:
         self._offsets = [header.offsets() for header in headers]
         self._arrays: dict[int, np.ndarray] = {}
         self._communicator: Communicator | None = None
-        # For each exchange, the pieces that each worker requests.
+        # Pieces that each worker requests, by exchange and worker.
         self._rounds: list[list[list[PartRange]]] = []
 
     def map_parts(self, memory: HostMemory) -> None:
-        """Map the parts that are on this host.
+        """Map the parts that are in the memory of this host.
 
         Args:
             memory: `HostMemory`.
@@ -84,7 +84,7 @@ class PartsReader:
     def exchange_requests(
         self, communicator: Communicator, requests: list[list[PartRange]]
     ) -> None:
-        """Exchange the requests, so that `read` exchanges what they name.
+        """Exchange the lists of requests between all workers, before `read` is called.
 
         Args:
             communicator: `Communicator` of all workers.
@@ -129,11 +129,12 @@ class PartsReader:
             raise
 
     def _fill(self, item: ReadItem, received: dict[int, Iterator[np.ndarray]]) -> None:
-        """Assemble the values of an item, and assign them.
+        """Copy the values of an item from parts here and from other hosts; assign them.
 
         Args:
             item: `ReadItem`.
-            received: Dict from a worker to the pieces that it has sent, in order.
+            received: Dict from a worker to the pieces that this worker has received
+                from it, in order.
         """
         for piece, target in self._pieces(item):
             array = self._arrays.get(piece.part)
@@ -144,7 +145,7 @@ class PartsReader:
         item.assign()
 
     def _exchange(self, number: int) -> dict[int, Iterator[np.ndarray]]:
-        """Send the pieces that others request, and receive those of this worker.
+        """Send the pieces that other workers have requested; receive this worker's own.
 
         Args:
             number: Int, the number of the exchange.
@@ -178,14 +179,14 @@ class PartsReader:
         }
 
     def _pieces(self, item: ReadItem) -> Iterator[tuple[PartRange, np.ndarray]]:
-        """Yield the pieces of parts with the elements of an item.
+        """Yield the pieces of parts that hold the elements of an item.
 
         Args:
             item: `ReadItem`.
 
         Returns:
-            Iterator of pairs of a `PartRange`, and the bytes of `item.values` that it
-            belongs to, an array of uint8.
+            Iterator of pairs of a `PartRange`, and an array of uint8, the bytes of
+            `item.values` to fill from it.
         """
         target, size = item.values.view(np.uint8), item.values.itemsize
         first = item.extent.start

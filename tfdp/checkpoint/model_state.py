@@ -33,12 +33,12 @@ from tfdp.training.sharding.state_tensors import (
 # Name prefixes of tensors that only some checkpoints have.
 LOSS_SCALE_PREFIX, ACCUMULATED_PREFIX = "loss_scale", "accumulated"
 OUTER_PREFIX = "outer"
-# Name prefix for optimizers other than `model.optimizer`; the model's attribute that is
-# the optimizer follows the prefix.
+# Name prefix for optimizers other than `model.optimizer`. The name of the model's
+# attribute follows the prefix.
 OTHERS_PREFIX = "others"
 # Name prefix of tensors that only backups have: the state of a running `fit`.
 RUN_PREFIX = "run"
-# Dtype of the counters of Keras.
+# Dtype of Keras's counters.
 COUNTER = "int64"
 
 
@@ -131,7 +131,7 @@ def replicated(
 
 
 def _optimizer_state(model: keras.Model, optimizer: Any) -> Iterator[StateTensor]:
-    """Yield the state tensors of one optimizer, the loss scale included."""
+    """Yield the state tensors of one optimizer, including its loss scale."""
     sharded = getattr(optimizer, "shards", None)
     scale = _loss_scale_of(optimizer)
     if scale is not None:
@@ -176,7 +176,7 @@ def _param_group_state(
 
 
 def _loss_scale_of(optimizer: Any) -> tuple[Any, Any] | None:
-    """Return the variables of the loss scale and of its good steps, or `None`."""
+    """Return the loss scale and its counter of steps without overflow, or `None`."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer.dynamic_scale, optimizer.step_counter
     scale = optimizer.features.scale if hasattr(optimizer, "features") else None
@@ -184,14 +184,14 @@ def _loss_scale_of(optimizer: Any) -> tuple[Any, Any] | None:
 
 
 def _outer_state(optimizer: Any) -> dict[str, Any]:
-    """Return the variables of the outer optimizer of local steps, by name."""
+    """Return the variables of the outer optimizer of local steps, by name, or `{}`."""
     local_steps = getattr(getattr(optimizer, "features", None), "local_steps", None)
     exchanges = getattr(local_steps, "exchanges", None)
     return {} if exchanges is None else exchanges.outer.state
 
 
 def _check_no_accumulation(name: str, optimizer: Any) -> None:
-    """Raise if an optimizer other than `model.optimizer` accumulates gradients.
+    """Raise `ValueError` if another optimizer of the model accumulates gradients.
 
     Args:
         name: String, the model's attribute that is the optimizer.
@@ -219,7 +219,7 @@ def _update_counter(group: Any) -> Any:
         return counter
 
     def write(value: Any) -> None:
-        """Set the number of updates; keep the micro-batches since the last one."""
+        """Set the number of updates; keep the micro-batches since the last update."""
         rest = int(counter.numpy()) % steps
         counter.assign(int(np.asarray(value)) * steps + rest)
 

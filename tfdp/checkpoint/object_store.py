@@ -23,14 +23,14 @@ from tfdp.ground.base.temporary import TemporaryFolder, is_left_over
 from tfdp.ground.base.threads import run_on_thread
 from tfdp.ground.text import pluralize
 
-# Package with the fsspec implementation of a protocol, which an error message names.
-# For other protocols fsspec's own message names it.
+# Package with fsspec's implementation of a protocol, for error messages. For other
+# protocols, fsspec's own message names the package.
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "s3fs"),
     **dict.fromkeys(("gs", "gcs"), "gcsfs"),
     **dict.fromkeys(("az", "abfs", "abfss"), "adlfs"),
 }
-# Protocols of file systems, not object stores: their files are visible while they are
+# Protocols of file systems that are not object stores: a file is visible while it is
 # written, so that a reader could find half of an index.
 _FILE_SYSTEMS = frozenset(
     ("file", "local", "ftp", "sftp", "ssh", "smb", "hdfs", "webhdfs", "webdav", "dbfs")
@@ -38,7 +38,7 @@ _FILE_SYSTEMS = frozenset(
 # Timeout in seconds of a request with all retries of the client: a shard of 8 MB
 # arrives in time at 30 kB/s.
 _REQUEST_SECONDS = 300.0
-# Matches `s3:/bucket/run`: `pathlib` merges the two slashes of a URL.
+# Matches `s3:/bucket/run`, since `pathlib` merges the two slashes of a URL.
 _MERGED_SLASHES = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 
@@ -99,7 +99,7 @@ class ObjectStore(Storage):
 
     @property
     def is_link(self) -> bool:
-        """False: object stores have no links."""
+        """Bool, always false: object stores have no links."""
         return False
 
     def below(self, name: str) -> ObjectStore:
@@ -107,18 +107,18 @@ class ObjectStore(Storage):
         return ObjectStore(f"{self.path}/{name}")
 
     def make(self, *, exist_ok: bool = True) -> None:
-        """Do nothing: a folder exists while an object is in it."""
+        """Do nothing: a folder of an object store exists while it has an object."""
 
     def is_folder(self) -> bool:
-        """True: objects can be put under any prefix."""
+        """Return true, since objects can be put under any prefix."""
         return True
 
     def names(self) -> list[str]:
-        """Return the names of the objects and subfolders in it."""
+        """Return the names of the objects and subfolders in this folder."""
         return list(self._list())
 
     def sizes(self) -> dict[str, int]:
-        """Return the size in bytes of each object, by name."""
+        """Return the size in bytes of each object in this folder, by name."""
         return {
             name: entry["size"]
             for name, entry in self._list().items()
@@ -126,13 +126,13 @@ class ObjectStore(Storage):
         }
 
     def has(self, name: str) -> bool:
-        """Return whether an object of that name exists."""
+        """Return whether an object of that name exists in this folder."""
         with contextlib.suppress(FileNotFoundError):
             return self._info(name)["type"] == "file"
         return False
 
     def read_text(self, name: str, most_bytes: int) -> str:
-        """Read the object with this name, of limited size in bytes."""
+        """Read an object as text; `ValueError` if it exceeds `most_bytes`."""
         num_bytes = self._info(name)["size"]
         if num_bytes > most_bytes:
             raise ValueError(f"it has more than {pluralize(most_bytes, 'byte')}")
@@ -150,7 +150,7 @@ class ObjectStore(Storage):
         )
 
     def replace_text(self, name: str, text: str, scratch: str) -> None:
-        """Replace the object with this name by one PUT; `scratch` is not used."""
+        """Replace an object by a text with one PUT; `scratch` is not used."""
         self.write_text(name, text)
 
     @contextlib.contextmanager
@@ -167,14 +167,14 @@ class ObjectStore(Storage):
             yield folder, publish
 
     def rename(self, name: str, new_name: str) -> None:
-        """Copy the objects of a folder to a new name, and remove the old objects."""
+        """Copy the objects of a subfolder to a new name, and remove the old ones."""
         for path in self._request(
             "listed", lambda s, path: s.find(f"{path}/{name}"), name
         ):
             self._move(path, name, new_name)
 
     def remove_file(self, name: str) -> None:
-        """Remove an object."""
+        """Remove the object with this name."""
         self._request("removed", lambda s, path: s.rm_file(f"{path}/{name}"), name)
 
     def remove_left_over(self) -> None:
@@ -184,7 +184,7 @@ class ObjectStore(Storage):
                 self.remove_file(name)
 
     def remove(self) -> None:
-        """Remove the objects directly in it."""
+        """Remove the objects of this folder, without those of its subfolders."""
         names = self.sizes()
         if not names:
             return
@@ -193,10 +193,10 @@ class ObjectStore(Storage):
             raise StoreError(f"{self.path!r} cannot be removed (the store keeps it)")
 
     def remove_if_empty(self) -> None:
-        """Do nothing: a folder ceases to exist with its last object."""
+        """Do nothing, since a folder ceases to exist with its last object."""
 
     def _list(self) -> dict[str, dict[str, Any]]:
-        """Return fsspec's entries of the objects and subfolders in it, by name."""
+        """Return fsspec's entries of this folder's objects and subfolders, by name."""
         try:
             path, entries = self._request(
                 "listed", lambda s, path: (path, s.ls(path, detail=True))
@@ -212,7 +212,7 @@ class ObjectStore(Storage):
         }
 
     def _info(self, name: str) -> dict[str, Any]:
-        """Return fsspec's entry of one object."""
+        """Return fsspec's entry of one object in this folder."""
         return self._request("read", lambda s, path: s.info(f"{path}/{name}"), name)
 
     def _age(self, name: str) -> float | None:
@@ -228,7 +228,7 @@ class ObjectStore(Storage):
         return None
 
     def _upload(self, file: str, name: str) -> None:
-        """Put a local file, given by its path, as the object with this name."""
+        """Put a local file, by its path, as the object with this name."""
         self._request(
             "written", lambda s, path: s.put_file(file, f"{path}/{name}"), name
         )
@@ -257,7 +257,7 @@ class ObjectStore(Storage):
     def _request(
         self, verb: str, request: Callable[[Any, str], Any], name: str = ""
     ) -> Any:
-        """Send a request to the store, and convert its errors.
+        """Send a request to the store; raise `StoreError` for errors of the client.
 
         Args:
             verb: String, past participle of the request for error messages.
@@ -265,7 +265,7 @@ class ObjectStore(Storage):
             name: String, the object of the request. Defaults to `""`, the folder.
 
         Returns:
-            What `request` returns.
+            Result of `request`.
 
         Raises:
             FileNotFoundError: If the object to read or the folder to list is missing.
@@ -283,16 +283,18 @@ class ObjectStore(Storage):
 
     def _open(self) -> tuple[Any, str]:
         """Return fsspec's file system and the path of this folder in it."""
-        # Other workers write to the same folder, so a cached listing may be stale.
+        # Listings are not cached: other workers write to the same folder.
         core = importlib.import_module("fsspec.core")
         return core.url_to_fs(self.path, use_listings_cache=False)
 
 
 def _with_timeout(request: Callable[[], Any]) -> Any:
-    """Return the result of a request in a thread, which is abandoned after a timeout.
+    """Return the result of a request in a thread; stop waiting after the timeout.
 
-    Whatever its timeouts are, s3fs waits indefinitely for a server that receives the
-    beginning of a PUT and then hangs.
+    Raises `TimeoutError` at the timeout.
+
+    The timeouts of s3fs do not suffice: it waits indefinitely for a server that
+    receives the beginning of a PUT and then hangs.
     """
     answer = run_on_thread("tfdp-store", request)
     concurrent.futures.wait([answer], _REQUEST_SECONDS)
@@ -302,7 +304,10 @@ def _with_timeout(request: Callable[[], Any]) -> Any:
 
 
 def _check_protocol(protocol: str) -> None:
-    """Raise unless fsspec and its package for a protocol are installed."""
+    """Raise `ValueError` unless a protocol is one of an object store and can be used.
+
+    fsspec and its package for the protocol must be installed.
+    """
     if protocol in _FILE_SYSTEMS or "::" in protocol:
         raise ValueError(
             f"`{protocol}://` is not an object store; mount it, and give the directory"

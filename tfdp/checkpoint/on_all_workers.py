@@ -12,10 +12,10 @@ from tfdp.checkpoint import files
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground.base.context import strategy_of
 
-# Least timeout in seconds for reads and writes of files. The timeout of a worker group
-# is meant for messages; a slow disk or store may take longer.
+# Least timeout in seconds for file operations: the timeout of a worker group is meant
+# for messages, and a slow disk or store may take longer.
 _STORAGE_SECONDS = 3600.0
-# Groups of models without a strategy.
+# Worker groups of models without a strategy, by model.
 _alone: weakref.WeakKeyDictionary[keras.Model, WorkerGroup]
 _alone = weakref.WeakKeyDictionary()
 
@@ -37,16 +37,15 @@ def run_on_all_workers(
             `"saved"`.
         aftermath: String, a sentence for the error message on the state after a
             failure.
-        topic: String, what the action reads or writes, for error messages.
+        topic: String, the thing that the action reads or writes, for error messages.
         action: Callable without arguments.
 
     Returns:
-        What `action` returns.
+        Result of `action` on this worker.
 
     Raises:
-        ValueError: On every worker, if `action` raised a `ValueError` on the first
-            worker that failed.
-        OSError: On every worker, if it raised another exception there.
+        ValueError: On every worker, if the first worker that failed had a `ValueError`.
+        OSError: On every worker, if the first worker that failed had another error.
     """
     result, error = None, None
     try:
@@ -69,13 +68,13 @@ def run_on_all_workers(
 
 
 def storage_timeout(worker_group: Any) -> float | None:
-    """Return the timeout in seconds for file operations, or `None` for no timeout."""
+    """Return the timeout of file operations in seconds, or `None` for no limit."""
     seconds = worker_group.timeout_seconds
     return seconds and max(seconds, _STORAGE_SECONDS)
 
 
 def worker_group_of(model: keras.Model) -> WorkerGroup:
-    """Return the worker group of a model's strategy; of one worker without any."""
+    """Return the worker group of a model's strategy, or one of a single worker."""
     strategy = strategy_of(model)
     if strategy is None:
         return _alone.setdefault(model, WorkerGroup(0, 1))

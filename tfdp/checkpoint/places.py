@@ -10,7 +10,7 @@ from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.memory_backups import MemoryBackups
 from tfdp.checkpoint.reader import LoadPlan
 
-# A place that states are saved in.
+# Place in which states of a run are saved.
 Place: TypeAlias = Backups | MemoryBackups
 
 
@@ -21,22 +21,24 @@ def find_newest(
     *,
     is_end_of_epoch: bool,
 ) -> tuple[Place, Index, LoadPlan] | None:
-    """Open the places of a run, and find its newest state; all workers call it.
+    """Open the places of a run, and find its newest state.
+
+    All workers call this together.
 
     Args:
         backups: `Backups` in the directory.
         memory: `MemoryBackups`, or `None` without saves in memory.
-        make_plan: Callable, see `Backups.find_newest`.
-        is_end_of_epoch: Bool, whether a backup is one of the end of an epoch: the state
-            in memory of the last batch of that epoch is older.
+        make_plan: Callable, as in `Backups.find_newest`.
+        is_end_of_epoch: Bool, whether backups are saved at the end of an epoch, so that
+            a state in memory of the epoch's last batch is older.
 
     Returns:
         Tuple of the place of the state, its `Index` and its `LoadPlan`; or `None` if
         there is no state.
 
     Raises:
-        ValueError: On every worker, see `Backups.prepare` and `Backups.find_newest`.
-        OSError: On every worker, likewise.
+        ValueError: On every worker, as `Backups.prepare` and `Backups.find_newest`.
+        OSError: On every worker, as `Backups.prepare` and `Backups.find_newest`.
     """
     backups.prepare()
     steps = backups.list_steps()

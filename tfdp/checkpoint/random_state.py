@@ -15,7 +15,7 @@ def random_states() -> dict[str, Any]:
     """Return the global random states of Python, NumPy, TensorFlow and Keras.
 
     Returns:
-        Dict that JSON can hold.
+        Dict that JSON supports.
     """
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
@@ -28,7 +28,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restore the states of the global random generators of this process.
+    """Restore the states of this process's global random generators.
 
     Args:
         states: Dict, as `random_states` returns it.
@@ -45,17 +45,20 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def _tensorflow_state() -> dict[str, Any]:
-    """Return TensorFlow's state, with `stands_in`: tfdp, not the user, set its seed."""
+    """Return TensorFlow's state; `stands_in`: tfdp, not the user, has set the seed."""
     state = _compat.tensorflow_random_state()
     seed = state["seed"]
     return {**state, "stands_in": seed is not None and seed == stand_in_seed.seed()}
 
 
 def gather_random_states(worker_group: Any) -> list[dict[str, Any]]:
-    """Gather the random states of all workers; a single one if all are equal.
+    """Gather the random states of all workers.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
+
+    Returns:
+        List of dicts by worker, or of a single one if all are equal.
     """
     states = worker_group.all_gather("random states", random_states())
     are_equal = all(state == states[0] for state in states)

@@ -18,7 +18,7 @@ from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
 
 def _nothing() -> None:
-    """Do nothing."""
+    """Do nothing; the default of callables of `LoadPlan`."""
 
 
 @dataclasses.dataclass
@@ -31,7 +31,7 @@ class LoadPlan:
         clear: Callable, called before variables are written. Does nothing by default.
         finish: Callable, called when all workers have read their shards. Does nothing
             by default.
-        arrays: Dict from names to the arrays that state of callbacks is read into.
+        arrays: Dict from names to the arrays into which callbacks' state is read.
         label: String, a decision that must be equal on all workers. Defaults to `""`.
         batches: Iterable of deques of `ReadItem` with their values, which are used up.
             Defaults to none; `read_shards` sets it.
@@ -54,7 +54,7 @@ def check_model(index: Index, load_plan: LoadPlan) -> None:
         load_plan: `LoadPlan` for the model.
 
     Raises:
-        ValueError: If they differ: the checkpoint belongs to another model.
+        ValueError: If the tensors differ, since the checkpoint is of another model.
     """
     saved = [entry for entry in index.tensors if entry.name not in load_plan.left_out]
     difference = first_difference(saved, files.metadata_of(load_plan.tensors))
@@ -81,18 +81,18 @@ def needed_shards(state: Sequence[StateTensor], index: Index) -> list[Shard]:
 def read_shards(load_plan: LoadPlan, index: Index, folder: Storage, room: int) -> None:
     """Read and verify the shards that this process needs; change no variable.
 
-    Each file is read once, and its values wait for `assign_values`. If they take more
-    memory than there is, the files are verified now, and read and verified again then,
-    for as many variables at a time as there is room for.
+    Each file is read once, and its values wait for `assign_values`. If all values take
+    more memory than `room`, the files are only verified here, and `assign_values` reads
+    and verifies them again, for as many variables at a time as `room` allows.
 
     Args:
         load_plan: `LoadPlan`, which gets the values.
         index: `Index` of the checkpoint.
         folder: `Storage`, the subdirectory of the checkpoint.
-        room: Int, bytes that the values may take, see `memory_room`.
+        room: Int, bytes of memory that the values may take, from `memory_room`.
 
     Raises:
-        ValueError: If a file is wrong, see `files.read_files`.
+        ValueError: If a file is wrong, as `files.read_files` raises it.
         StoreError: If the object store cannot be read.
     """
     shards = needed_shards(load_plan.tensors, index)
@@ -107,7 +107,7 @@ def read_shards(load_plan: LoadPlan, index: Index, folder: Storage, room: int) -
 
 
 def assign_values(load_plan: LoadPlan) -> None:
-    """Assign what `read_shards` has read to the variables of this process.
+    """Assign the values of `read_shards` to the variables of this process.
 
     Args:
         load_plan: `LoadPlan`.
@@ -115,11 +115,11 @@ def assign_values(load_plan: LoadPlan) -> None:
     load_plan.clear()
     for items in load_plan.batches:
         while items:
-            items.popleft().assign()  # frees what the variable had before
+            items.popleft().assign()  # frees the variable's previous memory
 
 
 def _num_bytes(state: Sequence[StateTensor]) -> int:
-    """Return the size in bytes of what this process reads."""
+    """Return the size in bytes of the values that this process reads."""
     return sum(
         (local.stop - local.start) * files.dtype_of(tensor).size
         for tensor in state
@@ -128,7 +128,7 @@ def _num_bytes(state: Sequence[StateTensor]) -> int:
 
 
 class ReadItem:
-    """Local shard to restore.
+    """Local shard of a variable to restore, and a buffer for its elements.
 
     Args:
         local: `LocalShard`.
@@ -136,7 +136,7 @@ class ReadItem:
         dtype: `tf.DType` of the elements.
 
     Attributes:
-        values: Flat array, a buffer for the elements that are read for it.
+        values: Flat array, the buffer into which the elements are read.
     """
 
     def __init__(self, local: LocalShard, extent: Extent, dtype: tf.DType) -> None:
@@ -147,11 +147,12 @@ class ReadItem:
         self.values = data.view(dtype.as_numpy_dtype)
 
     def assign(self) -> None:
-        """Assign the elements. The variable takes the buffer, without a copy."""
+        """Assign the buffer to the variable, which takes its memory without a copy."""
         try:
             with tf.device("CPU:0"):
                 elements = from_bytes(self._tensor, self._dtype)
-        except tf.errors.InvalidArgumentError:  # such as of int4 and float8
+        # TensorFlow cannot convert some dtypes, such as int4 and float8.
+        except tf.errors.InvalidArgumentError:
             elements = self.values
         self.local.write(elements)
 
@@ -159,7 +160,7 @@ class ReadItem:
 def read_batches(
     state: Sequence[StateTensor], index: Index, room: int = files.SHARD_BYTES
 ) -> Iterator[deque[ReadItem]]:
-    """Yield read items in batches, whose buffers fit into some memory.
+    """Yield the local shards of a state in batches, whose buffers fit into `room`.
 
     Args:
         state: Sequence of `StateTensor`.
@@ -242,5 +243,5 @@ def _read_shard(
 
 
 def _positions(index: Index) -> dict[str, int]:
-    """Return the position of each tensor in the index, by name."""
+    """Return the position of each tensor in the index, by the tensor's name."""
     return {entry.name: number for number, entry in enumerate(index.tensors)}

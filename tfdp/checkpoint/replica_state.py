@@ -75,9 +75,8 @@ def per_replica_tensors(
     Args:
         items: Iterable of `PerReplicaVariable`.
         replicas: `LocalReplicas`.
-        saved_count: Int, number of replicas in the backup to read; with a number
-            other than the current one, values are merged. Defaults to `None`, the
-            current number.
+        saved_count: Int, number of replicas in the backup to read, or `None`, the
+            current number. If they differ, values are merged. Defaults to `None`.
 
     Returns:
         List of `StateTensor`, equal on every worker except for the local shards.
@@ -107,7 +106,7 @@ def tensor_of_replica(
     replicas: LocalReplicas,
     make_shard: Callable[[int], LocalShard],
 ) -> StateTensor:
-    """Return the state tensor of one replica's value, owned by that replica's process.
+    """Return the state tensor of one replica's value, which that replica's worker owns.
 
     Args:
         name: String, unique in the backup.
@@ -124,7 +123,7 @@ def tensor_of_replica(
 
 
 def zero_local_values(variable: Any, replicas: LocalReplicas) -> None:
-    """Set the variable to zero on each local replica."""
+    """Set a variable to zero on each local replica."""
     for replica in range(replicas.num_local):
         component = _compat.local_value(variable, replica)
         with tf.device(component.device):
@@ -132,12 +131,12 @@ def zero_local_values(variable: Any, replicas: LocalReplicas) -> None:
 
 
 def _shard_of(item: PerReplicaVariable, local: int, *, merges: bool) -> LocalShard:
-    """Return the local shard of a variable's value on a local replica.
+    """Return the local shard of a variable's value on one local replica.
 
     Args:
         item: `PerReplicaVariable`.
         local: Int, index of the local replica.
-        merges: Bool, whether writing merges a value into the current one.
+        merges: Bool, whether a value that is written is merged into the current value.
     """
     component = _compat.local_value(item.variable, local)
 
@@ -146,7 +145,7 @@ def _shard_of(item: PerReplicaVariable, local: int, *, merges: bool) -> LocalSha
         return component.numpy().reshape(-1)
 
     def write(values: Any) -> None:
-        """Set the value of the replica, or merge a value into it."""
+        """Set the value of the replica, or merge the new value into it."""
         values = np.reshape(values, component.shape)
         if merges:
             values = _MERGES[item.merge](component.numpy(), values)

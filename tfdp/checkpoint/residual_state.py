@@ -1,7 +1,7 @@
 """State of compressors as tensors of a checkpoint, one for each replica.
 
-The buckets are known only once a step has been traced, so restored values may wait for
-the trace. They are dropped if the number of replicas has changed.
+The buckets are known only once a step has been traced, so restored values wait until
+then. They are dropped if the number of replicas has changed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tfdp.ground.text import pluralize
 from tfdp.training.compression.residuals import ResidualState, RestoredResiduals
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
-# Name prefix of the tensors of compressors, and the form of their names: the identity
-# of a state, the name of its array, and the rank of the replica.
+# Name prefix of the tensors of compressors, and pattern of their names: the identity of
+# a state, the name of its array, and the rank of the replica.
 PREFIX = "compression"
 _NAME = re.compile(rf"{PREFIX}/([0-9a-f]{{16}})/([^/]+)/replica([0-9]{{1,9}})")
 
@@ -66,7 +66,7 @@ def plan_residuals(model: Any, index: Index) -> LoadPlan:
         index: `Index` of the checkpoint.
 
     Returns:
-        `LoadPlan` of these tensors only.
+        `LoadPlan` of the tensors of compressors only.
     """
     positions, replicas = _positions(model), local_replicas(model)
     restored = RestoredResiduals(positions, {}, _identity)
@@ -94,7 +94,7 @@ def plan_residuals(model: Any, index: Index) -> LoadPlan:
 
 
 def _finish(model: Any, restored: RestoredResiduals, reason: str) -> None:
-    """Pass restored values to the strategy's store; warn if values were dropped.
+    """Pass restored values to the reducer's residuals; warn if values were dropped.
 
     Args:
         model: Built Keras model.
@@ -118,7 +118,7 @@ def _positions(model: Any) -> dict[int, int]:
 
 
 def _identity(name: tuple) -> str:
-    """Return a digest of a state's portable name, for the names of its tensors.
+    """Return a digest of a compressor state's name, for the names of its tensors.
 
     Args:
         name: Tuple, the result of `ResidualState.portable_name`.
@@ -130,7 +130,7 @@ def _identity(name: tuple) -> str:
 
 
 def _compresses(model: Any) -> bool:
-    """Return whether gradients, or the exchange of local steps, are compressed."""
+    """Return whether gradients, or the exchanges of local steps, are compressed now."""
     strategy = strategy_of(model)
     if strategy is None:
         return False
@@ -176,7 +176,7 @@ def _tensor_to_read(
 ) -> StateTensor:
     """Return the state tensor to read for one replica and one array of a state.
 
-    The values that are read wait in `restored` until a step is traced.
+    The values wait in `restored` until a step is traced.
 
     Args:
         entry: `TensorMetadata` of the tensor in the checkpoint.
@@ -203,5 +203,5 @@ def _tensor_to_read(
 
 
 def _raise_unsupported(*unused: Any) -> Any:
-    """Raise: tensors to save are never written to, and tensors to load never read."""
+    """Raise for a read or write that neither saving nor restoring makes."""
     raise NotImplementedError

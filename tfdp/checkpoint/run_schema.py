@@ -1,4 +1,4 @@
-"""Schema of the run metadata that a backup holds beside tensors."""
+"""Schema of the run metadata that a backup holds in addition to tensors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tfdp.checkpoint import schema
 from tfdp.checkpoint.callback_state import check_callback_states, check_value
 from tfdp.checkpoint.schema import COUNT, POSITIVE, optional
 
-# Words and seeds of random generators.
+# Bounds of the words and the seeds of random generators.
 _WORD = range(2**32)
 _SEED = range(-(2**63), 2**64 + 1)
 
 
 def _check_words_and_position(value: Any, where: str) -> None:
-    """Raise `Malformed` unless a value has the words and position of a twister.
+    """Raise `Malformed` unless a value is the state of a Mersenne twister in Python.
 
     Args:
         value: Value, as JSON has it.
@@ -57,11 +57,11 @@ _WARMUP = {
 
 
 def _check_description(value: Any, where: str) -> None:
-    """Raise `Malformed` unless a value describes the data.
+    """Raise `Malformed` unless a value is a description of data, or a list of them.
 
     Args:
-        value: Value, as JSON has it: one description for all workers, or a list of
-            those of each.
+        value: Value, as JSON has it: one description for all workers, or a list with
+            one description by worker.
         where: String, place of the value in the file.
     """
     workers = schema.list_of(_DESCRIPTION, least=1)
@@ -69,12 +69,13 @@ def _check_description(value: Any, where: str) -> None:
 
 
 def _check_logs(value: Any, where: str) -> None:
-    """Raise `Malformed` unless a value encodes a dict, the logs of a batch."""
+    """Raise `Malformed` unless a value encodes a dict, such as the logs of a batch."""
     if not isinstance(check_value(value, where), dict):
         schema.refuse(value, where, "the logs of a batch")
 
 
-# Random states by worker, and what the tensors of a backup depend on.
+# Schemas of random states by worker, and of the facts on which a backup's tensors
+# depend.
 RANDOM_STATES = schema.list_of(_RANDOM, least=1)
 FACTS = {"replicas": POSITIVE, "merges": [{"sum", "max", "min"}]}
 # `rates` and `accumulation` are optional: the first versions did not write them.
@@ -109,13 +110,13 @@ _RUN = {
 
 
 def check_run(run: Any) -> None:
-    """Raise unless run metadata has the form and bounds of a backup's.
+    """Raise unless run metadata has the structure and bounds of a backup's.
 
     Args:
         run: Parsed JSON, as `Index.run` holds it.
 
     Raises:
-        Malformed: With the first field that is wrong.
+        Malformed: If not; the message names the first wrong field.
     """
     schema.check(run, _RUN, "run")
     if run["batches"] > run["steps"]:
@@ -124,8 +125,8 @@ def check_run(run: Any) -> None:
         )
     if run["batches"] and run["is_stopped"]:
         schema.refuse(True, "run.is_stopped", "false within an epoch")
-    # A resumed run skips all batches that were taken, so their number is bounded. An
-    # epoch may have created a second iterator.
+    # A resumed run skips all batches that were taken, so their number must be bounded.
+    # An epoch may have created two iterators.
     epochs = 2 * (run["epoch"] + 2)
     per_epoch = run["identity"]["steps_per_epoch"]
     taken = run["data"]["taken"]

@@ -1,6 +1,6 @@
 """Schemas of values read from a file: types and bounds, checked before use.
 
-A schema has the form of the values that it describes:
+A schema has the structure of the values that it describes:
 
     dict       object with exactly these fields; a field with a "?" may be missing
     list       list of any length; its one item is the schema of all values
@@ -30,7 +30,7 @@ _DEPTH = 200
 
 
 class Malformed(ValueError):
-    """A value in a file violates the schema, so tfdp cannot have written it."""
+    """Error: a value in a file violates the schema, so tfdp cannot have written it."""
 
 
 def refuse(value: Any, where: str, wanted: str) -> None:
@@ -38,7 +38,7 @@ def refuse(value: Any, where: str, wanted: str) -> None:
 
     Args:
         value: The wrong value, as JSON has it.
-        where: String, its place in the file.
+        where: String, the place of the value in the file.
         wanted: String, what the value must be.
     """
     raise Malformed(f"its {where} must be {wanted}, but is {_shown(value)}")
@@ -82,7 +82,7 @@ def check(value: Any, schema: Any, where: str) -> None:
 
 
 def _check_fields(value: Any, schema: dict[str, Any], where: str) -> None:
-    """Raise `Malformed` unless an object has the fields of a schema; see `check`."""
+    """Raise `Malformed` unless a value is an object with the fields of a schema."""
     if type(value) is not dict:
         refuse(value, where, "an object")
     fields = {key.removesuffix("?"): each for key, each in schema.items()}
@@ -175,7 +175,7 @@ def check_depth(value: Any, where: str, depth: int = _DEPTH) -> None:
     Args:
         value: Value, as JSON has it.
         where: String, place of the value in the file.
-        depth: Int, levels of nesting that are allowed. Defaults to the limit.
+        depth: Int, number of nested levels that are allowed. Defaults to 200.
     """
     if depth == 0:
         refuse(value, where, f"nested less than {_DEPTH} deep")
@@ -185,7 +185,7 @@ def check_depth(value: Any, where: str, depth: int = _DEPTH) -> None:
 
 
 def _shown(value: Any) -> str:
-    """Format a value for an error message in one short line, such as "a list of 3"."""
+    """Format a value in a short line for an error message, such as `"a list of 3"`."""
     if isinstance(value, (list, dict)):
         kind = "a list" if isinstance(value, list) else "an object"
         return f"{kind} of {len(value)}"

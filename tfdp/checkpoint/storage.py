@@ -26,7 +26,7 @@ Publish = Callable[[Sequence[str]], None]
 
 
 class StoreError(OSError):
-    """A request to an object store failed or timed out."""
+    """Error: a request to an object store failed or timed out."""
 
 
 class Storage:
@@ -54,7 +54,7 @@ class Storage:
         return Storage(self._path(name))
 
     def make(self, *, exist_ok: bool = True) -> None:
-        """Create the folder with access for its owner only."""
+        """Create the folder for its owner only; `ValueError` if a file has its path."""
         if exist_ok and os.path.exists(self.path) and not os.path.isdir(self.path):
             raise ValueError("there is a file of that name; give a directory")
         make_private_folder(self.path, exist_ok=exist_ok)
@@ -100,7 +100,7 @@ class Storage:
         return os.path.lexists(self._path(name))
 
     def read_text(self, name: str, most_bytes: int) -> str:
-        """Read a file of limited size, see `tfdp.ground.base.files.read_text`."""
+        """Read a file as text; raise `ValueError` if it has more than `most_bytes`."""
         return read_text(self._path(name), most_bytes)
 
     def read_bytes(self, name: str, most_bytes: int) -> bytes:
@@ -113,7 +113,7 @@ class Storage:
             return file.read(most_bytes)
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a new file, and sync it to the disk."""
+        """Write a text into a new file, and sync the file to the disk."""
         write_text(self._path(name), text)
 
     def replace_text(self, name: str, text: str, scratch: str) -> None:
@@ -131,20 +131,20 @@ class Storage:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[tuple[str, Publish]]:
-        """Yield a local folder to write into, and a function that publishes its files.
+        """Yield a local folder to write into, and a `Publish` that moves its files.
 
-        Here the local folder is the folder itself, which is synced to the disk at the
-        end, and publishing does nothing.
+        For a file system, the local folder is this folder, publishing does nothing, and
+        the folder is synced to the disk at the end.
         """
         yield self.path, lambda names: None
         sync_folder(self.path)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Rename a subfolder."""
+        """Rename a subfolder of this folder."""
         os.rename(self._path(name), self._path(new_name))
 
     def remove_file(self, name: str) -> None:
-        """Remove a file."""
+        """Remove the file with this name."""
         os.unlink(self._path(name))
 
     def remove_left_over(self) -> None:
@@ -159,7 +159,7 @@ class Storage:
         """Remove the folder if it is empty.
 
         Raises:
-            OSError: If it is not empty.
+            OSError: If the folder is not empty.
         """
         os.rmdir(self.path)
 

@@ -1,9 +1,9 @@
 """Tensors of a checkpoint and of a backup, and load plans for both.
 
 Both hold the state of a model between two updates, and the state of compressors. A
-checkpoint holds accumulated gradients as one device would have them. A backup also
-holds the state of a running `fit`: the accumulated gradients of each replica, metrics
-in the middle of an epoch, counters that the logs show, and arrays of callbacks.
+checkpoint has accumulated gradients as one device would have them. A backup also has
+the state of a running `fit`: the accumulated gradients of each replica, metrics in the
+middle of an epoch, counters that the logs show, and arrays of callbacks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ _METRICS = f"{RUN_PREFIX}/metrics"
 CALLBACKS_PREFIX = f"{RUN_PREFIX}/callbacks/"
 _SUMS = f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}"
 # Name prefixes of tensors that a model may lack, and the warning if a checkpoint has
-# them. A checkpoint may lack them too: a callback may enable loss scaling later.
+# such tensors. A checkpoint may lack them too: a callback may enable loss scaling
+# later.
 _OPTIONAL = {
     f"{LOSS_SCALE_PREFIX}/": (
         "The loss scale of the checkpoint was not restored: the optimizer has none. "
@@ -73,13 +74,13 @@ _OPTIONAL = {
 
 
 def checkpoint_tensors(model: keras.Model) -> list[StateTensor]:
-    """Return the tensors of a checkpoint of the current state."""
+    """Return the tensors of a checkpoint of a model's current state."""
     tensors = model_state(model) + residual_tensors(model)
     return tensors + (accumulated_state(model) if num_accumulated(model) else [])
 
 
 def plan_checkpoint(model: keras.Model, index: Index) -> LoadPlan:
-    """Plan which tensors to read from a checkpoint, or from a backup as one.
+    """Plan which tensors to read from a checkpoint, or from a backup used as one.
 
     Args:
         model: Built Keras model.
@@ -117,7 +118,7 @@ def plan_checkpoint(model: keras.Model, index: Index) -> LoadPlan:
 
 
 def run_facts(model: Any) -> dict[str, Any]:
-    """Return the metadata that restoring a backup's tensors needs, for JSON."""
+    """Return facts on which a backup's tensors depend, as a dict for JSON."""
     return {
         "replicas": local_replicas(model).count,
         "merges": [item.merge for item in metric_variables(model)],
@@ -132,7 +133,7 @@ def backup_tensors(
     Args:
         model: Built Keras model, in `fit`.
         arrays: Dict from names to the arrays of callbacks.
-        in_epoch: Bool, whether the epoch is unfinished, so that metrics are saved.
+        in_epoch: Bool, whether the epoch is unfinished, so that metrics are included.
     """
     replicas = local_replicas(model)
     tensors = _common_tensors(model, arrays) + residual_tensors(model)
@@ -174,7 +175,8 @@ def plan_backup(
         arrays: Dict from names to arrays, into which the arrays of callbacks are read.
         index: `Index` of the backup.
         facts: Dict, the result of `run_facts` in the saved run.
-        with_metrics: Bool, whether training continues in the middle of an epoch.
+        with_metrics: Bool, whether training continues in the middle of an epoch, so
+            that metrics are read.
 
     Raises:
         IncompatibleBackup: If it is not of this model.
@@ -209,11 +211,11 @@ def _load_plan(
     left_out: list[str],
     **more: Any,
 ) -> LoadPlan:
-    """Create a load plan of these tensors and of the state of compressors.
+    """Create a load plan of some tensors and of the state of compressors.
 
     Args:
         model: Built Keras model.
-        index: `Index` of the file.
+        index: `Index` of the checkpoint or backup.
         tensors: List of `StateTensor` to read into.
         left_out: List of strings, names of saved tensors that are not read.
         **more: Further fields of `LoadPlan`.
@@ -229,7 +231,7 @@ def _load_plan(
 
 
 def _check_other_optimizers_built(model: keras.Model, saved: Sequence[str]) -> None:
-    """Raise if a file has the state of another optimizer that is not built yet.
+    """Raise if another optimizer than `model.optimizer` was saved, but is not built.
 
     Args:
         model: Built Keras model.
@@ -248,7 +250,7 @@ def _check_other_optimizers_built(model: keras.Model, saved: Sequence[str]) -> N
 def _match_other_optimizers(
     tensors: Sequence[StateTensor], saved: Sequence[str]
 ) -> tuple[list[StateTensor], list[str]]:
-    """Skip optimizers beside `model.optimizer` that only the model or the file has.
+    """Skip optimizers other than `model.optimizer` that only model or file has; warn.
 
     Args:
         tensors: Sequence of `StateTensor` of the model.
@@ -277,20 +279,20 @@ def _match_other_optimizers(
 
 
 def _other_optimizer(name: str) -> str | None:
-    """Return the model's attribute that is the optimizer of a tensor.
+    """Return the model's attribute of the other optimizer that a tensor belongs to.
 
     Args:
         name: String, name of the tensor.
 
     Returns:
-        String, or `None` if it is a tensor of `model.optimizer` or of no optimizer.
+        String, or `None` for a tensor of `model.optimizer` or of no optimizer.
     """
     first, _, rest = name.partition("/")
     return rest.partition("/")[0] if first == OTHERS_PREFIX else None
 
 
 def _common_tensors(model: Any, arrays: dict[str, np.ndarray]) -> list[StateTensor]:
-    """Return the tensors that every backup has."""
+    """Return the tensors that every backup has: state, counters, callbacks' arrays."""
     tensors = model_state(model)
     for name, variable in _counters(model).items():
         tensors.append(replicated(model, f"{RUN_PREFIX}/counters/{name}", variable))
@@ -301,7 +303,7 @@ def _common_tensors(model: Any, arrays: dict[str, np.ndarray]) -> list[StateTens
 
 
 def _accumulated_tensors(model: Any, saved_count: int) -> list[StateTensor]:
-    """Return the tensors of accumulated sums, with the loss scale, which is saved too.
+    """Return the tensors of the accumulated sums, as multiplied by the loss scale.
 
     Args:
         model: Built Keras model.
@@ -326,8 +328,9 @@ def metric_variables(
 
     Args:
         model: Keras model.
-        merges: List of strings, the function that merges the values of each variable.
-            Defaults to `None`: those that the trace of a step has found.
+        merges: List of strings, the function that merges the values of each variable;
+            or `None`, the default, for the functions that the trace of a step has
+            found.
 
     Returns:
         List of `PerReplicaVariable`.
@@ -337,7 +340,8 @@ def metric_variables(
     kinds = traced if merges is None or len(merges) != len(traced) else merges
     for variable, kind in zip(variables, kinds, strict=True):
         if hasattr(variable.value, "merge"):
-            variable.value.merge = kind  # a resumed run may not trace a step to find it
+            # A resumed run may not trace a step that finds it.
+            variable.value.merge = kind
     return [
         PerReplicaVariable(f"{_METRICS}/{number}", variable, kind)
         for number, (variable, kind) in enumerate(zip(variables, kinds, strict=True))
@@ -345,7 +349,7 @@ def metric_variables(
 
 
 def _counters(model: Any) -> dict[str, Any]:
-    """Return the counters that only logs show, by name; checkpoints skip them."""
+    """Return the counters that only logs show, by name; only backups save them."""
     features = getattr(model.optimizer, "features", None)
     if features is None:
         return {}
@@ -359,7 +363,7 @@ def _counters(model: Any) -> dict[str, Any]:
 
 
 def _array_view(array: np.ndarray) -> VariableView:
-    """Return a variable-like view of a callback's array."""
+    """Return an object that is read and assigned like a variable, for an array."""
 
     def write(value: Any) -> None:
         """Copy values into the array."""

@@ -59,9 +59,9 @@ def discard_save(storage: Storage, token: str) -> None:
         if load_index(storage.path).token == token:
             return
     except ValueError:
-        pass  # without a valid index no checkpoint uses the folder
+        pass  # without a valid index, no checkpoint uses the data folder
     except OSError:
-        return  # the save may have succeeded; if not, the next save cleans up
+        return  # the save may have succeeded; if not, a later save removes the folder
     with contextlib.suppress(OSError):
         storage.below(token).remove()
 
@@ -84,13 +84,13 @@ def remove_old_folders(storage: Storage, keep: str) -> None:
             f"Received: directory={storage.path!r}"
         )
     except OSError:
-        pass  # the next save removes the rest
+        pass  # the next save removes the remaining folders
 
 
 def remove_checkpoint(storage: Storage) -> None:
-    """Remove the files of all saves, and the directory if it is empty then.
+    """Remove the files of all saves, and the directory if it is then empty.
 
-    A directory without files of saves does not change.
+    A directory without files of saves stays unchanged.
 
     Args:
         storage: `Storage` of the checkpoint.
@@ -110,9 +110,9 @@ def remove_checkpoint(storage: Storage) -> None:
 
 
 def _data_folders(storage: Storage) -> list[Storage]:
-    """Return the data folders, recognized by their names and by their files' names.
+    """Return the data folders: those with the name of one and only files of saves.
 
-    The index is no help: interrupted saves have left folders that it does not name.
+    The index does not list all of them: interrupted saves leave folders, too.
     """
     named = [storage.below(name) for name in storage.names() if is_folder_name(name)]
     folders = [folder for folder in named if folder.is_folder()]
@@ -135,7 +135,7 @@ def write_local_shards(
         state: Sequence of `StateTensor`.
         folder: `Storage`, the data folder.
         worker: Int, rank of this worker.
-        algorithm: String, that of checksums.
+        algorithm: String, the algorithm of checksums.
     """
     if not folder.is_folder():
         raise ValueError(
@@ -167,7 +167,7 @@ def collect_shard_lists(folder: Storage, num_workers: int) -> tuple[Shard, ...]:
                 "directory that all workers share"
             ) from error
         shards.extend(shards_from_json(json.loads(text)))
-        # If the store fails, a later save removes the list with its folder.
+        # If the store fails, a later save removes the list together with its folder.
         with contextlib.suppress(StoreError):
             folder.remove_file(name)
     files.check_sizes(shards, folder)
@@ -183,7 +183,7 @@ def write_shards(
         state: Sequence of `StateTensor`.
         folder: `Storage`, the subdirectory of the checkpoint.
         worker: Int, the rank of this worker.
-        algorithm: String, that of checksums.
+        algorithm: String, the algorithm of checksums.
 
     Returns:
         List of `Shard`, written to the disk or to the object store.
@@ -235,7 +235,7 @@ def replace_index(storage: Storage, token: str, text: str) -> None:
 
 
 class _ShardReader:
-    """Reads local shards for writing: each shard once, with one in memory at a time.
+    """Reader of local shards for writing, which reads each once and keeps only one.
 
     Args:
         state: Sequence of `StateTensor`.
@@ -247,7 +247,7 @@ class _ShardReader:
         self._values: Any = None
 
     def values(self, extent: Extent) -> np.ndarray:
-        """Return the elements of an extent that lies in one local shard.
+        """Return the elements of an extent, which must lie in one local shard.
 
         Returns:
             Array of shape `[stop - start]`, in the dtype of the tensor.
@@ -267,12 +267,12 @@ class _ShardReader:
 def _sync(
     folder: str, name: str, algorithm: str, content: Sequence[np.ndarray] | None = None
 ) -> File:
-    """Sync a file to the disk; return its name, size and checksum.
+    """Sync a file to the disk; return the file's name, size and checksum.
 
     Args:
         folder: String, path of its folder.
         name: String, its name.
-        algorithm: String, that of checksums.
+        algorithm: String, the algorithm of checksums.
         content: Sequence of arrays of bytes, which were written, one after another.
             Defaults to `None`: they are read.
     """

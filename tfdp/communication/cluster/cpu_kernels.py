@@ -66,7 +66,7 @@ def describe() -> str:
 
 
 def chosen() -> str:
-    """Describe the processor's vector instructions and TensorFlow's choice of kernels.
+    """Describe the CPU's vector instructions and the kernels that TensorFlow uses.
 
     No TensorFlow device is started.
 
@@ -91,7 +91,7 @@ def chosen() -> str:
 def versions() -> dict[str, str]:
     """Return whether oneDNN is on, as `{"oneDNN": "on"}` or `{"oneDNN": "off"}`.
 
-    Like versions of packages, with which it is saved, it changes rounding.
+    Versions of packages are saved together with it, since they change rounding, too.
     """
     return {_NAME: "on" if _compat.uses_onednn() else "off"}
 

@@ -10,9 +10,9 @@ import tensorflow as tf
 from tfdp.ground import _compat, user_code
 from tfdp.ground.arguments import is_integer
 
-# A replica with fewer cores does not speed up training.
+# Cores that a replica needs to speed up training, for the default number of replicas.
 _CORES_PER_REPLICA = 2
-# Each further replica has fewer rows, and communicates as much as before.
+# Limit of the default: more replicas have fewer rows each, but communicate as much.
 _MAX_DEFAULT_REPLICAS = 8
 
 
@@ -26,7 +26,7 @@ def local_devices() -> list[str]:
 
 
 def resolve_devices(devices: Sequence[str] | None) -> list[str]:
-    """Check a user's list of devices.
+    """Check a user's list of devices, and shorten their names to `"GPU:0"`.
 
     Args:
         devices: Sequence of strings, such as `"GPU:0"`, or `None` for all.
@@ -62,7 +62,7 @@ def resolve_devices(devices: Sequence[str] | None) -> list[str]:
 
 
 def set_logical_cpus(count: int) -> list[str]:
-    """Split the CPU into logical devices.
+    """Split the CPU into logical devices, unless it has that number of them already.
 
     Args:
         count: Int, number of devices.
@@ -98,7 +98,10 @@ def set_logical_cpus(count: int) -> list[str]:
 
 
 def default_cpus(count: int | None) -> None:
-    """Split the CPU of a machine without GPUs, unless TensorFlow has started.
+    """Create the logical CPU devices of a machine without GPUs.
+
+    Without a number, do nothing if devices are configured, and warn if TensorFlow has
+    started with fewer.
 
     Args:
         count: Int, the number of devices, or `None` for one that suits the number

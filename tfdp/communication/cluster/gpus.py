@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-# Names of GPUs that CUDA accepts begin with an index or the prefix of a UUID.
+# A name of a GPU that CUDA accepts begins with an index or the prefix of a UUID.
 _GPU_NAME = re.compile(r"\d|GPU-|MIG-")
 
 

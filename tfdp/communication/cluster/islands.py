@@ -16,7 +16,7 @@ _KEY = "island"
 
 @dataclasses.dataclass(frozen=True)
 class Island:
-    """One of several islands, with the address of their hub.
+    """Index of this island among the islands of a job, and the address of their hub.
 
     Args:
         index: Int, index of this island.
@@ -90,7 +90,7 @@ class Island:
         return int.from_bytes(digest[:4], "big") >> 1
 
     def add_to(self, config: dict[str, Any]) -> None:
-        """Add this island to a `TF_CONFIG`.
+        """Add this island to the `tfdp` key of a `TF_CONFIG`, in place.
 
         Args:
             config: Dict, the value of `TF_CONFIG` before it is written as JSON.

@@ -8,13 +8,14 @@ import resource
 
 from tfdp.ground.text import pluralize
 
-# Files of TensorFlow's server with two workers: polling and sockets. Measured in
-# /proc/self/fd with TensorFlow 2.19 to 2.21; each further worker adds one connection.
+# File descriptors of TensorFlow's server with two workers: polling and sockets.
+# Measured in /proc/self/fd with TensorFlow 2.19 to 2.21; each further worker adds one
+# connection.
 _SERVER_FILES = 8
-# The store: three listening sockets, those that wake and watch for its thread, and the
-# own connection; worker 0 has one more for each worker.
+# File descriptors of a worker's store: three listening sockets, those that wake and
+# watch for its thread, and the own connection; worker 0 has one more for each worker.
 _STORE_FILES = 8
-# A mesh's listening sockets, and those that wake and watch for its thread.
+# File descriptors of a mesh: listening sockets, and those of its thread's selector.
 _MESH_FILES = 5
 # Lanes of a worker, each with a connection to every other worker: four channels for
 # collectives of replicas, and one for small values of the workers.
@@ -23,7 +24,7 @@ _NUM_LANES = 5
 # /proc/self/status shows at most 35 in a `fit` over the direct transport, and 129 with
 # the server (TensorFlow 2.21).
 _THREADS, _THREADS_PER_CORE, _SERVER_THREADS = 24, 8, 96
-# Files of Python after its start; then a data file, a log and a few more.
+# Files that Python opens at its start; and a data file, a log and a few more.
 _PYTHON_FILES = _OTHER_FILES = 8
 
 
@@ -62,7 +63,7 @@ def limit_for(num_workers: int, *, connects: bool) -> int:
 
     Args:
         num_workers: Int, number of workers of the job.
-        connects: Bool, see `needed_files`.
+        connects: Bool, whether tfdp connects the workers, as in `needed_files`.
     """
     return _PYTHON_FILES + needed_files(num_workers, one_host=True, connects=connects)
 
@@ -72,8 +73,8 @@ def check_limits(num_workers: int, *, one_host: bool, connects: bool) -> None:
 
     Args:
         num_workers: Int, number of workers of the job.
-        one_host: Bool, see `needed_files`.
-        connects: Bool, see `needed_files`.
+        one_host: Bool, whether all workers are on one host, as in `needed_files`.
+        connects: Bool, whether tfdp connects the workers, as in `needed_files`.
 
     Raises:
         ValueError: If a limit is too low.
@@ -87,7 +88,7 @@ def needed_threads(*, connects: bool) -> int:
     """Estimate the number of threads of a worker from the number of cores.
 
     Args:
-        connects: Bool, see `needed_files`.
+        connects: Bool, whether tfdp connects the workers, as in `needed_files`.
     """
     own = _THREADS + _THREADS_PER_CORE * (os.cpu_count() or 1)
     return own if connects else own + _SERVER_THREADS
@@ -101,7 +102,7 @@ def limit_of_threads() -> int | None:
 
 
 def _check_threads(*, connects: bool) -> None:
-    """Raise if this user's limit of threads is too low for one more worker."""
+    """Raise `ValueError` if one more worker exceeds this user's limit of threads."""
     limit, needed = limit_of_threads(), needed_threads(connects=connects)
     if limit is None:
         return
@@ -122,7 +123,7 @@ def _check_threads(*, connects: bool) -> None:
 
 
 def _check_files(num_workers: int, *, one_host: bool, connects: bool) -> None:
-    """Raise if the limit of open files is too low, see `needed_files`."""
+    """Raise `ValueError` if the limit of open files is below what a worker needs."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return

@@ -24,7 +24,7 @@ from tfdp.communication.cluster.own_addresses import (
 from tfdp.communication.cluster.ports import reserved_ports
 from tfdp.communication.cluster.spec import Cluster
 
-# Host of all workers of one machine, as in the clusters of `tfdp run`.
+# Host name of all workers if they are on one machine, as in clusters of `tfdp run`.
 _LOCAL_HOST = "127.0.0.1"
 # Random bytes of the secret that the processes of several hosts share.
 _SECRET_BYTES = 16
@@ -40,7 +40,8 @@ class ProcessPlacement:
         host: String, a key that is equal for processes on one host and network.
         addresses: Sequence of strings, the IP addresses of the host.
         port: Int, port on which this process will listen.
-        token: String, its answer on the port until all processes have agreed.
+        token: String, which the process sends to each connection to the port until all
+            processes have agreed.
         gpus: Sequence of strings, the GPUs that the process sees.
     """
 
@@ -66,13 +67,15 @@ def find_cluster(timeout_seconds: float | None = None) -> Cluster | None:
 
     Raises:
         ValueError: If the variables or the processes contradict each other.
-        TimeoutError: If a process of the MPI job does not come in time.
+        TimeoutError: If a process of the MPI job does not join in time.
     """
     launched = mpi_rank()
     if launched is None or _uses_other_source(launched):
         return Cluster.from_environment()
     if not has_mpi4py():
-        return None  # variables of Slurm, if set, are inherited from mpiexec's `srun`
+        # Slurm's variables, if set, are inherited from the `srun` that mpiexec has
+        # used.
+        return None
     with _lock:
         if not _agreed:
             _agreed.append(
@@ -157,7 +160,7 @@ def agree_on_cluster(job: MpiJob, timeout_seconds: float | None = None) -> Clust
 
     Raises:
         ValueError: If a host cannot be reached from the others.
-        TimeoutError: If a process does not come in time.
+        TimeoutError: If a process does not join in time.
     """
     with reserved_ports(1) as (ports, sockets), answer_with_token(*sockets) as token:
         placement = ProcessPlacement(
@@ -195,7 +198,7 @@ def _first_ranks(placements: Sequence[ProcessPlacement]) -> dict[str, int]:
 def _probe_other_hosts(
     rank: int, placements: Sequence[ProcessPlacement]
 ) -> dict[str, list[str]]:
-    """Return the addresses of other hosts that are reachable from here.
+    """Return the addresses of other hosts that are reachable from this host.
 
     Args:
         rank: Int, rank of this process.
@@ -261,7 +264,7 @@ def _unreachable(
         rank: Int, the first rank of the host.
         place: `ProcessPlacement` of that rank.
         others: Sequence of ints, the first ranks of the other hosts.
-        views: Sequence of dicts, see `choose_hosts`.
+        views: Sequence of dicts, the reached addresses by rank, as in `choose_hosts`.
     """
     sizes = [(len(views[r].get(str(rank), ())), r) for r in others]
     at = min(sizes)[1]

@@ -75,7 +75,7 @@ def unlink(paths: Iterable[str]) -> None:
 
 
 def main() -> None:
-    """Wait until the process has started MPI, and kill it if its time limit expires."""
+    """Run the guard: kill the parent process if MPI has not started at the deadline."""
     # Ctrl-C is for the process; if it cannot handle it, it still needs its guard.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process, limit, sentence = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]

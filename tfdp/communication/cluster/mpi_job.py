@@ -68,7 +68,7 @@ class Backoff:
 
 @dataclasses.dataclass
 class _Pending:
-    """Pending requests without a waiting caller, and their buffers.
+    """Requests of a caller that has stopped waiting for them, and their buffers.
 
     Args:
         sends: List of MPI requests.
@@ -89,7 +89,7 @@ class _Pending:
         return all(done)
 
     def stop_receiving(self) -> None:
-        """Cancel the receives without a message; the others complete."""
+        """Cancel the receives whose message has not arrived; sends are completed."""
         if not self.is_stopped:
             self.is_stopped = True
             for request in self.receives:
@@ -136,7 +136,7 @@ class MpiJob:
         return self.comm.size
 
     def add(self, communicator: Any) -> None:
-        """Keep a communicator alive until it is closed, since MPI writes to its memory.
+        """Keep a communicator alive until `discard`, since MPI may write to its memory.
 
         Args:
             communicator: Object whose `close(reason)` calls `discard` with it.
@@ -171,7 +171,7 @@ class MpiJob:
         memory: Any,
         comm: Any = None,
     ) -> None:
-        """Take over pending requests from a caller that stops waiting for them.
+        """Keep requests, which a caller no longer waits for, until they have completed.
 
         Args:
             sends: Sequence of MPI requests.
@@ -186,7 +186,9 @@ class MpiJob:
                 self._unused_comms.append(comm)
 
     def finish_rest(self, seconds: float) -> bool:
-        """Complete or cancel pending requests, when no process sends new messages.
+        """Complete or cancel the requests that `leave` has kept.
+
+        No process may send new messages any more.
 
         Args:
             seconds: Float, longest time to try.
@@ -313,7 +315,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _drain(mpi: Any, comm: Any) -> None:
-    """Receive and drop the messages that have arrived on a communicator.
+    """Receive and drop the messages that have arrived here on a communicator.
 
     Args:
         mpi: The module `mpi4py.MPI`.

@@ -26,8 +26,8 @@ _DEFAULT_START_SECONDS = 300.0
 # Tag of the first exchange, on MPI_COMM_WORLD: an arbitrary number that hardly any user
 # code has for its messages.
 _WORLD_TAG = 20011
-# Time to complete requests when all processes end: messages have arrived by then, or
-# never arrive.
+# Time limit of completing requests when all processes end: a message has arrived by
+# then, or never arrives.
 _REST_SECONDS = 5.0
 
 _job: MpiJob | None = None
@@ -63,7 +63,10 @@ def start_job(timeout_seconds: float | None = None) -> MpiJob:
 
 
 def _start(timeout_seconds: float | None) -> MpiJob:
-    """Start MPI, check the job, and wait for all of its processes."""
+    """Start MPI, check the job, and wait for all of its processes.
+
+    Arguments and errors are those of `start_job`.
+    """
     launched = mpi_rank()
     mpi = import_mpi()
     library = library_of(mpi)
@@ -78,7 +81,8 @@ def _start(timeout_seconds: float | None) -> MpiJob:
     try:
         found = job.exchange({"program": _program()}, timeout_seconds, tag=_WORLD_TAG)
     finally:
-        # MPICH's file is no longer needed: all ranks of the host have mapped it.
+        # The file of MPICH's shared memory can go: all ranks of the host have mapped
+        # it.
         unlink(shared_memory_of(os.getpid()))
     _check_programs([each["program"] for each in found])
     # `Dup` is collective, and returns soon since all ranks have joined the exchange.
@@ -148,7 +152,7 @@ def _check_library(launched: LaunchedRank | None, vendor: str, library: str) -> 
 
 
 def _configuration() -> str:
-    """Return the MPI library's own description, in lower case."""
+    """Return the MPI library's description of its build, in lower case."""
     return sys.modules["mpi4py.MPI"].Get_library_version().lower()
 
 
@@ -188,7 +192,7 @@ def _initialize(
     Args:
         mpi: The module `mpi4py.MPI`.
         launched: `LaunchedRank` of this process, or `None`.
-        timeout_seconds: Float or `None`, five minutes.
+        timeout_seconds: Float, or `None` for five minutes.
     """
     limit = timeout_seconds or _DEFAULT_START_SECONDS
     place = f"rank {launched.rank} of {launched.size}" if launched else "this process"
@@ -202,7 +206,10 @@ def _initialize(
 
 
 def _lock_of(mpi: Any, library: str) -> contextlib.AbstractContextManager:
-    """Return the lock around calls of MPI that its level of thread support needs."""
+    """Return the lock that a thread must hold to call MPI; raise if threads may not.
+
+    It does nothing if MPI itself allows concurrent calls (`MPI_THREAD_MULTIPLE`).
+    """
     level = mpi.Query_thread()
     if level == mpi.THREAD_MULTIPLE:
         return contextlib.nullcontext()
@@ -256,10 +263,10 @@ def _end(job: MpiJob) -> None:
 
 
 def _all_end(job: MpiJob) -> bool:
-    """Wait until all processes end; return whether all have no pending requests.
+    """Wait until all processes exit; return whether no process has pending requests.
 
-    A process may continue for long after the others, so they wait with pauses that
-    leave it the cores. If one has failed, the launcher ends all.
+    A process may run for long after the others, which therefore poll with pauses. If
+    one has failed, the launcher ends all.
     """
     with job.lock:
         barrier = job.comm.Ibarrier()

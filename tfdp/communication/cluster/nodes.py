@@ -9,7 +9,7 @@ from tfdp.communication.cluster.own_addresses import addresses_of, call_at_once
 from tfdp.ground.plans.topology import Topology, join_overlapping
 from tfdp.ground.text import pluralize
 
-# Time limit of all look-ups of host names, which run concurrently.
+# Time limit of all look-ups of host names together, which run concurrently.
 _RESOLVE_SECONDS = 2.0
 
 
@@ -89,7 +89,7 @@ def _machine_numbers(
 
     Args:
         hosts: Sequence of strings, names or addresses.
-        resolve: Callable, see `topology_of`.
+        resolve: Callable, from a host name to its addresses, as in `topology_of`.
     """
     names = [host.lower() for host in hosts]
     found = _resolve_all(dict.fromkeys(names), resolve).items()
@@ -105,7 +105,7 @@ def _resolve_all(
 
     Args:
         names: Iterable of strings, names or addresses of hosts.
-        resolve: Callable, see `topology_of`.
+        resolve: Callable, from a host name to its addresses, as in `topology_of`.
 
     Returns:
         Dict from a name to its addresses.

@@ -16,7 +16,8 @@ from tfdp.communication.cluster.address import ip_address
 from tfdp.ground.base.process_identity import boot_id
 
 _NETWORK_FILE = "/proc/self/ns/net"
-# A host of many containers has more addresses, which are hardly ever reachable.
+# Limit of the addresses of a host: one with many containers has more, which other hosts
+# hardly ever reach.
 _MOST_ADDRESSES = 16
 _TOKEN_BYTES = 16
 _PROBE_SECONDS = 3.0
@@ -26,7 +27,7 @@ _Result = TypeVar("_Result")
 
 
 def network_of_host() -> str | None:
-    """Return a key of this host, its boot and its network namespace.
+    """Return a key of this host, of its boot and of this process's network namespace.
 
     Returns:
         String, equal for processes that share all three; or `None` if `/proc` does not
@@ -60,8 +61,8 @@ def own_addresses() -> list[str]:
 def _addresses_of_interfaces() -> list[str]:
     """Return the IP addresses of all network interfaces, IPv4 first."""
     # Interfaces that are down are included: a link reports late that it is up, and a
-    # probe shows which addresses work.
-    # Benchmarks import this module in environments without psutil.
+    # probe shows which addresses work. Benchmarks import this module in environments
+    # without psutil, so the import is here.
     import psutil
 
     interfaces = psutil.net_if_addrs().values()
@@ -112,7 +113,8 @@ def is_own(address: str) -> bool:
     Returns:
         Bool.
     """
-    if parse_address(address).is_unspecified:  # means all addresses, not one of them
+    # An unspecified address means all addresses of a host.
+    if parse_address(address).is_unspecified:
         return False
     try:
         with socket.socket(family_of(address), socket.SOCK_STREAM) as probe:
@@ -191,7 +193,7 @@ def _answer(listener: socket.socket, token: str, is_over: threading.Event) -> No
             with connection:
                 connection.settimeout(1.0)
                 connection.sendall(token.encode())
-                # The client closes first, so that no TIME_WAIT holds the port.
+                # If the client closes first, no TIME_WAIT of this end holds the port.
                 connection.recv(1)
 
 
@@ -221,7 +223,7 @@ def reachable_addresses(
 
 
 def _answers(address: str, port: int, token: str) -> bool:
-    """Whether an address answers a connection with the token."""
+    """Whether the process at an address and a port sends the expected token."""
     try:
         with socket.create_connection((address, port), _PROBE_SECONDS) as connection:
             return connection.makefile("rb").read(len(token)) == token.encode()

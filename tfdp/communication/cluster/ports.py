@@ -64,8 +64,11 @@ def listen(address: str) -> list[socket.socket]:
 
 
 def addresses_to_listen_on(host: str) -> list[str]:
-    """Return the addresses of this host that a name has, or `""` for all interfaces.
+    """Return this host's addresses on which to listen, by a host name.
 
+    Returns `[""]`, all interfaces, if the name has no address of this host. Other hosts
+    do not reach a loopback address, to which Debian's `/etc/hosts` maps the host's own
+    name.
     Other hosts do not reach a loopback address, to which Debian's `/etc/hosts` maps the
     host's own name.
 
@@ -125,7 +128,7 @@ def unreachable_workers(cluster: Cluster, timeout_seconds: float) -> list[int]:
             time.sleep(0.1)
 
     call_at_once(try_until, ranks, timeout_seconds)
-    # `sorted` copies, since threads that have not returned in time may still write.
+    # Threads that have not returned in time may still write, so `sorted` makes a copy.
     return sorted(silent)
 
 
@@ -240,8 +243,8 @@ def reserved_ports(count: int) -> Iterator[tuple[list[int], list[socket.socket]]
     sockets: list[socket.socket] = []
     # Every socket stays bound until all are chosen, so that the ports are distinct.
     with contextlib.ExitStack() as stack:
-        # A generator of its own: a seed of the script would give all processes the
-        # same ports.
+        # A separate generator, since a seed that the script sets would give all
+        # processes the same ports.
         for port in random.Random().sample(candidates, len(candidates)):
             if len(ports) == count:
                 break
@@ -267,6 +270,6 @@ def _first_ephemeral_port() -> int:
         first = int(pathlib.Path(_PORT_RANGE_FILE).read_text("ascii").split()[0])
     except (OSError, ValueError):
         first = 32768
-    # A machine may be configured to pick source ports from nearly all ports; then too
-    # few are below its range.
+    # A machine may pick source ports from nearly all ports. The range below them is too
+    # small then, and Linux's default is used.
     return first if first >= _LOWEST_PORT + 2000 else 32768

@@ -23,17 +23,17 @@ from collections.abc import Collection
 
 import psutil
 
-_PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
-# Time after which killing is given up: a process in an uninterruptible system call does
-# not die.
+_PR_SET_CHILD_SUBREAPER = 36  # constant of <linux/prctl.h>
+# Time after which kills are not repeated any more: a process in an uninterruptible
+# system call does not die.
 _KILL_SECONDS = 5.0
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose parent has ended; Linux only.
+    """Make this process the parent of descendants whose parent ends; Linux only.
 
-    Otherwise a daemon, whose parent ends at once and which has another session and
-    environment, could not be found.
+    Otherwise a daemon could not be found: its parent ends at once, and its session and
+    its environment differ from those of the job.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -56,7 +56,7 @@ def reap_children(others: Collection[int]) -> None:
     """Reap the children that have ended, except some.
 
     Args:
-        others: Ids of children that other code reaps.
+        others: Ids of children that are not reaped here, since other code reaps them.
     """
     for pid in children().difference(others):
         _has_ended(pid)
@@ -170,7 +170,7 @@ def kill_processes(sessions: Collection[int], job: str = "") -> None:
 
 
 def main() -> None:
-    """Read ids of sessions until the launcher dies, then kill their processes."""
+    """Run the guard: read ids of sessions until the launcher dies, then kill them."""
     # A signal to the whole process group must not end the guard before the launcher.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)

@@ -143,8 +143,9 @@ def expand_nodelist(text: str) -> list[str]:
 
     Source: https://slurm.schedmd.com/scontrol.html (`show hostnames`)
     """
-    # No library fits: ranks follow Slurm's order with its repeats, but ClusterShell's
-    # NodeSet sorts hosts and drops repeats, and python-hostlist is under the GPL.
+    # No library fits: ranks follow Slurm's order, in which a host may be repeated, but
+    # ClusterShell's NodeSet sorts hosts and drops repeats, and python-hostlist is under
+    # the GPL.
     hosts: list[str] = []
     # A comma inside brackets does not separate hosts.
     for item in re.split(r",(?![^\[]*\])", text):

@@ -171,7 +171,7 @@ class Cluster:
 
     @property
     def is_job(self) -> bool:
-        """Bool, whether there are other workers, or others may join."""
+        """Bool, whether the job may have several workers; false for an evaluator."""
         return not self.is_evaluator and (self.num_workers > 1 or self.may_grow)
 
     @property
@@ -214,7 +214,7 @@ class Cluster:
 
 
 def _check_addresses(addresses: tuple[str, ...]) -> None:
-    """Raise unless all addresses are valid and distinct."""
+    """Raise `ValueError` unless all addresses are valid and distinct."""
     seen: dict[tuple[str, int], str] = {}
     for address in addresses:
         place = canonical_address(address)
@@ -228,7 +228,7 @@ def _check_addresses(addresses: tuple[str, ...]) -> None:
 
 
 def _check_index(cluster: Cluster) -> None:
-    """Raise unless the cluster has this task, by the index in its job."""
+    """Raise `ValueError` unless `task_index` is the index of a task of its job."""
     index, job = cluster.task_index, cluster.task_type
     if isinstance(index, bool) or not isinstance(index, int):
         raise ValueError(
@@ -258,7 +258,7 @@ def _check_index(cluster: Cluster) -> None:
 
 
 def _check_devices_per_worker(devices: object) -> None:
-    """Raise unless the number of devices is `None` or an int from 1 to 1024."""
+    """Raise `ValueError` unless the number is `None` or an int from 1 to 1024."""
     if devices is None:
         return
     is_int = isinstance(devices, int) and not isinstance(devices, bool)
@@ -271,7 +271,7 @@ def _check_devices_per_worker(devices: object) -> None:
 
 
 def _check_elastic(elastic: object) -> None:
-    """Raise unless the least number of workers is `None` or a positive int."""
+    """Raise `ValueError` unless `elastic` is `None` or a positive int."""
     is_int = isinstance(elastic, int) and not isinstance(elastic, bool)
     if elastic is not None and (not is_int or elastic < 1):  # type: ignore[operator]
         raise ValueError(
@@ -281,7 +281,7 @@ def _check_elastic(elastic: object) -> None:
 
 
 def _check_rebalance(rebalance: object) -> None:
-    """Raise unless `rebalance` is a bool."""
+    """Raise `ValueError` unless `rebalance` is a bool."""
     if not isinstance(rebalance, bool):
         raise ValueError(
             "rebalance (in the 'tfdp' key of TF_CONFIG) must be true or false. "
@@ -290,7 +290,7 @@ def _check_rebalance(rebalance: object) -> None:
 
 
 def _check_secret(secret: object) -> None:
-    """Raise unless `secret` is `None` or a string."""
+    """Raise `ValueError` unless `secret` is `None` or a non-empty string."""
     if not (secret is None or (isinstance(secret, str) and secret)):
         raise ValueError(
             "secret (in the 'tfdp' key of TF_CONFIG) must be a string that is not "

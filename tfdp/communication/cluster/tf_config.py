@@ -64,13 +64,13 @@ def read_settings(text: str) -> dict[str, Any]:
 
 
 def check_job_name(name: object) -> None:
-    """Check the name of a job.
+    """Check that a job name is `"chief"`, `"worker"` or `"evaluator"`.
 
     Args:
         name: The name, of any type.
 
     Raises:
-        ValueError: If it is not `"chief"`, `"worker"` or `"evaluator"`.
+        ValueError: If the name is another one.
     """
     if name == "ps":
         raise ValueError(
@@ -86,7 +86,7 @@ def check_job_name(name: object) -> None:
 
 
 def _load_object(text: str) -> dict[str, Any]:
-    """Parse the text of `TF_CONFIG` as a JSON object."""
+    """Parse `TF_CONFIG`; raise `ValueError` unless it is a JSON object."""
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -103,7 +103,7 @@ def _load_object(text: str) -> dict[str, Any]:
 
 
 def _read_jobs(config: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the addresses of each job: chief, worker and evaluator."""
+    """Return the addresses of each job by its name; raise `ValueError` if malformed."""
     cluster = _read_object(
         config, "cluster", "that maps each job to a list of addresses"
     )
@@ -141,7 +141,7 @@ def _read_task(config: dict[str, Any]) -> tuple[str, int]:
 
 
 def _read_tfdp_key(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the `tfdp` key of a configuration, empty by default."""
+    """Return the value of the `tfdp` key, `{}` by default; it must be an object."""
     return _read_object(config, "tfdp", "such as {'devices_per_worker': 2}")
 
 
@@ -171,7 +171,7 @@ def describe(value: object) -> str:
     """
     try:
         return shorten(repr(value))
-    except (ValueError, RecursionError):  # from too many digits or too deep nesting
+    except (ValueError, RecursionError):  # too many digits or too deep nesting
         return f"a value of type {type(value).__name__}"
 
 

@@ -103,7 +103,7 @@ def adasum_across_nodes(
     scatter, gather = PHASES["ring"]
 
     def scatter_and_combine(flat: tf.Tensor, member: Member) -> tf.Tensor:
-        """Reduce-scatter in the node; combine the slice with those of other nodes."""
+        """Reduce-scatter in the node; combine slices of all nodes by Adasum."""
         piece = scatter(flat, member)
         assert piece is not None
         size = piece.shape[0]
@@ -116,9 +116,9 @@ def adasum_across_nodes(
 
 @dataclasses.dataclass(frozen=True)
 class _Groups:
-    """A replica's groups for Adasum between members.
+    """Groups in which a replica runs Adasum.
 
-    A member is a replica, or a node whose replicas hold a slice each.
+    A member of Adasum is a replica, or a node whose replicas have one slice each.
 
     Args:
         caller: `Member` of the group of all replicas.
@@ -141,7 +141,7 @@ class _Groups:
 
 
 def _create_groups(caller: Member, members: Partition) -> _Groups:
-    """Create all groups by distance, in the same order on every replica.
+    """Create the groups of Adasum, by distance, in the same order on every replica.
 
     Args:
         caller: `Member` of the group of all replicas.
@@ -175,7 +175,7 @@ def _position_pairs(
     Args:
         members: `Partition`, the positions of the replicas of each member.
         lower: Sequence of ints, the lower member of each pair of members.
-        distance: Int, from the lower member to the other one.
+        distance: Int, distance from the lower to the upper member of each pair.
     """
     return [
         pair
@@ -227,7 +227,7 @@ def _exchange_halves(
 ) -> tuple[tf.Tensor, tf.Tensor, int]:
     """Exchange halves in a pair; return both members' data of this replica's half.
 
-    The half that is kept is rounded like the half that is sent.
+    Both halves are rounded to the dtype that travels, also the one that is kept.
 
     Args:
         flat: Flat tensor of even length, the caller's data.
@@ -308,16 +308,19 @@ def _combine_pair(
 
 
 def _dot_products(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
-    """Return `a.a`, `a.b`, `b.b` in float64: squares of float32 do not overflow."""
+    """Return `a.a`, `a.b`, `b.b` in float64, in which squares do not overflow."""
     a, b = tf.cast(a, tf.float64), tf.cast(b, tf.float64)
     return tf.stack([tf.tensordot(x, y, 1) for x, y in ((a, a), (a, b), (b, b))])
 
 
 def _coefficients(products: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the factors of both gradients, `[num_gradients]`, 1 for a zero gradient.
+    """Return the factors of both gradients of each pair; 1 for a zero gradient.
 
     Args:
-        products: Tensor of shape `[num_gradients, 3]`, see `_dot_products`.
+        products: Tensor of shape `[num_gradients, 3]`, from `_dot_products`.
+
+    Returns:
+        Tuple of two tensors of shape `[num_gradients]`.
     """
     aa, ab, bb = tf.unstack(products, axis=1)
     half = ab / 2.0

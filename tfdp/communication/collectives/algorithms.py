@@ -23,8 +23,8 @@ import tensorflow as tf
 from tfdp.communication.collectives.groups import ProcessGroup
 from tfdp.communication.collectives.primitives import Member
 
-# The two phases of an algorithm: from a flat tensor to the calling replica's shard of
-# the sum, or `None` if it has none; and from the shards to the sum.
+# The two phases of an algorithm: `Scatter` maps a flat tensor to the calling replica's
+# shard of the sum, or to `None` if it has none; `Gather` maps shards to the sum.
 Scatter = Callable[[tf.Tensor, Member], tf.Tensor | None]
 Gather = Callable[[tf.Tensor | None, tf.Tensor, Member], tf.Tensor]
 # For each local replica, its group of two replicas, or `None`.
@@ -39,8 +39,8 @@ def in_two_phases(
     Args:
         tensor: Tensor of known shape.
         member: `Member`, the calling replica in its group.
-        scatter: Callable, the first phase, see `Scatter`.
-        gather: Callable, the second phase, see `Gather`.
+        scatter: `Scatter`, the first phase.
+        gather: `Gather`, the second phase.
 
     Returns:
         A tensor like `tensor`, the sum over the group.
@@ -50,7 +50,7 @@ def in_two_phases(
     with tf.device(member.group.devices[member.replica]):
         flat = tf.reshape(tensor, [-1])  # [length]
         length = flat.shape.num_elements()
-        # A ring has one shard per replica; halving has a power of two of them.
+        # The ring needs one shard per replica; halving, a power of two of shards.
         size = member.group.size
         missing = -length % math.lcm(size, power_of_two_in(size))
         if missing:
@@ -60,7 +60,7 @@ def in_two_phases(
 
 
 def _tree_reduce(flat: tf.Tensor, member: Member) -> tf.Tensor | None:
-    """Reduce towards the root: position 0 gets the sum, all others `None`."""
+    """Reduce up a binomial tree: position 0 gets the sum, all other replicas `None`."""
     pairs = pairs_of("tree", member.group)
     for distance in powers_below(member.group.size):
         if member.position % (2 * distance) == distance:
@@ -150,7 +150,7 @@ def _double(shard: tf.Tensor | None, flat: tf.Tensor, member: Member) -> tf.Tens
 
 
 def pairs_of(algorithm: str, group: ProcessGroup) -> dict[int, Pairs]:
-    """Create all pairs of an algorithm by distance, in the same order everywhere.
+    """Create all pairs of an algorithm by distance, in the same order on all replicas.
 
     Args:
         algorithm: String, `"tree"` or `"halving_doubling"`; others have no pairs.
@@ -226,7 +226,8 @@ def ring(
         channel: Int, the chain of the launch order. Defaults to `0`.
         is_alone: Bool, whether hardly any other collective runs at the same
             time. Defaults to `True`.
-        reduce_dtype: `tf.DType` or `None`, see `Level`. Defaults to `None`.
+        reduce_dtype: `tf.DType` in which elements travel, or `None`, their own.
+            Defaults to `None`.
 
     Returns:
         A tensor like `tensor`, identical on every replica.
@@ -322,7 +323,8 @@ def hierarchical(
     dtype = inner.reduce_dtype
     rings = inner == outer == Level("ring", dtype)
     if dtype is not None and rings and _rounds_sums_once(group):
-        # Elements are cast once for both levels: further rounding would lose precision.
+        # Elements are cast only once, for both levels: more rounding would lose
+        # precision.
         with tf.device(group.devices[replica]):
             sent = tf.cast(tensor, dtype)
         total = hierarchical(sent, group, replica, channel=channel, is_alone=is_alone)

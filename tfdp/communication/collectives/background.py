@@ -24,9 +24,9 @@ from tfdp.ground.base.finalizers import finalizers
 from tfdp.ground.base.threads import start_thread
 
 _CLOSE_SECONDS = 2.0
-# Two elements: the next call may be launched while results of one are collected.
+# Capacity of a queue: the next call may be launched before results are collected.
 _CAPACITY = 2
-# Number in the results of a failed call, which differs from all numbers of calls.
+# Number in the results of a failed call. No call has this number.
 _FAILED = tf.int64.max
 
 _backgrounds: weakref.WeakSet[Background] = weakref.WeakSet()
@@ -44,7 +44,7 @@ class Background:
             replica.
         specs: Sequence of `tf.TensorSpec`, the tensors that a replica launches.
         result_specs: Sequence of `tf.TensorSpec`, the results that it collects.
-        function: Callable, see `Function`, called on the thread.
+        function: `Function`, called on the thread.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Background:
         return self._replica_queues[replica].collect()
 
     def end(self) -> None:
-        """End the thread, and wait until it has ended."""
+        """Close the queues, and wait up to two seconds until the thread has ended."""
         if not self._owner.is_current:
             return
         _close(self._replica_queues)
@@ -163,7 +163,7 @@ class _ReplicaQueues(Queues):
         return int(self._number.numpy())
 
     def take(self) -> list[tf.Tensor]:
-        """Wait for the replica's next launch; return its number and its tensors."""
+        """Wait for the replica's next launch; return its number, then its tensors."""
         return self._requests.dequeue()
 
     def give(self, number: tf.Tensor, results: Sequence[tf.Tensor]) -> None:
@@ -171,7 +171,7 @@ class _ReplicaQueues(Queues):
         self._results.enqueue([number, *results])
 
     def fail(self, failure: Failure) -> None:
-        """Make the step that collects fail, by results with the number `_FAILED`."""
+        """Enqueue results with the number `_FAILED`: a step that gets them fails."""
         self._failure = failure
         zeros = [
             tf.zeros([size or 0 for size in spec.shape], spec.dtype)
@@ -187,7 +187,7 @@ def new_queue(device: str, specs: Sequence[tf.TensorSpec]) -> tf.queue.FIFOQueue
         device: String, the CPU that holds the queue.
         specs: Sequence of `tf.TensorSpec`, of the tensors.
     """
-    # A queue knows the shapes of all tensors or of none.
+    # TensorFlow's queues have the shapes of all components, or no shapes.
     is_known = all(spec.shape.is_fully_defined() for spec in specs)
     with tf.device(device):
         return tf.queue.FIFOQueue(
@@ -204,7 +204,7 @@ def _serve(
 
     Args:
         replica_queues: Sequence of `_ReplicaQueues`, of the local replicas.
-        function: Callable, see `Function`.
+        function: `Function`.
         num_served: `_CallCount`, updated after each call.
     """
     # `CancelledError` and `OutOfRangeError` mean that the queues are closed, and no
@@ -223,7 +223,8 @@ def _serve_call(
 ) -> Failure | None:
     """Wait for a call and answer it; return the failure of all later calls, if any.
 
-    Tensors are local here, so that none is kept while the thread waits for a call.
+    Tensors are local variables here, so the thread keeps none while it waits for a
+    call.
 
     Args:
         replica_queues: Sequence of `_ReplicaQueues`, of the local replicas.

@@ -31,10 +31,10 @@ from tfdp.communication.coordination.watch import COLLECTIVE_FAILED, NotConnecte
 from tfdp.ground import _compat
 
 _CLOSE_SECONDS = 2.0
-# A replica has one collective pending at a time; a cancelled step leaves another.
+# Capacity of a queue: one pending collective, and those that cancelled steps left.
 _CAPACITY = 4
-# An element of a queue: bytes, and a head: the ticket, which is the number of the
-# traced collective, and the number of the request.
+# An element of a queue has two components: bytes, and a head, which is the ticket (the
+# number of the traced collective) and the number of the request.
 _COMPONENTS = [tf.uint8, tf.int64]
 # The lower bits of a number count requests, the bits above them are its generation.
 _COUNT_BITS = 32
@@ -74,7 +74,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """Return the failure that an error means for waiting steps, and log it."""
+        """Log an error of a collective; return it as a `Failure`, for waiting steps."""
         _log.info("%s: %s", COLLECTIVE_FAILED, error)
         return cls(str(error), not isinstance(error, NotConnected))
 
@@ -130,7 +130,7 @@ class Bridge:
         devices: Sequence of strings, the device of each of these replicas.
         run: Callable, see `Run`, called on the thread. It is no longer called once it
             has raised an error other than `StepEnded`.
-        close: Callable of a reason, called after such an error.
+        close: Callable, called with the error's message after such an error.
 
     Attributes:
         failure: `Failure` of such an error, or `None`.
@@ -177,7 +177,7 @@ class Bridge:
             self._thread.join(_CLOSE_SECONDS)
 
     def is_over(self, number: int) -> bool:
-        """Whether the step that waits for a request's result has ended.
+        """Whether the step has ended that waits for the result of a request.
 
         Args:
             number: Int, number of the request.
@@ -196,7 +196,7 @@ class Bridge:
     def _serve_requests(self) -> None:
         """Wait for a request of each replica, and answer them.
 
-        Tensors are local here, so that none is kept while the thread waits.
+        Tensors are local variables here, so the thread keeps none while it waits.
         """
         requests = self._take()
         results = self._results(requests)
@@ -206,7 +206,11 @@ class Bridge:
             queues.give(result, request)
 
     def _take(self) -> list[_Request]:
-        """Wait for a request of each replica; all are of one generation."""
+        """Wait for a request of each replica; answer outdated ones with a failure.
+
+        Returns:
+            List of `_Request`, one of each replica, all of one generation.
+        """
         requests = [queues.take() for queues in self._replica_queues]
         while len({request.generation for request in requests}) > 1:
             newest = max(request.generation for request in requests)
@@ -243,7 +247,7 @@ class Bridge:
 
 
 class Queues:
-    """Two queues of one replica, to a thread and back.
+    """Two queues of one replica: of requests to a thread, and of its results.
 
     Args:
         device: String, the CPU that holds the queues.
@@ -257,14 +261,14 @@ class Queues:
         self._requests, self._results = requests, results
         # Counts the requests; equal on all replicas, since their programs are.
         self._number = _compat.plain_variable(0, tf.int64, device)
-        # Reason that this replica's step ends with an error, if it does.
+        # Failure that ends this replica's step with an error, or `None`.
         self._failure: Failure | None = None
         # `end_call` finds the queues of a failed graph call by this handle, since every
         # function that uses the queues has the counter as an input.
         _queues_by_handle[id(self._number.handle)] = self
 
     def end_call(self) -> Failure | None:
-        """Return the failure that may have ended a graph call with these queues.
+        """Return the failure of a collective in a graph call that has ended, or `None`.
 
         Pending requests are kept: another call may have launched them.
         """
@@ -326,7 +330,7 @@ class _CollectiveQueues(Queues):
         return _Request(data, head, *head.numpy().tolist())
 
     def give(self, result: tf.Tensor | Failure, request: _Request) -> None:
-        """Answer a request with a result, or with a failure that ends its step."""
+        """Enqueue a result, or a failure of the step, unless the step has ended."""
         head = request.head
         with self._lock:
             if request.generation < self.generation:
@@ -339,7 +343,7 @@ class _CollectiveQueues(Queues):
             )
 
     def end_call(self) -> Failure | None:
-        """Begin a new generation; return the failure of the last one, if any."""
+        """Begin a generation, without results; return the previous one's failure."""
         with self._lock, tf.init_scope():
             self.generation += 1
             self._number.assign(self.generation << _COUNT_BITS)
@@ -370,7 +374,7 @@ def new_tensor(num_bytes: int) -> tuple[tf.Tensor, np.ndarray]:
 
 
 def from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Convert uint8 back to the elements of a dtype."""
+    """Convert a flat uint8 tensor to a flat tensor of a dtype."""
     if dtype == tf.bool:
         return tf.cast(data, tf.bool)
     if dtype.size == 1:
@@ -380,6 +384,6 @@ def from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _shape_of(num_bytes: int) -> tf.Tensor:
-    """Return `[num_bytes]` as a tensor, cached: to create it takes the most time."""
+    """Return `[num_bytes]` as a tensor; cached, since its creation is slow."""
     with tf.device("CPU:0"):
         return tf.constant([num_bytes], tf.int32)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfdp.communication.collectives import Member, ProcessGroup, padded_length
 from tfdp.communication.coordination.progress import progress
 
-# Dtypes without collectives, and the wider dtypes that they are cast to.
+# Dtypes that collectives do not support, and the wider dtypes that are sent instead.
 _COLLECTIVE_DTYPES = {
     tf.bool: tf.int32,
     tf.int8: tf.int32,
@@ -84,7 +84,7 @@ def gather_first_axis(
 
 
 def _axis_first(tensor: tf.Tensor, axis: Any) -> tuple:
-    """Move `axis` to the front; return the result and the inverse function.
+    """Move `axis` to the front; return the tensor and a function that moves it back.
 
     Returns:
         Tuple of the transposed tensor, and a function from a gathered tensor to the

@@ -71,10 +71,10 @@ class Call:
     is_alone: bool = True
 
     def key(self, kind: str, tensor: tf.Tensor) -> int | tf.Tensor:
-        """Return the instance key of this call, see `InstanceKeys`.
+        """Return the instance key of this call, from its group's `InstanceKeys`.
 
         Args:
-            kind: String, the kind of the collective, see `Transport.run`.
+            kind: String, the kind of the collective, as in `Transport.run`.
             tensor: Tensor that is sent.
 
         Returns:
@@ -137,7 +137,9 @@ class SplitId:
     count: int
 
     def of_subgroup(self, parts: Partition, index: int) -> SplitId:
-        """Return the identity of a subgroup, if all groups of this path split alike.
+        """Return the identity of a subgroup of this group.
+
+        Every group of the same path must be split into the same parts.
 
         Args:
             parts: `Partition` of the group into its subgroups.
@@ -240,7 +242,7 @@ class LaunchOrder:
         themselves in the same way get different keys.
 
         Args:
-            path: Tuple, see `SplitId`.
+            path: Tuple, the path of splits, as in `SplitId`.
             count: Int, number of groups.
 
         Returns:
@@ -364,7 +366,7 @@ class ProcessGroup:
         """Create the subgroup of each local replica.
 
         Args:
-            parts: `Partition` of the group, see `split`.
+            parts: `Partition` of the group, as in `split`.
 
         Returns:
             Tuple with the subgroup of each local replica, `None` for one that is in no

@@ -34,7 +34,7 @@ _DYNAMIC_BITS = 22
 
 
 def _sizes() -> tuple[int, ...]:
-    """Return 1 to 16, and then eight sizes per octave, at most an eighth apart.
+    """Return the lengths to which tensors are padded: 1 to 16, then 8 per octave.
 
     0 is not a size, since TensorFlow rejects an empty collective.
     """
@@ -78,7 +78,7 @@ class InstanceKeys:
         signature = (kind, tensor.dtype.name, str(tensor.shape))
         with self._lock:
             ordinal = 0
-            # Eager collectives of a device run one after another and may share a key.
+            # Eager collectives of a device never overlap, so that they may share a key.
             if not tf.executing_eagerly():
                 graph = _compat.root_graph()
                 counter = self._counters.setdefault(graph, collections.Counter())
@@ -91,7 +91,7 @@ class InstanceKeys:
         return (number << _SIZE_BITS) + size
 
     def _number_of(self, signature: tuple, bits: int) -> int:
-        """Return a number for a signature by its hash, distinct from all others.
+        """Return the number of a signature: its hash, or the next number that is free.
 
         Args:
             signature: Tuple of kind, dtype, shape and ordinal of a collective.

@@ -38,7 +38,7 @@ class Member:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Dict, the arguments of an algorithm except its tensor."""
+        """Dict, arguments of an all-reduce function such as `ring`, but the tensor."""
         return vars(self)
 
     @property
@@ -47,7 +47,7 @@ class Member:
         return self.group.position(self.replica)
 
     def inside(self, groups: Sequence[ProcessGroup | None]) -> Member:
-        """Return the same replica as a member of its subgroup, from `split`."""
+        """Return the replica as a `Member` of its subgroup in the result of `split`."""
         group = groups[self.replica]
         assert group is not None
         return dataclasses.replace(self, group=group)
@@ -162,7 +162,7 @@ class Member:
         """Run a collective on the replica's device, with timestamps if recorded.
 
         Args:
-            kind: String, the kind of the collective, see `Transport.run`.
+            kind: String, the kind of the collective, as in `Transport.run`.
             tensor: Tensor that is sent.
             size: Scalar int32 tensor from `padded_length`, or `None`.
             is_alone: Bool, whether hardly any other collective runs at the same time.
@@ -246,11 +246,11 @@ def _joined_shape(tensor: tf.Tensor, count: int) -> tf.TensorShape:
 
 
 def _sum_of_rows(rows: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Sum over the first axis, into `dtype`; half precision is summed in float32."""
+    """Sum over the first axis, and cast to `dtype`; half precision adds in float32."""
     wide = tf.float32 if dtype.is_floating and dtype.size < 4 else dtype
     return tf.cast(tf.reduce_sum(tf.cast(rows, wide), axis=0), dtype)
 
 
 def _is_empty(tensor: tf.Tensor) -> bool:
-    """Return whether a tensor has no elements, which TensorFlow would reject."""
+    """Return whether a tensor has no elements by its static shape."""
     return tensor.shape.num_elements() == 0

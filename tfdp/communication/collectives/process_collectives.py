@@ -61,7 +61,7 @@ class ProcessCollectives:
         return range(self.starts[self.own], self.starts[self.own + 1])
 
     def _bounds(self, length: int) -> list[int]:
-        """Return the bounds of the workers' parts of an array, equal per replica.
+        """Return bounds of the workers' parts of an array, in proportion to replicas.
 
         Args:
             length: Int, number of elements of the array.
@@ -121,7 +121,8 @@ class ProcessCollectives:
         outputs = [_new_array(len(array), array.dtype) for array in arrays]
         sent = [array.reshape(self.size, -1) for array in arrays]
         received = [array.reshape(self.size, -1) for _, array in outputs]
-        # One block per worker, ordered by local replica and then by remote replica.
+        # Each worker gets one block, ordered by local replica and then by remote
+        # replica.
         parts = list(itertools.pairwise(self.starts))
         outgoing = [np.concatenate([s[a:b].ravel() for s in sent]) for a, b in parts]
         incoming = [np.empty_like(block) for block in outgoing]

@@ -47,7 +47,7 @@ from tfdp.communication.transport import (
 )
 from tfdp.ground.base.finalizers import finalizers
 
-# Chains per device: buckets on different chains are reduced at the same time.
+# Chains per device: gradient buckets on different chains are reduced concurrently.
 _CHANNELS = 4
 
 
@@ -76,7 +76,7 @@ def end_failed_call(inputs: Sequence[Any], error: tf.errors.OpError) -> Exceptio
 
 @dataclasses.dataclass(frozen=True)
 class _Operation:
-    """A traced collective of a lane.
+    """A traced collective of a lane; equal ones of local replicas have one ticket.
 
     Args:
         kind: String, the name of a method of `ProcessCollectives`.
@@ -94,7 +94,9 @@ class _Operation:
 
 
 class ProcessTransport:
-    """Transport over a communicator for each group and channel, see `Transport`.
+    """Transport over one communicator for each group and channel.
+
+    Implements `Transport`.
 
     Args:
         name: String, `"direct"` or `"mpi"`.
@@ -128,7 +130,7 @@ class ProcessTransport:
     def run(
         self, kind: str, tensor: tf.Tensor, call: Call, source: int = 0
     ) -> tf.Tensor:
-        """Run a collective in the lane of its group and channel, see `Transport`."""
+        """Run a collective in the lane of its group and channel; see `Transport`."""
         lane = self._lane(call.group, call.channel % self.num_channels)
         key_kind = f"{kind} from {source}" if kind == "broadcast" else kind
         key = dataclasses.replace(call, size=None).key(key_kind, tensor)
@@ -143,7 +145,7 @@ class ProcessTransport:
             return tf.reshape(from_bytes(result, tensor.dtype), shape)
 
     def abort(self, reason: str) -> None:
-        """End all waits for other workers, and send them a reason."""
+        """Stop all waits for other workers with an error; send them `reason`."""
         for lane in self._all_lanes():
             lane.abort(reason)
 
@@ -170,7 +172,8 @@ class ProcessTransport:
                 name = f"{group.key}/{channel}"
                 lane = _Lane(name, group, self._rank, self.new_communicator)
                 lanes[channel] = lane
-                # The lane's thread would keep the lane alive after its group.
+                # A lane's thread keeps the lane alive, so the end of its group has to
+                # end it.
                 finalizers.register(group, lane.end, waits=False)
             return lanes[channel]
 
@@ -182,7 +185,7 @@ class _Lane:
         name: String, the same on all workers and unique for the group and the channel.
         group: `ProcessGroup`.
         rank: Int, rank of this worker.
-        new_communicator: Callable, see `ProcessTransport`.
+        new_communicator: Callable, as in `ProcessTransport`.
     """
 
     def __init__(
@@ -195,7 +198,7 @@ class _Lane:
         assert group.workers is not None
         self._collectives = ProcessCollectives(group.workers, rank)
         positions = enumerate(group.local_positions)
-        # Local replicas are in the order of positions, like the parts of a tensor.
+        # Local replicas are sorted by position, as the parts of a tensor are.
         local = sorted((p, replica) for replica, p in positions if p is not None)
         self._index = {replica: index for index, (_, replica) in enumerate(local)}
         self._name = name
@@ -236,7 +239,7 @@ class _Lane:
         self._bridge.close(waits=waits)
 
     def abort(self, reason: str) -> None:
-        """End all waits for other workers, and send them a reason."""
+        """Stop all waits for other workers with an error; send them `reason`."""
         self._end_reason = reason
         if self._collectives.communicator is not None:
             self._collectives.communicator.close(reason)
@@ -247,7 +250,7 @@ class _Lane:
         return self._bridge.failure.reason if self._bridge.failure else ""
 
     def _run(self, ticket: int, number: int, data: list[np.ndarray]) -> list[tf.Tensor]:
-        """Run a traced operation on the thread; reconnect after failed steps.
+        """Run a traced operation on the thread; connect again after failed steps.
 
         Args:
             ticket: Int, index of the traced operation in `_operations`.
@@ -274,7 +277,7 @@ class _Lane:
                 if ahead is None:
                     text = f"{error} (operation {operation.scope})"
                     raise RuntimeError(text) from error
-                # This communicator may still carry bytes of an earlier step: the next
+                # The communicator may still carry bytes of an earlier step, so the next
                 # attempt creates a new one.
                 self._collectives.communicator = None
                 self._num_discarded += 1
@@ -293,7 +296,7 @@ class _Lane:
         )
 
     def _connect(self) -> None:
-        """Create the communicator of the group, unless one process has all of it."""
+        """Create the communicator, unless this process has one or has all replicas."""
         collectives = self._collectives
         if collectives.communicator is not None or len(collectives.ranks) == 1:
             return
@@ -319,7 +322,7 @@ def _shape_of_result(kind: str, tensor: tf.Tensor, size: int) -> Any:
     """Return the result's shape, as a list of ints or, if dynamic, as a tensor.
 
     Args:
-        kind: String, the kind of the collective, see `Transport.run`.
+        kind: String, the kind of the collective, as in `Transport.run`.
         tensor: Tensor that a replica sends.
         size: Int, number of replicas in the group.
     """
@@ -340,7 +343,7 @@ def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def host_of(device: str) -> str:
-    """Return the CPU that holds the queues of a device: itself, or its host's CPU.
+    """Return the CPU that holds a device's queues: a CPU itself, or a GPU's host CPU.
 
     Args:
         device: String, name of the device.

@@ -17,17 +17,17 @@ from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.context import in_replica_thread
 from tfdp.ground.base.step_context import ActiveHooks
 
-# Names of measurements, see `tfdp.communication.collectives.timing.Mark`.
-TIMES = "times"  # of a replica: begin of its step, end of its forward pass
-BATCH = "batch"  # of a worker: samples of the global batch, number of steps
-NORM = "norm"  # of a replica: its part of the squared norm, and its step
+# Names of `Mark`s, which are defined in `tfdp.communication.collectives.timing`.
+TIMES = "times"  # numbers of a replica: begin of its step, end of its forward pass
+BATCH = "batch"  # numbers of a worker: samples of the global batch, number of steps
+NORM = "norm"  # numbers of a replica: its part of the squared norm, and the step
 
 
 class DataWait:
     """Sum of the times that the steps of `fit` wait for data, of one worker.
 
-    Two time stamps are added to steps that are traced while it is active. Python reads
-    the sum whenever it wants, not in each step.
+    Steps that are traced while it is active get two time stamps. Python reads the sum
+    when it needs it, not in each step.
 
     Attributes:
         num_traces: Int, steps that were traced with it.
@@ -35,7 +35,7 @@ class DataWait:
 
     def __init__(self) -> None:
         self.num_traces = 0
-        # Begin of the last step, which Python does not read, and the sum.
+        # Begin of the last step, which Python does not read, and the sum of the waits.
         self._begin = _compat.plain_variable(0.0, tf.float64, "CPU:0")
         self._sum = _compat.plain_variable(0.0, tf.float64, "CPU:0")
 
@@ -50,8 +50,8 @@ class DataWait:
         """
         self.num_traces += 1
 
-        # Each function changes a variable, by which alone it is ordered: see
-        # `timing.write`.
+        # Each function changes one variable, and TensorFlow orders it only by that
+        # variable, as in `timing.write`.
         @tf.function(autograph=False)
         def begin() -> tf.Tensor:
             """Return the time at which the step begins."""
@@ -61,7 +61,7 @@ class DataWait:
 
         @tf.function(autograph=False)
         def add(begun_at: tf.Tensor) -> tf.Tensor:
-            """Add the time since the begin of the step."""
+            """Add the time since `begun_at` to the sum; return the current time."""
             now = tf.timestamp()
             self._sum.assign_add(now - begun_at, read_value=False)
             return now
@@ -71,7 +71,7 @@ class DataWait:
             return add(begun_at)
 
     def read_seconds(self) -> float:
-        """Return the sum in seconds; it shrinks where the clock was set back."""
+        """Return the sum in seconds; it shrinks if the host's clock is set back."""
         handle = self._sum.handle
         value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64)
         return float(value.numpy())
@@ -139,7 +139,7 @@ def record_batch(samples: tf.Tensor | None) -> None:
     values = timing.mark_variable(BATCH, 0)
 
     def assign() -> Any:
-        """Assign the samples, as float64, and the number of steps so far plus one."""
+        """Assign the number of samples, and add one to the number of steps."""
         samples = tf.cast(count, tf.float64)
         return values.assign(tf.stack([samples, values[1] + 1.0, 0.0]))
 
@@ -163,7 +163,7 @@ def record_squared_norm(compute: Callable[[], tf.Tensor]) -> None:
     values = timing.mark_variable(NORM, _compat.active_local_replica_id())
 
     def record() -> None:
-        """Add this part of the squared norm to that of the step."""
+        """Add this part of the squared norm to the other parts of the same step."""
         squares = tf.cast(compute(), tf.float64)
         # Another optimizer may have recorded its part of the same step.
         before = tf.where(tf.equal(values[1], step), values[0], 0.0)

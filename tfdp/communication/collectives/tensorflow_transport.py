@@ -14,7 +14,8 @@ from tfdp.ground import _compat
 # but leaves the network idle between pieces if no other collective runs at the same
 # time. Measured in docs/reports/performance.md.
 _SUBDIVISIONS, _SUBDIVISIONS_ALONE = 1, 2
-# Buckets on different channels overlap on CPUs; NCCL needs a single order.
+# Chains per device on CPUs, where buckets on different channels overlap; NCCL needs a
+# single order.
 _CPU_CHANNELS = 4
 _OPERATIONS = {
     "all_reduce": tf.raw_ops.CollectiveReduceV2,
@@ -25,7 +26,7 @@ _OPERATIONS = {
 
 
 class TensorFlowTransport:
-    """Transport by TensorFlow's collective operations, see `Transport`.
+    """Transport by TensorFlow's collective operations; implements `Transport`.
 
     Args:
         name: String, `"ring"` or `"nccl"`, TensorFlow's communication hint.
@@ -41,7 +42,7 @@ class TensorFlowTransport:
     def run(
         self, kind: str, tensor: tf.Tensor, call: Call, source: int = 0
     ) -> tf.Tensor:
-        """Run a collective by an operation of TensorFlow, see `Transport`.
+        """Run a collective by an operation of TensorFlow, as in `Transport.run`.
 
         Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
         clusters of workstations", for the ring.
@@ -56,7 +57,8 @@ class TensorFlowTransport:
         if kind == "all_reduce":
             subdivisions = _SUBDIVISIONS_ALONE if call.is_alone else _SUBDIVISIONS
             options["max_subdivs_per_device"] = subdivisions
-            name = f"{kind} in {subdivisions}"  # the two need different keys
+            # Each number of subdivisions needs its own key.
+            name = f"{kind} in {subdivisions}"
         arguments = self._arguments(name, sent, call)
         return back(_OPERATIONS[kind](input=sent, **options, **arguments))
 
@@ -110,7 +112,7 @@ class TensorFlowTransport:
 def _as_real(
     tensor: tf.Tensor,
 ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """Convert complex numbers to pairs of real ones; return the inverse function, too.
+    """View complex numbers as pairs of real ones; return the inverse function, too.
 
     TensorFlow has no collectives of complex numbers.
 
@@ -125,10 +127,10 @@ def _as_real(
 
 
 def _check_loop(num_local: int) -> None:
-    """Raise for a collective in a loop, which would deadlock with several replicas.
+    """Raise `ValueError` for a collective in a loop of one of several local replicas.
 
-    TensorFlow matches collectives also by the name of their loop, and each replica of a
-    process has a different one.
+    TensorFlow matches collectives also by the name of their loop, which differs between
+    the replicas of a process, so that the collective would deadlock.
     """
     if num_local > 1 and _compat.in_loop_of_replica():
         raise ValueError(

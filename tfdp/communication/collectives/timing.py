@@ -44,7 +44,8 @@ class Collective:
         chain: Int, collectives of one chain run one after another. Defaults to `0`.
         is_awaited: Bool, whether the step records when the result was first needed.
             Defaults to `False`.
-        needed_at: Float, that time in seconds, or `None`. Defaults to `None`.
+        needed_at: Float, seconds, the time at which the result was first needed, or
+            `None`. Defaults to `None`.
     """
 
     kind: str
@@ -59,7 +60,7 @@ class Collective:
 
     @property
     def is_of_gradients(self) -> bool:
-        """Bool, whether it reduces gradients, which the backward pass computes."""
+        """Bool, whether this collective reduces gradients of the backward pass."""
         return self.label.split()[0] in (GRADIENTS, ROWS)
 
     @property
@@ -91,7 +92,7 @@ class Mark:
     values: tf.Variable
 
 
-# Row of the table that `Recorder.gather` collects: what is recorded, and where.
+# Row of the table that `Recorder.gather` collects: the item that is recorded.
 Row = Collective | Mark
 
 
@@ -127,7 +128,7 @@ class Recorder:
         self.stop()
 
     def stop(self) -> None:
-        """Stop recording; functions traced from now on are not recorded."""
+        """Stop recording: functions that are traced later are not recorded."""
         recorders.deactivate(self)
 
     @property
@@ -136,7 +137,7 @@ class Recorder:
         return [row for row in self.rows if isinstance(row, Collective)]
 
     def gather(self) -> None:
-        """Collect the rows of a traced step in one variable.
+        """Copy the values of all rows into one variable, at the end of a traced step.
 
         Python then reads one variable per step instead of one per row.
         """
@@ -174,7 +175,7 @@ def is_timing() -> bool:
 
 
 def gather() -> None:
-    """Collect the rows of all recorders, at the end of a traced step."""
+    """Add the copy of all rows, for each recorder, to the end of a traced step."""
     if is_active():
         for recorder in recorders.active():
             recorder.gather()
@@ -258,7 +259,7 @@ def measured(
 
 
 def mark_variable(name: str, replica: int) -> tf.Variable:
-    """Return the variable of a replica's `Mark` of a name; create it if missing."""
+    """Return the variable of a replica's `Mark` with a name; create it if missing."""
     for recorder in recorders.active():
         for row in recorder.rows:
             if isinstance(row, Mark) and (row.name, row.replica) == (name, replica):

@@ -32,13 +32,14 @@ _logger = logging.getLogger("tfdp.connection")
 # Time limit of a whole handshake.
 _PROOF_SECONDS = 5.0
 _MOST_UNAUTHENTICATED = 256
-# Number of refused connections that are all logged; later ones only at powers of two.
+# Number of refused connections that are logged in full; of later ones, only those at
+# powers of two.
 _FULL_LOG = 10
-# Interval of calls to `tick`.
+# Interval of the calls of an acceptor's `tick`.
 _TICK_SECONDS = 0.05
-# Pause after a failed `accept`.
+# Pause after an `accept` that has failed.
 _RETRY_SECONDS = 0.01
-_CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
+_CREDENTIALS = struct.Struct("3i")  # `struct ucred` of Linux: process, user, group
 
 
 class Readable(Protocol):
@@ -123,7 +124,8 @@ class Acceptor:
         self._tick, self._ticks_at = tick, math.inf if tick is None else -math.inf
         self._new_steps = functools.partial(accept_steps, secret, service, claim_bytes)
         self._accepted, self._log, self._lacks_files = accepted, log, lacks_files
-        # In order of arrival, so that the first one has the earliest deadline.
+        # Connections in the order of arrival, so that the first has the earliest
+        # deadline.
         self._unauthenticated: dict[_Unauthenticated, None] = {}
         self._num_refused = 0
         self._selector = selectors.DefaultSelector()
@@ -154,18 +156,20 @@ class Acceptor:
             self._wake()
 
     def watch_output(self, readable: Readable, *, waits: bool) -> None:
-        """Call `read` also when a watched connection takes bytes; only on the thread.
+        """Set whether `read` is called also when a watched connection can take bytes.
+
+        Only the acceptor's thread may call this.
 
         Args:
             readable: `Readable`, a watched connection.
-            waits: Bool, whether bytes wait until the connection takes them.
+            waits: Bool, whether bytes wait to be sent, so that `read` has to be called.
         """
         key = self._selector.get_key(readable)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
         self._selector.modify(readable, events, key.data)
 
     def unwatch(self, readable: Readable) -> None:
-        """End the watch of a connection, and close it; only on the thread.
+        """Stop watching a connection, and close it; only on the acceptor's thread.
 
         Args:
             readable: `Readable`, a watched connection.
@@ -174,9 +178,10 @@ class Acceptor:
         readable.close()
 
     def stop_listening(self) -> None:
-        """Accept no connections any more; only on the thread.
+        """Stop accepting connections; only on the acceptor's thread.
 
-        Watched connections continue, those that are not authenticated are closed.
+        Watched connections stay open; connections that are not authenticated are
+        closed.
         """
         closed: list[Readable] = [*self._listening, *self._unauthenticated]
         for readable in closed:
@@ -193,7 +198,7 @@ class Acceptor:
 
     def _wake(self) -> None:
         """Wake the thread from its wait for events."""
-        with contextlib.suppress(OSError):  # the thread has ended
+        with contextlib.suppress(OSError):  # the thread has ended and closed its socket
             self._waker.send(b"\0")
 
     def _register(self, readable: Readable, act: Callable[[], Any]) -> None:
@@ -244,7 +249,7 @@ class Acceptor:
         except OSError as error:
             if (lack := lack_of_files(error)) is not None:
                 self._lacks_files(lack)
-            # The peer has left, or no descriptor is free yet.
+            # The peer has closed the connection, or no file descriptor is free yet.
             time.sleep(_RETRY_SECONDS)
             return
         sock = close_in_forks(sock)

@@ -60,7 +60,7 @@ class WrongService(UnauthenticatedPeer):
 
     @property
     def version(self) -> str | None:
-        """String, the protocol version if it is another one, or `None`."""
+        """String, the other end's protocol version if it differs, else `None`."""
         if self.received.startswith(_FIRST_PROTOCOL):
             return "0"
         if not self.received.startswith(_PROTOCOL):
@@ -132,7 +132,7 @@ def accept_steps(secret: str, service: str, claim_bytes: int = 0) -> Steps:
     if not hmac.compare_digest(
         proof, _proof(secret, b"dials", greeting, nonce_and_claim)
     ):
-        # Zeros, which are no proof, show the dialer that it must not try again.
+        # Zeros, which are not a valid proof, tell the dialer not to try again.
         yield bytes(_PROOF_BYTES)
         raise UnauthenticatedPeer
     yield _proof(secret, b"listens", greeting, nonce_and_claim)
@@ -195,12 +195,16 @@ def reason_of(error: OSError) -> str:
 
 
 def _head(service: str) -> bytes:
-    """Return the head of a greeting: protocol, version and service, padded."""
+    """Return the head of a greeting: protocol, version and service in 32 bytes."""
     return (_PROTOCOL + f"{VERSION} {service}".encode()).ljust(_HEAD_BYTES)
 
 
 def _receive(num_bytes: int, begin: bytes = b"") -> Generator[int, bytes | None, bytes]:
-    """Receive `num_bytes`, which must start with the bytes `begin`."""
+    """Receive `num_bytes` in the steps of a handshake, and return them.
+
+    Raises `WrongService` unless they start with `begin`, and `ConnectionFailed` at the
+    end of the connection.
+    """
     received = b""
     while len(received) < num_bytes:
         part = yield num_bytes - len(received)

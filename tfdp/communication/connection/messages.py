@@ -25,11 +25,12 @@ from tfdp.communication.connection.handshake import (
 # Length and HMAC of a text.
 _HEAD = struct.Struct("!I32s")
 _NUMBER = struct.Struct("!Q")
-# Largest length of a text, and what the fields that the store adds may take beside it.
-# All texts of an all-gather are in one message.
+# Largest length of a text, which may hold all texts of an all-gather, and the largest
+# length of the fields that the store adds.
 MOST_BYTES, _MOST_ADDED_BYTES = 1 << 26, 1 << 20
 _RECEIVE_BYTES = 1 << 16
-# `json.dumps` would make an encoder for each message, which takes as long again.
+# A shared encoder: `json.dumps` would create one for each message, in as much time
+# again.
 _compact_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -48,12 +49,12 @@ class MessageTooLong(ValueError):
 
 
 def encode(message: Mapping[str, Any], *, is_added_to: bool = False) -> bytes:
-    """Encode a message.
+    """Encode a message as compact JSON in UTF-8.
 
     Args:
         message: Mapping of values that JSON supports.
-        is_added_to: Bool, whether it contains a text of legal length, to which the
-            store has added fields. Defaults to `False`.
+        is_added_to: Bool, whether the store has added fields to a text of legal length,
+            so that a higher limit holds. Defaults to `False`.
 
     Raises:
         MessageTooLong: If it exceeds the limit.
@@ -77,7 +78,7 @@ class Seal:
     """
 
     def __init__(self, key: bytes) -> None:
-        # To copy it takes less time than to hash the key again.
+        # A copy of this object takes less time than hashing the key for each message.
         self._keyed = hmac.new(key, digestmod="sha256")
         self._number = 0
 
@@ -97,8 +98,8 @@ class Seal:
 class MessageConnection:
     """Connection that carries messages in both directions.
 
-    Any thread may send. If the socket is non-blocking, it takes bytes later that it
-    does not take at once: then its reader has to call `proceed`.
+    Any thread may send. A non-blocking socket may not take all bytes at once: its
+    reader must then call `proceed` to send the remaining ones.
 
     Args:
         sock: `socket.socket`, after the handshake.
@@ -120,7 +121,7 @@ class MessageConnection:
     ) -> None:
         self.sock, self.fileno = sock, sock.fileno
         if sock.family != socket.AF_UNIX:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the connection may have ended
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._most_bytes = most_bytes
         self._outgoing, self._incoming = Seal(keys.outgoing), Seal(keys.incoming)
@@ -186,7 +187,7 @@ class MessageConnection:
             raise ConnectionFailed("has sent an invalid message") from error
 
     def proceed(self) -> list[dict[str, Any]]:
-        """Send bytes that have waited, and receive without waiting, see `receive`."""
+        """Send bytes that have waited; return the messages that have arrived."""
         if self._output:
             with self._lock:
                 self._flush()
@@ -203,8 +204,8 @@ class MessageConnection:
         """Remove the complete messages from the input, and decode them.
 
         Raises:
-            ValueError: If a message is too long, is no JSON object, or is not the one
-                that the other end has sent next.
+            ValueError: If a message is too long, is not a JSON object, or is not the
+                next one that the other end has sent.
         """
         while len(self._input) >= _HEAD.size:
             length, mac = _HEAD.unpack_from(self._input)

@@ -21,7 +21,7 @@ _MOST_BYTES = 4096
 
 
 class SecretError(ValueError):
-    """Error: the file of the job's secret cannot be used; the text says why."""
+    """Error: the file of the job's secret cannot be used; the text has the reason."""
 
 
 def new_secret() -> str:
@@ -34,7 +34,7 @@ def new_secret() -> str:
 
 
 def derive_secret(secret: str, purpose: str) -> str:
-    """Return the secret that a job has for one purpose, which does not tell the job's.
+    """Derive the secret for one purpose, which does not reveal the job's secret.
 
     Args:
         secret: String, the secret of the job.

@@ -27,8 +27,8 @@ from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan
 from tfdp.ground.plans.topology import Topology
 
-# Number that Keras appends to the name of a variable; in the name of a slot it follows
-# the name of the variable.
+# Number that Keras appends to the name of a variable; in the name of an optimizer's
+# slot, the name of the variable comes first.
 _AUTO_NUMBER = re.compile(r"_\d+(?=[/:_]|$)")
 _LET_NOTHING_CHOOSE = (
     "What a step computes must not depend on anything that differs between workers, "
@@ -54,8 +54,8 @@ def check_same_setup(
         List of strings, the devices of all workers in the order of ranks.
 
     Raises:
-        ValueError: If so; the message names the first worker that differs from
-            worker 0.
+        ValueError: If they differ; the message names the first worker that differs
+            from worker 0.
     """
     setup = {"devices": list(devices), "facts": facts}
     messages = worker_group.all_gather("start-up", setup)
@@ -90,8 +90,8 @@ def setup_facts(
     kinds = sorted({_compat.device_type(device) for device in devices})
     facts = {
         "devices per worker": f"{len(devices)} x {'/'.join(kinds)}",
-        # Only packages that define a step are compared; the version of Python does not
-        # change a step.
+        # Packages that define a step are compared, but not Python, whose version does
+        # not change a step.
         "TensorFlow version": tf.__version__,
         "Keras version": keras.__version__,
         "settings of `rebalance`": str(rebalances).lower(),
@@ -111,7 +111,8 @@ def _name_in_cluster(device: str, rank: int) -> str:
         rank: Int, rank of the worker.
     """
     spec = tf.DeviceSpec.from_string(device)
-    # TensorFlow's server gives a device the name of its task.
+    # If TensorFlow's server runs, the name has the job and the task of the worker
+    # already.
     is_unique = spec.job != "localhost"
     return device if is_unique else spec.replace(job="worker", task=rank).to_string()
 
@@ -139,7 +140,8 @@ def agreed_topology(
     found = topology_of(
         hosts, num_local, node_size=options.node_size, nodes=options.nodes
     )
-    # A host name may resolve to other addresses on another machine.
+    # All workers use the result of worker 0, since a host name may resolve to other
+    # addresses on another machine.
     return Topology.from_json(worker_group.all_gather("topology", found.to_json())[0])
 
 
@@ -166,7 +168,7 @@ def check_same_variables(
         List of each worker's `beside`, ordered by rank.
 
     Raises:
-        ValueError: If so; the message names the first variable that differs.
+        ValueError: If they do not; the message names the first variable that differs.
     """
     items = [(signature_of(variable), _describe(variable)) for variable in variables]
     difference, values = _compare_items(
@@ -219,7 +221,8 @@ def check_same_plan(worker_group: WorkerGroup, plan: BucketPlan) -> None:
         plan: `BucketPlan` of this worker.
 
     Raises:
-        ValueError: If so; the message names the first gradient in another position.
+        ValueError: If they differ; the message names the first gradient whose position
+            differs.
     """
     order = [
         ([number, bucket.dtype, index, list(entry.shape)], repr(entry.name))
@@ -247,6 +250,8 @@ def check_same_program(
 ) -> int | None:
     """Raise on every worker if their steps compute different things.
 
+    Workers compare digests of all operations, and their lists only if digests differ.
+
     Args:
         worker_group: `WorkerGroup` between the workers.
         topic: String, the step, for error messages.
@@ -260,7 +265,7 @@ def check_same_program(
         Int, the least available memory of all workers, or `None` if unknown.
 
     Raises:
-        ValueError: If so; the message names the first operation that differs.
+        ValueError: If they do; the message names the first operation that differs.
     """
     if worker_group.num_workers == 1:
         return available
@@ -337,11 +342,11 @@ def _first_difference(
     """Find the first item in which a worker differs from worker 0.
 
     Args:
-        lists: Sequence of each worker's items, see `_compare_items`.
+        lists: Sequence of the items of each worker, as in `_compare_items`.
 
     Returns:
-        Tuple of the worker's rank, the position of the item, and the descriptions of
-        the item on worker 0 and on that worker; or `None`.
+        Tuple of the rank of a worker that differs, the position of the item, and the
+        descriptions of the item on worker 0 and on that worker; or `None`.
     """
     nothing = (None, "nothing")
     for rank, items in enumerate(lists[1:], start=1):
@@ -365,7 +370,7 @@ def _describe(variable: Any) -> str:
 
 
 def _name(variable: Any) -> str:
-    """Return a variable's path or name, without an output index."""
+    """Return a variable's path, or its name without an output index such as `":0"`."""
     return str(getattr(variable, "path", None) or variable.name).split(":")[0]
 
 
@@ -451,7 +456,7 @@ def _first_differing_path(first: Any, other: Any) -> tuple | None:
 
 
 def _value_at(value: Any, path: tuple) -> Any:
-    """Return the value at a path of a nest, or `_MISSING`."""
+    """Return the value at a path in a nest, or `_MISSING` if there is none."""
     for key in path:
         try:
             value = value[key]

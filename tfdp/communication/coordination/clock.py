@@ -34,7 +34,7 @@ class ProcessClock:
         self._last_pause = (float("-inf"), 0.0)
 
     def watch(self) -> None:
-        """Detect pauses from now on, when the clock is read every second."""
+        """Detect suspensions from now on: a thread reads the clock each second."""
         self.now()
         self._is_watched = True
 
@@ -49,17 +49,17 @@ class ProcessClock:
             return real - self._suspended
 
     def pause_within(self, seconds: float) -> float:
-        """Return the length of the last pause, or 0.0 if it ended earlier.
+        """Return the length of the last suspension if it ended recently, else 0.0.
 
         Args:
-            seconds: Float, longest time since the end of the pause, by this clock.
+            seconds: Float, longest time since its end that is recent, by this clock.
         """
         now = self.now()
         ended_at, length = self._last_pause
         return length if now - ended_at <= seconds else 0.0
 
     def reset_in_fork(self) -> None:
-        """Replace the lock, which another thread may have held at the fork."""
+        """Replace the lock in a forked process: another thread may have held it."""
         self._lock = threading.Lock()
         self._is_watched = False
 

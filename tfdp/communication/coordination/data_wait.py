@@ -46,7 +46,8 @@ class DataWait:
         self.read_counts: Callable[[], ReadCounts] = lambda: ReadCounts(0, 0)
         self._lock = threading.Lock()
         self._num_reads = self._num_reading = 0
-        # The wait at the last call of `seconds`, and the time when it was first seen.
+        # The pending reads at the last call of `seconds`, and the time when that value
+        # was first seen.
         self._seen: tuple[int, ReadCounts] | None = None
         self._since = 0.0
 
@@ -64,7 +65,7 @@ class DataWait:
 
     @property
     def seconds(self) -> float:
-        """Float, time since a call of this property first saw the present wait."""
+        """Float, seconds since this property first saw the pending read, or 0.0."""
         counts = self.read_counts()
         with self._lock:
             runs = progress.current.is_computing or _compat.call_in_progress()

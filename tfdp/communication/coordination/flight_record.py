@@ -1,4 +1,4 @@
-"""Flight record: what a worker has done last, kept in memory and written at trouble."""
+"""Flight record: last actions of a worker, kept in memory and written on a failure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from tfdp.communication.cluster import tf_config
 from tfdp.ground.base.json_fields import from_fields
 
-# Signal on which all workers of a job write their records. `tfdp run` sends one of its
-# own before it stops workers: a script may use SIGUSR2 itself.
+# Signals on which all workers of a job write their records. `tfdp run` sends
+# `LAUNCHER_SIGNAL` before it stops workers, since a script may use SIGUSR2 itself.
 RECORD_SIGNAL = getattr(signal, "SIGUSR2", signal.SIGTERM)
 LAUNCHER_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else RECORD_SIGNAL
 # Number of collectives that a worker keeps.
@@ -26,9 +26,9 @@ NUM_COLLECTIVES = 512
 TEXTS = "all-gather of texts"
 # Key of the log folder in the `tfdp` key of `TF_CONFIG`, and the folder without it.
 FOLDER_KEY, DEFAULT_FOLDER = "logs", "tfdp-logs"
-# A file with more workers is damaged.
+# Largest accepted number of workers in a file: with more, the file is damaged.
 _MOST_WORKERS = 1 << 20
-# Version of the files.
+# Version of the format of a record's file.
 _FORMAT = 1
 
 _T = TypeVar("_T")
@@ -129,12 +129,12 @@ class CollectiveRing:
 
 
 def wall_offset() -> float:
-    """Return what is added to `time.perf_counter()` for seconds of the wall clock."""
+    """Return the offset in seconds from `time.perf_counter()` to the wall clock."""
     return time.time() - time.perf_counter()
 
 
 def copy_of(ring: collections.deque[_T]) -> list[_T]:
-    """Return the entries of a ring to which another thread may append meanwhile."""
+    """Return a copy of a deque to which other threads may append at the same time."""
     while True:
         with contextlib.suppress(RuntimeError):  # the ring changed during the copy
             return list(ring)
@@ -148,7 +148,7 @@ class Span:
         name: String, such as `"step 3 of epoch 1 of fit"`, or `""` outside of Keras's
             loops and tfdp's calls.
         begin: Float, seconds of the wall clock.
-        end: Float, seconds of the wall clock, or `None` for the present place.
+        end: Float, seconds of the wall clock, or `None` if the worker is still there.
     """
 
     name: str
@@ -175,10 +175,10 @@ class ThreadStack:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """Another worker, as this one has last heard of it.
+    """Another worker, as this worker's last information describes it.
 
     Args:
-        place: String, its place, or `""`.
+        place: String, the place in its script as in `Span`, or `""`.
         source: String, the data source that it waits for, or `""`.
         last_error: String, the last error that a loop of Keras raised there, or `""`.
         silent_seconds: Float, time since its last heartbeat.
@@ -192,7 +192,7 @@ class Peer:
 
 @dataclasses.dataclass(frozen=True)
 class FlightRecord:
-    """What a worker has done last, as it stands in a file.
+    """Record of a worker's last actions, the content of a file.
 
     Args:
         rank: Int, rank of the worker.
@@ -204,9 +204,10 @@ class FlightRecord:
             script has ended with an error; `None` after a signal.
         started_at: Float, when the worker joined the job, by its wall clock.
         written_at: Float, time of the record by the same clock.
-        place: String, its place, see `Span`.
+        place: String, the place in its script, as in `Span`.
         source: String, the data source that it waits for, or `""`.
-        collectives: List of `RecordedCollective`, in the order in which it entered.
+        collectives: List of `RecordedCollective`, in the order in which the worker
+            entered them.
         spans: List of `Span`, in order.
         threads: List of `ThreadStack`.
         peers: Dict from the rank of another worker to a `Peer`.
@@ -278,7 +279,7 @@ class FlightRecord:
 
 
 def file_name(rank: int | str) -> str:
-    """Return the name of the file of a worker's record; `"*"` is that of all."""
+    """Return the file name of a worker's record, or a glob pattern for rank `"*"`."""
     return f"flight-worker-{rank}.json"
 
 

@@ -20,13 +20,13 @@ from tfdp.ground import forks, user_code
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.text import say
 
-# Longest wait for the other workers of a later cluster, by default.
+# Default of the longest wait for the other workers after a cluster has changed.
 _REFORM_SECONDS = 60.0
-# Interval of the applications of a process that joins, and time without an answer after
-# which the job has ended.
+# Interval at which a process applies to a running job, and time without an answer after
+# which the process assumes that the job has ended.
 _APPLY_SECONDS, _JOB_ENDED_SECONDS = 0.2, 20.0
 _WARN_AFTER_SECONDS = 10.0
-# The membership of this process, if any.
+# The present membership of this process, at most one.
 _memberships: list[Membership] = []
 
 
@@ -42,7 +42,7 @@ class Worker:
         timeout_seconds: Float or `None`, the longest wait for other workers.
         membership: `Membership` in the cluster, or `None` on a single machine.
         applies_to: `Cluster` of the running job that this process is to join in `fit`,
-            or `None`. Until then it is alone.
+            or `None`. Until it has joined, it trains with no other worker.
         min_workers: Int, least number of workers with which training continues after
             the loss of others, or `None` if it does not. Defaults to `None`.
     """
@@ -74,7 +74,9 @@ class Worker:
 def start_worker(
     resolver: Any, devices: Sequence[str] | None, options: CommunicationOptions
 ) -> Worker:
-    """Find the cluster, check the set-up of this process, and join.
+    """Find the cluster, check the set-up of this process, and join the cluster.
+
+    A process whose job runs already does not join yet: the result has `applies_to`.
 
     Args:
         resolver: A cluster resolver or `None` for the environment's cluster.
@@ -125,7 +127,8 @@ def start_worker(
             None, resolver, devices, limit, applies_to=cluster, min_workers=least
         )
     if membership.generation:
-        # The job has lost workers since it started.
+        # Workers were lost since the job started, and the cluster differs from
+        # `TF_CONFIG`.
         cluster, resolver = membership.cluster, None
     return Worker(
         cluster,
@@ -149,15 +152,15 @@ def reform(
 
     Args:
         worker: `Worker`, this process in the former cluster.
-        survivors: Sequence of ints, the former ranks of the workers that are left.
-        applicants: Sequence of strings, `"host:port"` of the processes that are taken
-            in. Defaults to none.
+        survivors: Sequence of ints, the former ranks of the workers that continue.
+        applicants: Sequence of strings, `"host:port"` of the processes that are
+            admitted. Defaults to none.
 
     Returns:
         A `Worker`, with a new rank.
 
     Raises:
-        TimeoutError: If another one of them does not come in time.
+        TimeoutError: If another worker of the next cluster does not join in time.
     """
     former, membership = worker.cluster, worker.membership
     assert former is not None
@@ -174,15 +177,18 @@ def reform(
 def take_part(
     worker: Worker, facts: dict[str, str], timeout_seconds: float | None
 ) -> Worker:
-    """Join the cluster of a running job, once its workers have taken this one in.
+    """Apply to a running job, and join its cluster once its workers admit this process.
 
     Args:
-        worker: `Worker`, this process, which applies.
-        facts: Dict of what must be the same on all workers.
+        worker: `Worker`, this process, whose `applies_to` is the job's cluster.
+        facts: Dict of strings, the settings that must be the same on all workers.
         timeout_seconds: Float or `None`, the longest wait. `None` means no limit.
 
+    Returns:
+        A `Worker`, with its rank in the job.
+
     Raises:
-        TimeoutError: If the job does not take it in in time.
+        TimeoutError: If the job does not admit this process in time.
         ValueError: If the workers of the job have other facts.
         SystemExit: If the job has ended.
     """
@@ -191,7 +197,8 @@ def take_part(
     begin = heard = time.monotonic()
     first: int | None = None
     while True:
-        # Facts are compared before the others expect this process.
+        # Facts are compared before this process applies, so that the workers do not
+        # wait for a process that cannot join.
         state = ask_job(origin, applies=first is not None)
         if state is not None:
             heard = time.monotonic()
@@ -226,7 +233,7 @@ def take_part(
 
 
 def _check_facts(own: dict[str, str], others: dict[str, str]) -> None:
-    """Raise if this process differs from the workers of the job that it is to join."""
+    """Raise `ValueError` if facts of this process differ from those of the job."""
     for name, value in own.items():
         if others.get(name, value) != value:
             raise ValueError(
@@ -241,10 +248,10 @@ def _enter(
     """Join a later cluster of a job.
 
     Args:
-        worker: `Worker`, this process as it was.
+        worker: `Worker`, this process in its previous cluster.
         origin: `Cluster` of all workers that the job may have.
         workers: Sequence of strings, `"host:port"` of each worker of the cluster.
-        generation: Int, how many clusters of the job came before it.
+        generation: Int, number of previous clusters of the job.
     """
     cluster = dataclasses.replace(
         origin,
@@ -273,14 +280,17 @@ def _join(
     *,
     may_run_already: bool = False,
 ) -> Membership:
-    """Join a cluster, unless this process has; leave another one that it was in.
+    """Join a cluster, unless this process has joined it; leave a previous cluster.
 
     Args:
         cluster: `Cluster`.
         timeout_seconds: Float or `None`, longest wait for the other workers.
         origin: `Cluster` of all workers that the job may have, or `None` for `cluster`.
-        generation: Int, how many clusters of the job came before.
-        may_run_already: Bool, see `Membership.join`. Defaults to `False`.
+        generation: Int, number of previous clusters of the job. Defaults to 0.
+        may_run_already: Bool, as in `Membership.join`. Defaults to `False`.
+
+    Returns:
+        `Membership` of this process in the cluster.
     """
     if not generation and _memberships and _memberships[0].origin == cluster:
         return _memberships[0]
@@ -300,7 +310,7 @@ def _join(
 
 
 def resolver_of_environment(cluster: Cluster | None) -> Any:
-    """Return the resolver that stock TensorFlow would use for a single process.
+    """Return the resolver that TensorFlow would use for a process that trains alone.
 
     Args:
         cluster: `Cluster` of this process, or `None`.
@@ -329,7 +339,7 @@ def _resolver(cluster: Cluster) -> Any:
 
 
 def _cluster_of(resolver: Any) -> Cluster | None:
-    """Return the cluster of a resolver, or `None` if it names none."""
+    """Return the cluster of a TensorFlow resolver, or `None` if it has no task."""
     jobs = resolver.cluster_spec().as_dict()
     if not jobs:
         return None

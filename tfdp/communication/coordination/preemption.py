@@ -21,7 +21,7 @@ _SIGNALS = tuple({signal.SIGTERM, SAVE_SIGNAL})
 _listening: weakref.WeakSet[PreemptionNotice] = weakref.WeakSet()
 # Seconds of training between two all-gathers of the workers' preemption notices.
 _ASK_SECONDS = 1.0
-# Time within which all workers receive a signal that is sent to all of them.
+# Time in which a signal that is sent to all workers reaches each of them.
 _NOTICES_SECONDS = 0.2
 
 
@@ -56,32 +56,34 @@ class PreemptionNotice:
             return
         self.restore()
         if signal.SIGTERM in self._received and not self.is_answered:
-            # The signal came too late for a step to answer it.
+            # The signal came after the last step that could save, so it is raised
+            # again.
             signal.raise_signal(signal.SIGTERM)
 
     def restore(self) -> None:
         """Restore the previous signal handlers, without raising a recorded signal."""
         _listening.discard(self)
         for number, handler in self._previous_handlers.items():
-            # `None`: native code installed the handler, which Python cannot restore.
+            # If native code has installed the handler, it is `None`, and Python cannot
+            # restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous_handlers = {}
 
     def _record(self, number: int, frame: Any) -> None:
-        """Record a signal by its number; the handler of both signals."""
+        """Record the number of a received signal; the handler of both signals."""
         del frame
         self._received.add(number)
 
 
 @in_forks
 def _restore_handlers() -> None:
-    """Let SIGTERM end a forked process, such as one of a pool, which saves nothing."""
+    """Restore the handlers in a forked process, which has nothing to save."""
     for notice in list(_listening):
         notice.restore()
 
 
 class PreemptionWatch:
-    """Agreement of all workers, at the same step, that one is preempted or joins.
+    """Agreement of all workers, at one step, on preemption notices and on applications.
 
     Workers all-gather their notices about once a second. The step of the next
     all-gather follows from the speed of all workers, and so is the same on each.
@@ -93,7 +95,7 @@ class PreemptionWatch:
             list of strings. Defaults to none.
 
     Attributes:
-        joining: List of strings, the addresses of all processes that have applied, if
+        joining: List of strings, the addresses of all processes that apply to join, if
             `is_given` has just asked the workers.
         are_all_given: Bool, whether all workers had a notice when they were last asked.
     """
@@ -141,10 +143,10 @@ class PreemptionWatch:
         return any(notices)
 
     def is_given_to_all(self, step: int) -> bool:
-        """Return whether all workers have a notice, after a short wait for the others'.
+        """Return whether all workers have a notice; wait shortly if some have none.
 
         Args:
-            step: Int, see `is_given`.
+            step: Int, as in `is_given`.
         """
         if not self.are_all_given:
             time.sleep(_NOTICES_SECONDS)

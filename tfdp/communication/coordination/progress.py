@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from tfdp.communication.coordination.clock import clock
 from tfdp.communication.coordination.flight_record import Span, copy_of, wall_offset
 
-# Number of places that are kept for flight records: a step of `fit` has three.
+# Number of places that are kept for flight records. A step of `fit` adds three.
 _NUM_PLACES = 512
 
 
@@ -50,7 +50,7 @@ class WorkerProgress:
 
 @dataclasses.dataclass
 class _Loop:
-    """Loop of Keras.
+    """Progress of a loop of Keras, such as `fit`.
 
     Args:
         name: String, such as `"fit"`.
@@ -98,9 +98,9 @@ class ProgressRecorder:
         self._reductions: set[int] = set()
         self._num_answers = 0
         self._left_scopes: dict[str, int] = {}
-        # Time of each of the last changes of progress, the fields of the loop or
-        # `None`, and the topic of an all-gather: names are formatted when they are
-        # read, since steps may take less than a millisecond.
+        # The last changes of progress: the time, the fields of the loop or `None`, and
+        # the topic of an all-gather. Names are formatted when they are read, since
+        # steps may take less than a millisecond.
         self._places: collections.deque[tuple[float, tuple | None, str]]
         self._places = collections.deque(maxlen=_NUM_PLACES)
 
@@ -139,13 +139,13 @@ class ProgressRecorder:
             self._loops[-1].epoch += epochs
 
     def epoch_begins(self) -> None:
-        """Record that a loop begins an epoch."""
+        """Record that the innermost loop of Keras begins an epoch."""
         if self._loops:
             self._loops[-1].epoch += 1
             self._loops[-1].step = -1
 
     def step_begins(self, step: int) -> None:
-        """Record that a loop begins a step.
+        """Record that the innermost loop of Keras begins a step.
 
         Args:
             step: Int, index of the step in its epoch, from 0.
@@ -188,7 +188,7 @@ class ProgressRecorder:
         self._left_scopes = {}
 
     def scope_left(self, line: str) -> None:
-        """Record that a scope was left without synchronizing with other workers.
+        """Record that this worker has left a scope without synchronizing with others.
 
         Args:
             line: String, source line of the scope.
@@ -210,7 +210,7 @@ class ProgressRecorder:
         return is_same and times > self._left_scopes.get(line, 0)
 
     def restart(self) -> None:
-        """Count from zero, as the other workers of a new cluster do."""
+        """Reset all counters, as the other workers of a new cluster do."""
         self._count = self._num_answers = 0
         self._reductions, self._left_scopes = set(), {}
 
@@ -254,13 +254,13 @@ class ProgressRecorder:
         return _describe(loops[0] if loops else None, topics[0] if topics else "")
 
     def _advance(self) -> None:
-        """Count a change of progress."""
+        """Count a change of progress, and record the new place and its time."""
         self._count += 1
         self._since = clock.now()
         self.record_place()
 
     def record_place(self) -> None:
-        """Record the present place for flight records."""
+        """Add the present place to the places of flight records."""
         fields = None
         if self._loops:
             loop = self._loops[-1]

@@ -15,10 +15,10 @@ from tfdp.communication.coordination.clock import clock
 from tfdp.communication.store import HostLost, Membership
 from tfdp.ground.text import pluralize, say
 
-# Interval at which a worker that waits for the others asks which are missing, and
-# pause before the store is looked for again.
+# Interval at which a worker that waits for the others asks for the missing ones, and
+# pause between two attempts to restart the store.
 _CHECK_SECONDS, _RETRY_SECONDS = 0.25, 0.1
-# Longest wait until the process of a worker that is gone has closed its port.
+# Longest wait until the process of a lost worker has closed its port.
 _END_SECONDS = 1.0
 # Longest wait for a worker whose port still accepts connections, by default.
 _LIMIT_SECONDS = 60.0
@@ -31,9 +31,9 @@ def find_survivors(
     min_workers: int,
     limit_seconds: float | None = None,
 ) -> tuple[list[int], list[str]]:
-    """Agree with the other workers on which of them are left, and who joins them.
+    """Agree with the other workers on which of them continue, and which processes join.
 
-    The host of the store decides, and a copy of its answer survives its own end.
+    The store's host decides. The standby has a copy of its answer, if the host ends.
 
     Args:
         membership: `Membership` of this process in the cluster that has lost workers.
@@ -41,7 +41,7 @@ def find_survivors(
         applicants: Sequence of strings, `"host:port"` of the processes that join.
         min_workers: Int, least number of workers that may continue. If too few are
             left, they wait for others to join.
-        limit_seconds: Float or `None`, longest wait for a worker that may still come.
+        limit_seconds: Float or `None`, longest wait for a worker that may still answer.
             Defaults to `None`, 60 seconds.
 
     Returns:
@@ -49,8 +49,8 @@ def find_survivors(
         `"host:port"` of the processes that join them.
 
     Raises:
-        RuntimeError: If there are too few, or the others may continue, too, on the
-            other side of a network that is cut.
+        RuntimeError: If too few workers are left, or if the lost ones may continue on
+            the other side of a network that is cut.
         HostLost: If the store is lost.
     """
     limit = limit_seconds or _LIMIT_SECONDS
@@ -74,16 +74,16 @@ def find_survivors(
 def _agree(
     membership: Membership, lost: Sequence[int], applicants: Sequence[str], limit: float
 ) -> tuple[list[int], list[str]]:
-    """Agree on the workers that are left, and on those that join, over the store.
+    """Agree once, over the store, on the workers that are left and on those that join.
 
-    The arguments are those of `find_survivors`.
+    Arguments and results are those of `find_survivors`.
     """
     if lost:
         membership.store.expel(list(lost))
     came = _gather(membership, "who is left", list(applicants), limit)
     joining = sorted({each for value in came if value is not None for each in value})
     gone = [rank for rank, value in enumerate(came) if value is None]
-    # One process decides what all others see: that of the store's host.
+    # The store's host decides what all others see.
     seen = _gather(membership, "who has ended", _await_ended(membership, gone), limit)
     survivors = [rank for rank, value in enumerate(seen) if value is not None]
     ended = {rank for value in seen if value is not None for rank in value}
@@ -92,9 +92,9 @@ def _agree(
 
 
 def _await_ended(membership: Membership, gone: Sequence[int]) -> list[int]:
-    """Return which of the workers that are gone have ended.
+    """Return which of the lost workers' processes have ended, after a short wait.
 
-    The port of one whose script has ended stays open for a moment.
+    The port of a worker whose script has ended stays open for a moment.
 
     Args:
         membership: `Membership` of this process.
@@ -111,9 +111,10 @@ def _await_ended(membership: Membership, gone: Sequence[int]) -> list[int]:
 def _await_applicants(
     membership: Membership, survivors: list[int], min_workers: int, limit: float
 ) -> tuple[list[int], list[str]]:
-    """Wait until enough processes have applied; more workers may be lost meanwhile.
+    """Wait until enough processes have applied to join the workers that are left.
 
-    The arguments and the result are those of `find_survivors`.
+    Further workers may be lost during the wait. Arguments and result are those of
+    `find_survivors`.
     """
     num_workers = membership.cluster.num_workers
     if membership.cluster.rank == survivors[0]:
@@ -128,7 +129,7 @@ def _await_applicants(
         found = {each for survivor in survivors for each in answers[survivor][0]}
         if len(survivors) + len(found) >= min_workers:
             return survivors, sorted(found)
-        # The first worker's clock counts for all.
+        # The clock of the first worker that is left decides for all.
         _, is_over = answers[survivors[0]]
         if is_over:
             break
@@ -140,7 +141,7 @@ def _await_applicants(
 
 
 def _lack(survivors: Sequence[int], num_workers: int, min_workers: int) -> str:
-    """Say that too few workers are left, as a clause."""
+    """Format a clause on too few workers: `"1 worker of 4 is left, and ..."`."""
     left = pluralize(len(survivors), "worker")
     verb = "is" if len(survivors) == 1 else "are"
     return f"{left} of {num_workers} {verb} left, and `min_workers` is {min_workers}"
@@ -149,18 +150,18 @@ def _lack(survivors: Sequence[int], num_workers: int, min_workers: int) -> str:
 def _gather(
     membership: Membership, topic: str, value: Any, limit_seconds: float
 ) -> list[Any]:
-    """Gather a value of each worker that is left, and `None` for the others.
+    """Gather a value of each worker that is left; `None` stands for a lost worker.
 
     Args:
         membership: `Membership` of this process.
         topic: String, key of the values.
         value: Value of this worker, which JSON must support.
-        limit_seconds: Float, longest wait for a worker that may still come.
+        limit_seconds: Float, longest wait for a worker that may still answer.
     """
     cluster, store = membership.cluster, membership.store
     gathering = store.gather(topic, json.dumps(value), is_of_living=True)
     begin = clock.now()
-    # The loss that is known already must not end the wait.
+    # `may_wake` is false, so that the loss that is known already does not end the wait.
     while (texts := gathering.texts(_CHECK_SECONDS, may_wake=False)) is None:
         missing = [rank for rank in gathering.missing() if rank != cluster.rank]
         is_over = clock.now() - begin > limit_seconds
@@ -172,10 +173,10 @@ def _gather(
 def _check_majority(
     membership: Membership, survivors: Sequence[int], ended: set[int]
 ) -> None:
-    """Raise unless only the workers that are left can continue.
+    """Raise `RuntimeError` unless only the workers that are left can continue.
 
-    Workers that were not seen to end may continue on the other side of a network that
-    is cut: so only a majority may, or one half, the one with the first worker.
+    Workers whose processes may still run may continue on the other side of a network
+    that is cut. So only a majority may continue, or the half that has worker 0.
 
     Args:
         membership: `Membership` of this process.

@@ -14,7 +14,7 @@ from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat, forks, user_code
 from tfdp.ground.options import CommunicationOptions
 
-# The cluster of this process's server, if any; TensorFlow allows only one.
+# The cluster for which this process has started the server; TensorFlow allows only one.
 _started: list[Cluster] = []
 
 
@@ -25,10 +25,10 @@ def start_server(
     *,
     may_change: bool,
 ) -> None:
-    """Start TensorFlow's server on all workers, if any of them needs it.
+    """Start TensorFlow's server on all workers, if the backend of any worker uses it.
 
-    It runs any graph that it is sent, on a port of all interfaces. The port is a free
-    one, since that of the cluster is for the store.
+    The server runs any graph that it is sent, on a port of all interfaces. The port is
+    a free one, since the worker's port in the cluster is the store's.
 
     Args:
         cluster: `Cluster` of this process.
@@ -70,7 +70,7 @@ def start_server(
 
 
 def _needs_server(options: CommunicationOptions) -> bool:
-    """Whether collectives of this worker may be TensorFlow's."""
+    """Whether the backend lets this worker's collectives be TensorFlow's own."""
     if options.backend == "auto":
         has_gpus = bool(tf.config.list_physical_devices("GPU"))
         return has_gpus or sys.platform != "linux"

@@ -33,8 +33,9 @@ _WARN_AFTER_SECONDS = 10.0
 _CHECK_SECONDS, _LONGEST_CHECK_SECONDS = 0.25, 3.0
 # Description of the place of a worker whose progress has no name.
 NO_CALL = "no call of Keras or tfdp"
-# The latest group, by whether it has several workers. Strong references, because
-# workers must agree on the latest group whenever their garbage collectors run.
+# The latest group of several workers (key `True`), and of one worker. The references
+# are strong: workers must agree on the latest group whenever their garbage collectors
+# run.
 _latest: dict[bool, WorkerGroup] = {}
 
 
@@ -62,14 +63,15 @@ class WorkerGroup:
         self._store = store
         self._prefix = self.new_prefix()
         self._progress, self._ring = progress, collective_ring
-        # Whether long waits are reported.
+        # Whether the user is warned of long waits.
         self.warns = True
         # Number of all-gathers that this worker has begun.
         self.num_calls = 0
         self.owner = forks.Owner()
-        # Hooks of the failure detector, see `tfdp.communication.coordination.watch`:
-        # check the worker that this one waits for, the same for a thread beside the
-        # main one, return a worker's progress, and translate errors of the store.
+        # Hooks of `tfdp.communication.coordination.watch`: `check` raises if the
+        # awaited worker is lost, `check_beside` does so on a thread other than the main
+        # one, `progress_of` returns a worker's progress, and `guard` translates errors
+        # of the store.
         self.check: Callable[[int, bool, str], None] = lambda rank, is_over, call: None
         self.check_beside = self.check
         self.progress_of: Callable[[int], WorkerProgress | None] = lambda rank: None
@@ -94,12 +96,11 @@ class WorkerGroup:
         return self.is_chief and (island is None or island.index == 0)
 
     def beside(self) -> WorkerGroup:
-        """Return a group of the same workers for calls on one thread beside the main.
+        """Return a group of the same workers for one thread other than the main thread.
 
-        Its calls have an order of their own, do not count as this worker's progress,
-        and are not in its flight record. It does not warn of long waits unless `warns`
-        is set: the main thread may have something else to do. All workers must call
-        this in the same order.
+        Its calls have their own order, do not count as this worker's progress, and are
+        not in its flight record. It does not warn of long waits unless `warns` is set,
+        since the main thread may be busy. All workers must call this in the same order.
         """
         group = WorkerGroup(
             self.rank, self.num_workers, self.timeout_seconds, self._store
@@ -125,8 +126,8 @@ class WorkerGroup:
         Args:
             topic: String, subject of the values, for error messages.
             value: Value of this worker, which JSON must support. Defaults to `""`.
-            timeout_seconds: Float or `None`, the longest wait, or that of the group.
-                Defaults to `None`.
+            timeout_seconds: Float, the longest wait, or `None` for the limit of the
+                group. Defaults to `None`.
             check: Callable, called every few seconds with the rank that this worker
                 waits for. It may raise a `ValueError`, which withdraws this call.
                 Defaults to a function that does nothing.
@@ -173,7 +174,7 @@ class WorkerGroup:
         return any(self.all_gather(topic, bool(value)))
 
     def _record(self, topic: str, num_bytes: int) -> list[Any]:
-        """Record for flight records that this worker enters an all-gather of texts.
+        """Add this worker's entry into an all-gather of texts to the flight record.
 
         Args:
             topic: String, subject of the values.
@@ -225,7 +226,8 @@ class WorkerGroup:
                 for rank in missing:
                     check(rank)
             except ValueError:
-                # If all texts have arrived meanwhile, the others go by them.
+                # If all texts have arrived before the withdrawal, the other workers use
+                # them.
                 if gathering.withdraw():
                     self.num_calls -= 1
                     raise
@@ -333,7 +335,7 @@ def remember_group(group: WorkerGroup) -> WorkerGroup:
 
 
 def forget_groups() -> None:
-    """Forget the latest groups: those of a cluster that another one replaces."""
+    """Forget the latest groups, whose cluster was replaced by another one."""
     _latest.clear()
 
 

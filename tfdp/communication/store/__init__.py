@@ -1,4 +1,4 @@
-"""Key-value store of a job: what its workers tell each other before and beside steps.
+"""Key-value store of a job, over which its workers exchange texts outside of steps.
 
 Worker 0 hosts the store, and another worker if it ends; it needs no TensorFlow. Reading
 order:

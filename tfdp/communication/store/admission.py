@@ -34,10 +34,10 @@ from tfdp.communication.connection.secret import derive_secret, read_secret
 from tfdp.ground.forks import close_in_forks
 
 SERVICE = "store"
-# Rank, generation and address: a host name has at most 253 characters.
+# Rank, generation and address of a process: a host name has at most 253 characters.
 CLAIM = struct.Struct("!II260s")
 ASKS, APPLIES = 0xFFFFFFFE, 0xFFFFFFFF
-# Time of an attempt to reach a worker.
+# Time limit of an attempt to reach a worker.
 PROBE_SECONDS = 1.0
 # Largest number of workers that are asked for the job, all at the same time.
 _MOST_ASKED = 32
@@ -49,11 +49,11 @@ class Admission:
     """How a process proves to the store's host that it is a worker of the job.
 
     Args:
-        is_local: Bool, whether all workers are on this machine and have no secret, so
-            that they connect by a Unix socket, and the user at its other end counts.
-        secret: String, what both ends prove: derived from the job's secret, if any, and
-            the addresses of the workers.
-        is_safe: Bool, whether no other user can join.
+        is_local: Bool, whether all workers are on this machine and have no secret. They
+            then connect by a Unix socket, whose other end must be of the same user.
+        secret: String that both ends must have, derived from the job's secret, if any,
+            and the addresses of the workers.
+        is_safe: Bool, whether processes of other users cannot join.
     """
 
     is_local: bool
@@ -68,7 +68,7 @@ class Admission:
             cluster: `Cluster`.
 
         Raises:
-            ValueError: If the file of the job's secret is wrong.
+            ValueError: If the file of the job's secret cannot be used.
         """
         secret = cluster.secret or read_secret()
         is_local = (
@@ -76,7 +76,8 @@ class Admission:
             and sys.platform == "linux"
             and _is_one_machine(cluster.hosts)
         )
-        # With the addresses in it, workers of different clusters do not connect.
+        # The addresses are part of the secret, so that workers of different clusters do
+        # not connect.
         addresses = "" if cluster.may_grow else " ".join(cluster.workers)
         own = derive_secret(secret or "", addresses)
         return cls(is_local, own, is_local or secret is not None)
@@ -92,12 +93,14 @@ class Admission:
 
         Args:
             worker: String, its `"host:port"`.
-            claim: Bytes, what this process claims to be.
+            claim: Bytes, packed by `CLAIM`: rank, generation and address of this
+                process.
             seconds: Float, the longest wait for each address of the worker.
             connection: Callable, creates the result from a socket and its keys.
 
         Raises:
-            ConnectionFailed: If it was not reached, or refuses this process for now.
+            ConnectionFailed: If the worker was not reached, or refuses this process
+                now.
             UnauthenticatedPeer: If the process that listens there is not of this job.
         """
         failures: list[ConnectionFailed] = []
@@ -115,7 +118,8 @@ class Admission:
             except ConnectionFailed as error:
                 sock.close()
                 failures.append(error)
-        # At an address that refuses, no process listens: another one may tell more.
+        # An address that refuses connections has no process: errors of others tell
+        # more.
         failures.sort(key=lambda e: isinstance(e.__cause__, ConnectionRefusedError))
         raise failures[0] if failures else ConnectionFailed("its name has no address")
 
@@ -134,13 +138,13 @@ class Admission:
 
 @dataclasses.dataclass(frozen=True)
 class JobState:
-    """What a worker tells a process that asks for the job.
+    """State of a job, as one of its workers sends it to a process that asks.
 
     Args:
-        is_running: Bool, whether all workers of its cluster have joined.
-        generation: Int, how many clusters of the job came before its own.
+        is_running: Bool, whether all workers of the present cluster have joined.
+        generation: Int, number of previous clusters of the job.
         workers: Sequence of strings, `"host:port"` of each worker of the cluster.
-        facts: Dict, see `Membership`.
+        facts: Dict of strings, as `Membership.facts`.
     """
 
     is_running: bool
@@ -173,10 +177,10 @@ def ask_workers(
     Args:
         cluster: `Cluster`, whose task is that of this process, if it applies.
         workers: Sequence of strings, `"host:port"` of each worker to ask.
-        applies: Bool, see `ask_job`. Defaults to `False`.
+        applies: Bool, whether this process applies to join. Defaults to `False`.
 
     Returns:
-        `JobState`, or `None`, see `ask_job`.
+        `JobState`, or `None`, as `ask_job`.
     """
     admission = Admission.of(cluster)
     own = cluster.workers[cluster.rank].encode()
@@ -194,7 +198,8 @@ def ask_workers(
         except (ConnectionFailed, UnauthenticatedPeer, TypeError):
             return None
 
-    # Each time others: where many processes start, each asks once a second.
+    # The workers to ask are drawn anew each time: if many processes start, each asks
+    # once a second.
     asked = random.sample(workers, min(len(workers), _MOST_ASKED))
     with ThreadPoolExecutor(len(asked) or 1) as pool:
         found = [state for state in pool.map(ask, asked) if state is not None]
@@ -203,7 +208,7 @@ def ask_workers(
 
 
 def _is_one_machine(hosts: Sequence[str]) -> bool:
-    """Return whether hosts are names of this machine that no other one has."""
+    """Return whether the hosts are names of this machine, and of no other machine."""
     if all(map(is_local_name, hosts)):
         return True
     return len(set(hosts)) == 1 and any(map(is_own, addresses_of(hosts[0])))

@@ -19,27 +19,28 @@ from tfdp.communication.store.contents import Contents
 from tfdp.communication.store.hosts import Connection, Hosts, Refused
 from tfdp.ground.base.threads import start_thread
 
-# Longest wait of an all-gather for what the host knows of it, in seconds.
+# Longest wait of an all-gather for the host's answer to a request about it.
 _ANSWER_SECONDS = 2.0
-# Longest wait until the standby hosts the store, pause between two attempts, and time
-# in which a host that still runs answers.
+# Longest wait until the standby hosts the store, pause between two attempts to connect,
+# and time limit of the attempt to reach the old host.
 _FOLLOW_SECONDS, _RETRY_SECONDS, _PROBE_SECONDS = 3.0, 0.02, 1.0
-# Longest wait for the end of the connection to a host that is lost: that of one which
-# hangs, or is off, does not end.
+# Longest wait for the end of the connection to a lost host. A connection to a host that
+# hangs or is off does not end by itself.
 _END_SECONDS = 1.0
-# Longest delay until a member follows that waits for no answer: not all come at once.
+# Longest random delay before a member without open requests follows the standby, so
+# that not all members connect at once.
 _MOST_DELAY_SECONDS = 0.5
 
 
 class HostLost(ConnectionError):
-    """Error: the process that hosts the job's store has ended, or was not reached."""
+    """Error: no process hosts the job's store, or its host was not reached."""
 
 
 class Store:
-    """Store of a job, as one of its members uses it; any thread may call.
+    """Store of a job, as one of its members uses it; any thread may call the methods.
 
     If the process that hosts the store ends, the worker with the copy becomes the host:
-    calls that wait continue to wait, and nothing is lost.
+    waiting calls continue to wait, and no value is lost.
 
     Args:
         rank: Int, rank of this worker.
@@ -51,14 +52,14 @@ class Store:
 
     Attributes:
         connection: `Connection` to the host, or `None` between two hosts.
-        news: Callable, receives news of workers that the host sends unasked, a dict;
-            called on the thread that reads the connection.
-        lost: Callable, called on that thread once the connection has ended, while
-            `host` is still the rank of its other end.
-        is_ending: Bool, whether this process leaves the job: it follows no other host.
+        news: Callable, receives a dict of news about workers that the host sends
+            unasked; called on the thread that reads the connection.
+        lost: Callable, called on the same thread once the connection has ended, while
+            `host` is still the rank of the lost host.
+        is_ending: Bool, whether this process leaves the job, and so follows no host.
     """
 
-    # Ids of requests: those of a store that this process connects to later are new.
+    # Ids of requests, never repeated in this process, even by a later store.
     _numbers = itertools.count(1)
 
     def __init__(self, rank: int, host: int, hosts: Hosts) -> None:
@@ -70,16 +71,16 @@ class Store:
         self._lock = threading.Lock()
         self._sends = threading.Lock()
         self._waiting: dict[int, Asked] = {}
-        # Has a result once `wake` was called.
+        # Future that has a result once `wake` was called.
         self.alarm: concurrent.futures.Future[None] = concurrent.futures.Future()
-        # Why the store is lost, or `None`.
+        # Why the store is lost, or `None` while it is not.
         self._reason: str | None = None
-        # Contents of the store, if this worker is the standby, and who that is.
+        # Contents of the store, if this worker is the standby, and the standby's rank.
         self._copy: Contents | None = None
         self._standby: int | None = None
-        # Set while a call waits for the next host.
+        # Event that is set while a call waits for the next host.
         self._hurry = threading.Event()
-        # Set while no host is connected.
+        # Event that is set while this process has no connection to a host.
         self._has_ended = threading.Event()
         self.connection: Connection | None = hosts.connect(host)
         self._attend(self.connection)
@@ -117,7 +118,7 @@ class Store:
             return asked.result(timeout_seconds)["text"]
         except concurrent.futures.TimeoutError:
             self.ask("cancel", get=asked.number).result()
-            if asked.done():  # the text came meanwhile
+            if asked.done():  # the text arrived before the cancellation
                 return asked.result()["text"]
             self.forget(asked)
             raise TimeoutError(key) from None
@@ -131,13 +132,13 @@ class Store:
         self.ask("delete", key=key).result()
 
     def gather(self, key: str, text: str, *, is_of_living: bool = False) -> Gathering:
-        """Send this member's text to an all-gather.
+        """Send this member's text to an all-gather, without a wait for other texts.
 
         Args:
             key: String, key of the all-gather, equal on all members.
             text: String, text of this member.
-            is_of_living: Bool, whether it waits only for members that are not lost.
-                Defaults to `False`.
+            is_of_living: Bool, whether the all-gather waits only for members that are
+                not lost. Defaults to `False`.
 
         Returns:
             `Gathering`, which has all texts once each member has sent its own.
@@ -162,12 +163,13 @@ class Store:
     def beat(
         self, text: str, *, is_notable: bool, is_news: bool, wants_all: bool
     ) -> dict[str, Any]:
-        """Send a heartbeat, and receive what is known of the workers.
+        """Send a heartbeat; return the host's summary of the workers' heartbeats.
 
         Args:
             text: String, what this worker reports.
-            is_notable: Bool, whether all workers receive it with their next heartbeat.
-            is_news: Bool, whether all workers receive it now.
+            is_notable: Bool, whether other workers receive it with their next
+                heartbeats.
+            is_news: Bool, whether all workers receive it at once.
             wants_all: Bool, whether this worker receives the reports of all workers,
                 not only the notable ones.
 
@@ -188,13 +190,13 @@ class Store:
         ).result()
 
     def wake(self) -> None:
-        """Let all waits of `Gathering.texts`, and all later ones, end at once."""
+        """Make all present and later waits of `Gathering.texts` return at once."""
         with self._lock:
             if not self.alarm.done():
                 self.alarm.set_result(None)
 
     def fail(self, reason: str = "") -> None:
-        """Let all calls that wait, and all later ones, raise `HostLost`.
+        """Make all waiting and later calls raise `HostLost`.
 
         Args:
             reason: String, why the store is lost, or `""`, the default, if its
@@ -210,25 +212,25 @@ class Store:
             future.set_exception(HostLost(reason))
 
     def give_up(self, host: int, reason: str) -> None:
-        """Fail, unless the connection to a host ends in a moment.
+        """Make all calls fail, unless a lost host's connection ends within a second.
 
-        At its end the standby is followed, by all workers or by none.
+        If the connection ends, all workers follow the standby instead.
 
         Args:
             host: Int, rank of the host, which is lost.
-            reason: String, see `fail`.
+            reason: String, as in `fail`.
         """
         if not self._has_ended.wait(_END_SECONDS) and self.host == host:
             self.fail(reason)
 
     def close(self, reason: str) -> None:
-        """End the connection, and all calls as `fail` does.
+        """End the connection, and make all calls fail.
 
         Args:
             reason: String, why the store cannot be used any more.
         """
         self.fail(reason)
-        # A call that still sends, to a suspended host, must not outlive this.
+        # A call that still sends to a suspended host must end with this store.
         connection = self.connection
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -238,7 +240,7 @@ class Store:
         """Send a request, and return the future of its answer.
 
         Args:
-            kind: String, what to do; see `Server`.
+            kind: String, the kind of the request, one of those in `Server._act`.
             **request: Fields of the request, which JSON supports.
 
         Raises:
@@ -260,7 +262,7 @@ class Store:
         return asked
 
     def forget(self, asked: Asked) -> None:
-        """Forget a request that is not waited for any more."""
+        """Stop waiting for the answer of a request."""
         with self._lock:
             self._waiting.pop(asked.number, None)
 
@@ -279,7 +281,7 @@ class Store:
         return True
 
     def _receive(self, message: dict[str, Any]) -> None:
-        """Act on a message of the host."""
+        """Handle a message of the host: an answer, news, or a change of the copy."""
         match message:
             case {"id": number}:
                 with self._lock:
@@ -299,14 +301,14 @@ class Store:
                     self._copy = None
 
     def _acknowledge(self, number: int) -> None:
-        """Tell the host that the copy has a change, which needs no answer."""
+        """Report to the host that the copy has a change; no answer follows."""
         message = {"id": 0, "oldest": 0, "do": "acknowledge", "number": number}
         with self._sends:
             if self.connection is not None:
                 self.connection.send(message)
 
     def _lose_host(self) -> None:
-        """Follow the standby, or fail; called on the acceptor's thread."""
+        """Follow the standby, or fail without one; called on the acceptor's thread."""
         with self._sends:
             self.connection = None
         self._has_ended.set()
@@ -324,10 +326,11 @@ class Store:
             self.fail()
 
     def _follow(self) -> None:
-        """Connect to the standby, once it hosts the store, and repeat open requests."""
+        """Connect to the standby once it is the host, and send open requests again."""
         standby = self._standby
         assert standby is not None
-        # At the end of a job, most workers have no more to ask, and end first.
+        # At the end of a job, most workers have no open request, and exit during this
+        # wait.
         self._hurry.wait(random.uniform(0.0, _MOST_DELAY_SECONDS))
         self._hurry.clear()
         deadline = time.monotonic() + _FOLLOW_SECONDS
@@ -364,16 +367,16 @@ class Store:
         self._attend(connection)
 
     def _attend(self, connection: Connection) -> None:
-        """Act on what the host has sent, and will send."""
+        """Handle messages that came with the admission, and watch for later ones."""
         for message in connection.first:
             self._receive(message)
         self._hosts.watch(connection, functools.partial(self._read, connection))
 
     def _succeed(self) -> None:
-        """Host the store in this process, if the process of its host has ended.
+        """Host the store in this process, the standby, if the old host has ended.
 
         Raises:
-            ConnectionFailed: If the host still runs, or the store was given up.
+            ConnectionFailed: If the old host still runs, or the store has failed.
         """
         try:
             self._hosts.connect(self.host, _PROBE_SECONDS).close()
@@ -388,7 +391,8 @@ class Store:
         assert copy is not None
         copy.apply({"lost": [self.host]})
         with self._lock:
-            # This process may host another store by now, in place of a lost one.
+            # The store may have failed meanwhile, and this process may host its
+            # successor.
             if self._reason is not None:
                 raise ConnectionFailed(self._reason)
             self._hosts.host(copy)
@@ -413,7 +417,7 @@ class Gathering:
     Args:
         store: `Store`.
         key: String, key of the all-gather.
-        asked: Future of the answer.
+        asked: `Asked`, the future of the answer.
     """
 
     def __init__(self, store: Store, key: str, asked: Asked) -> None:
@@ -423,7 +427,7 @@ class Gathering:
     def texts(
         self, timeout_seconds: float, *, may_wake: bool = True
     ) -> list[Any] | None:
-        """Return all texts by rank, or `None` if some are missing for so long.
+        """Return all texts by rank, or `None` if some are missing at the timeout.
 
         In an all-gather of living members, the text of a lost one is `None`.
 
@@ -460,13 +464,16 @@ class Gathering:
             return []
 
     def withdraw(self, reason: str = "") -> bool:
-        """Take the text back; return false if all have arrived, or the host is lost.
+        """Withdraw this member's text, unless all texts have arrived at the host.
 
-        While the host does not answer, this member does not wait for it.
+        If the host does not answer, the text counts as withdrawn.
 
         Args:
-            reason: String, text of the error by which the all-gather ends for the other
-                members, or `""` if they continue to wait. Defaults to `""`.
+            reason: String, text of the error with which the all-gather ends on the
+                other members, or `""` if they continue to wait. Defaults to `""`.
+
+        Returns:
+            Bool, `False` if all texts have arrived or the host is lost.
         """
         try:
             asked = self._store.ask("withdraw", key=self.key, reason=reason)

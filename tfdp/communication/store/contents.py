@@ -1,11 +1,11 @@
-"""What a store holds, as a sequence of changes that its host sends to the standby."""
+"""Contents of a store, as a sequence of changes that its host sends to the standby."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-# Change of the contents, which JSON supports. All fields may be missing:
+# Change of the contents, a dict that JSON supports. Each field may be missing:
 #     values: dict from a key to its new text, or to `None` if it is deleted
 #     lost: list of the ranks whose connection has ended
 #     answer: dict, the answer of the requests that the change completes
@@ -15,10 +15,10 @@ Change: TypeAlias = dict[str, Any]
 
 
 class Contents:
-    """Values of a store, its lost workers, and the answers that may not have arrived.
+    """Values of a store, its lost workers, and answers that members may not have yet.
 
-    A member that does not know whether the host has received a request repeats it to
-    the next host: the answers make sure that it has its effect once.
+    A member that does not know whether the host has received a request sends it again
+    to the next host. The kept answers prevent that a request has its effect twice.
 
     Attributes:
         values: Dict from a key to its text.
@@ -47,7 +47,7 @@ class Contents:
         """Apply a change.
 
         Args:
-            change: Dict, see `Change`.
+            change: Dict, a `Change`.
         """
         for key, text in change.get("values", {}).items():
             if text is None:
@@ -61,7 +61,7 @@ class Contents:
             self._answers[rank][number] = change["answer"]
 
     def answer(self, rank: int, number: int) -> dict[str, Any] | None:
-        """Return the answer of a request that has had its effect, or `None`.
+        """Return the answer of a request that was already served, or `None`.
 
         Args:
             rank: Int, rank of the member.
@@ -70,7 +70,7 @@ class Contents:
         return self._answers.get(rank, {}).get(number)
 
     def changes(self) -> Iterator[Change]:
-        """Yield changes that turn empty contents into these."""
+        """Yield the changes that make empty contents equal to these contents."""
         yield {"lost": sorted(self.lost)}
         for key, text in self.values.items():
             yield {"values": {key: text}}

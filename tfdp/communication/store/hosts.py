@@ -15,11 +15,11 @@ ATTEMPT_SECONDS = 5.0
 
 
 class Refused(ConnectionFailed):
-    """Error: the host has refused this process, and says why.
+    """Error: the host has refused this process, with a reason.
 
     Args:
         reason: String.
-        is_ending: Bool, whether the host ends.
+        is_ending: Bool, whether the host's process is ending.
     """
 
     def __init__(self, reason: str, is_ending: bool) -> None:
@@ -28,7 +28,7 @@ class Refused(ConnectionFailed):
 
 
 class Connection(MessageConnection):
-    """Connection to the process that hosts the store, which has admitted this one.
+    """Connection to the process that hosts the store, after the host's admission.
 
     Args:
         sock: `socket.socket`, connected to the host, after the handshake.
@@ -47,10 +47,10 @@ class Connection(MessageConnection):
         sock.settimeout(None)
 
     def _await_admission(self) -> list[dict[str, Any]]:
-        """Receive the first message, by which the host admits or refuses this process.
+        """Receive the host's first message; raise `Refused` unless it admits this one.
 
         Returns:
-            List of the messages that have arrived with it.
+            List of the messages that have arrived together with the first one.
         """
         messages: list[dict[str, Any]] = []
         while not messages:
@@ -65,17 +65,17 @@ class Connection(MessageConnection):
 
 
 class Hosts(Protocol):
-    """Processes that host the store, one after another, as a member reaches them."""
+    """Interface through which a member's `Store` reaches the processes that host it."""
 
     def connect(self, rank: int, seconds: float = ATTEMPT_SECONDS) -> Connection:
         """Connect to a worker that hosts the store, or soon will.
 
         Args:
             rank: Int, rank of the worker.
-            seconds: Float, the longest wait for each of its addresses.
+            seconds: Float, the longest wait for each address of the worker.
 
         Raises:
-            ConnectionFailed: If it is not reached, or does not host the store.
+            ConnectionFailed: If the worker is not reached, or does not host the store.
             ValueError: If the process that listens there is not of this job.
         """
 
@@ -83,7 +83,7 @@ class Hosts(Protocol):
         """Call `read` on the acceptor's thread whenever a connection has data."""
 
     def host(self, contents: Contents) -> None:
-        """Host the store in this process.
+        """Begin to host the store in this process.
 
         Args:
             contents: `Contents` of the host that has ended.

@@ -52,45 +52,45 @@ _logger = logging.getLogger("tfdp.store")
 HOST = 0
 _WARN_AFTER_SECONDS = 10.0
 # Pause between two attempts to connect, and interval at which a worker that waits for
-# the others asks which are missing.
+# the others asks for the missing ones.
 _RETRY_SECONDS, _WAIT_SECONDS = 0.1, 1.0
-# Time without a process at the port of a worker of a later cluster after which it is
-# lost. Between two clusters a port is closed.
+# Time without a process at a worker's port after which the worker is lost, in a later
+# cluster. A port is closed for a moment between two clusters.
 _LOST_SECONDS = 5.0
-# Time for which an application counts: the applicant repeats it.
+# Time for which an application to join counts. The applicant repeats it more often.
 _APPLICATION_SECONDS = 3.0
 _BACKLOG = 512
 
 
 class JobRuns(Exception):
-    """Error: the workers that are missing are in a later cluster of the job."""
+    """Error: the missing workers are in a later cluster of the job, which runs."""
 
 
 class Membership:
     """This process as a member of its cluster.
 
-    It listens on the port that the cluster gives it, by which the other workers see
-    whether it lives. Worker 0 serves the store of the job there; if it ends, another
-    worker does. Workers of one machine connect by a Unix socket: the kernel knows the
-    user of the process at its other end.
+    It listens on its port in the cluster, which shows the other workers that it runs.
+    Worker 0 serves the store of the job there; if worker 0 ends, another worker does.
+    Workers of one machine connect by a Unix socket, on which the kernel knows the user
+    of the process at the other end.
 
     Args:
         cluster: `Cluster`; this process is one of its workers.
         origin: `Cluster` of all workers that the job may have, or `None` for `cluster`,
             the default.
-        generation: Int, how many clusters of the job came before this one. Defaults to
-            0.
+        generation: Int, number of previous clusters of the job. Defaults to 0.
 
     Raises:
-        ValueError: If the port is taken, or the file of the job's secret is wrong.
+        ValueError: If the port is taken, or the file of the job's secret cannot be
+            used.
 
     Attributes:
         origin: `Cluster` of all workers that the job may have.
-        generation: Int, see the argument.
-        facts: Dict, what a process that joins later has to know of the job.
+        generation: Int, number of previous clusters of the job.
+        facts: Dict of strings, settings that a process that joins later must share.
         absent: List of ints, ranks of the workers that did not join.
         is_replaced: Bool, whether the workers leave for the next cluster of the job,
-            so that none has to announce it.
+            so that no worker has to announce its end.
         leaving: List of callables, called before the connections end.
         store: `Store`, after `join`.
         server: `Server` on the worker that hosts the store, `None` on the others.
@@ -108,9 +108,11 @@ class Membership:
         self._may_run_already, self._asked_at = False, 0.0
         self.is_replaced = False
         self._is_running = False
-        # By the address of a process that applies, the time of its last word.
+        # Time of the last application of each process that applies to join, by its
+        # address.
         self._applications: dict[str, float] = {}
-        # By rank, since when no process has had the port of a worker that is missing.
+        # Times since which no process has had the port of a missing worker, by its
+        # rank.
         self._closed_since: dict[int, float] = {}
         self.server: Server | None = None
         if cluster.rank == HOST:
@@ -131,7 +133,8 @@ class Membership:
         sockets = listen(cluster.workers[cluster.rank])
         if self._is_local:
             sockets.append(self._listen_locally(sockets))
-        # Set once `_acceptor` is: its thread may accept a connection before.
+        # Event that is set once `_acceptor` is: its thread may accept a connection
+        # before.
         self._has_acceptor = threading.Event()
         self._acceptor = Acceptor(
             admission.secret,
@@ -147,7 +150,7 @@ class Membership:
     def join(
         self, timeout_seconds: float | None, *, may_run_already: bool = False
     ) -> None:
-        """Connect to the store, and wait until all workers have.
+        """Connect to the store, and wait until all workers have connected.
 
         Args:
             timeout_seconds: Float or `None`, the longest wait. `None` means no limit,
@@ -156,8 +159,8 @@ class Membership:
                 of the job. Defaults to `False`.
 
         Raises:
-            JobRuns: If they are.
-            TimeoutError: If a worker does not come in time.
+            JobRuns: If the missing workers are in a later cluster.
+            TimeoutError: If a worker does not join in time.
             ValueError: If another program listens on the port of the store's host, or
                 workers run different versions of tfdp.
         """
@@ -177,13 +180,13 @@ class Membership:
             time.sleep(_RETRY_SECONDS)
 
     def restart_store(self, lost: Sequence[int]) -> None:
-        """Have the first worker that is left host an empty store, after its loss.
+        """Let the first worker that is left host an empty store, after its loss.
 
         Args:
             lost: Sequence of ints, ranks of workers that are known to be lost.
 
         Raises:
-            ConnectionFailed: If that worker does not host it, or not yet.
+            ConnectionFailed: If that worker does not host the store, or not yet.
         """
         self.store.close("The store of the job is lost.")
         ended = self.ended(range(self.cluster.rank))
@@ -206,7 +209,7 @@ class Membership:
         )
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Return the workers whose processes have ended: no process has their port.
+        """Return the workers whose processes have ended, which frees their ports.
 
         Args:
             ranks: Sequence of ints, the workers.
@@ -219,7 +222,7 @@ class Membership:
         ]
 
     def leave(self) -> None:
-        """End all connections, after the other workers have received the answers."""
+        """Leave the cluster: end all connections, after all answers were received."""
         if not self._owner.is_current or self._has_left:
             return
         self._has_left = True
@@ -241,15 +244,16 @@ class Membership:
 
         Args:
             begin: Float, time of the beginning of `join`.
-            timeout_seconds: Float or `None`, see `join`.
+            timeout_seconds: Float or `None`, as in `join`.
 
         Raises:
-            TimeoutError: If a worker does not come in time. All workers that wait raise
-                it together: the next one would name the first to end, too.
+            TimeoutError: If a worker does not join in time. All waiting workers raise
+                it together: later ones would also name the first worker that ended.
             ValueError: If workers run different versions of tfdp.
-            HostLost: If the host ends meanwhile; it may start again.
+            HostLost: If the host ends during the wait; it may start again.
         """
-        is_of_living = self.generation > 0  # others may be lost meanwhile
+        # In a later cluster, workers may be lost during the wait.
+        is_of_living = self.generation > 0
         gathering = self.store.gather("join", own_version(), is_of_living=is_of_living)
         while (versions := gathering.texts(_WAIT_SECONDS)) is None:
             if not (missing := gathering.missing()):
@@ -259,7 +263,7 @@ class Membership:
             try:
                 self._report_missing(missing, "", begin, timeout_seconds)
             except JobRuns:
-                # It may be this cluster, which is complete by now.
+                # The cluster that runs may be this one, which is complete by now.
                 if (versions := gathering.texts(_WAIT_SECONDS)) is None:
                     raise
                 break
@@ -279,7 +283,10 @@ class Membership:
     def _are_lost(self, missing: Sequence[int]) -> list[int]:
         """Return the missing workers of a later cluster that are lost.
 
-        The first cluster waits for processes that have not started yet.
+        No process has listened on their ports for five seconds.
+
+        The result is empty in the first cluster, whose processes may not have started
+        yet.
 
         Args:
             missing: Sequence of ints, the workers that have not joined.
@@ -296,13 +303,15 @@ class Membership:
         return [rank for rank in ended if now - since[rank] > _LOST_SECONDS]
 
     def _host_anew(self, lost: Sequence[int]) -> int:
-        """Choose the first worker that is left as host, and be it if it is this one.
+        """Choose the first worker that is left as the store's host.
+
+        If it is this worker, it begins to host an empty store.
 
         Args:
             lost: Sequence of ints, ranks of the workers that are lost.
 
         Returns:
-            Int, its rank.
+            Int, the rank of the host.
         """
         own = self.cluster.rank
         host = min(set(range(own + 1)) - set(lost), default=own)
@@ -315,11 +324,11 @@ class Membership:
     def _report_missing(
         self, ranks: list[int], reason: str, begin: float, timeout_seconds: float | None
     ) -> None:
-        """Warn of workers that are missing; raise once the time is over.
+        """Warn of missing workers; raise `TimeoutError` at the timeout, or `JobRuns`.
 
         Args:
-            ranks: List of ints, the workers.
-            reason: String, why the last connection has failed, or `""`.
+            ranks: List of ints, the missing workers.
+            reason: String, why the last connection has failed, or `""` if none has.
             begin: Float, time of the beginning of `join`.
             timeout_seconds: Float or `None`, see `join`.
         """
@@ -344,7 +353,7 @@ class Membership:
                 topic="missing workers",
             )
 
-    # Interface `Hosts`, which the store uses.
+    # Methods of the interface `Hosts`, which the store uses.
 
     def connect(self, rank: int, seconds: float = ATTEMPT_SECONDS) -> Connection:
         """Connect once to a worker that hosts the store, or soon will.
@@ -354,7 +363,8 @@ class Membership:
             seconds: Float, the longest wait for each of its addresses.
 
         Raises:
-            ConnectionFailed: If it was not reached, or refuses this process for now.
+            ConnectionFailed: If the worker was not reached, or refuses this process
+                now.
             ValueError: If the process that listens there is not of this job.
         """
         own = self.cluster.workers[self.cluster.rank].encode()
@@ -371,7 +381,7 @@ class Membership:
         self._acceptor.watch(connection, read)
 
     def host(self, contents: Contents) -> None:
-        """Host the store in this process, after the end of its host.
+        """Begin to host the store in this process, in place of the former host.
 
         Args:
             contents: `Contents` of the store.
@@ -379,7 +389,7 @@ class Membership:
         self.server = Server(self.cluster.num_workers, self.cluster.rank, contents)
 
     def _fail(self) -> None:
-        """End all calls of this process if the thread of its connections has failed."""
+        """Make all calls of the store fail, after the acceptor's thread has failed."""
         if hasattr(self, "store"):
             self.store.fail(
                 "The thread of this worker's connections has failed: the error is in "
@@ -387,8 +397,12 @@ class Membership:
             )
 
     def _accept(self, sock: socket.socket, authenticated: Authenticated) -> None:
-        """Take an authenticated connection; called on the acceptor's thread."""
-        # What admits a worker of this machine is its user, which TCP does not tell.
+        """Handle the authenticated connection of a member, or of a process that asks.
+
+        Called on the acceptor's thread.
+        """
+        # Without a secret, the user of a Unix socket's other end proves that a worker
+        # may join.
         is_proved = not self._is_local or sock.family == socket.AF_UNIX
         rank, generation, text = CLAIM.unpack(authenticated.claim)
         if not is_proved:
@@ -408,7 +422,7 @@ class Membership:
         self.server.add(self._acceptor, sock, authenticated, rank)
 
     def _describe_job(self, connection: MessageConnection) -> None:
-        """Send the state of this job to a process that asks, and end the connection."""
+        """Send the state of this job to a process that asks; close the connection."""
         state = JobState(
             self._is_running, self.generation, self.cluster.workers, self.facts
         )
@@ -433,7 +447,7 @@ class Membership:
         return sock
 
     def _wrong_peer(self, rank: int, error: UnauthenticatedPeer) -> str:
-        """Return the message about a process on a worker's port that is not it."""
+        """Format the error that another program listens on a worker's port."""
         what = str(error)
         if isinstance(error, WrongService) and error.version is not None:
             what = "it runs another version of tfdp"

@@ -1,7 +1,7 @@
-"""Copy of a store's contents on a second worker, which continues if the host ends.
+"""Copy of a store's contents on a second worker, which hosts it if the host ends.
 
-An answer that depends on a change leaves the host only when the standby has the change:
-what a member has received survives the end of either of the two machines.
+The host sends an answer that depends on a change only when the standby has the change.
+So what a member has received survives the end of either machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 from tfdp.communication.connection.messages import encode
 from tfdp.communication.store.contents import Change, Contents
 
-# Wait for an acknowledgement after which another member becomes the standby.
+# Wait for an acknowledgement, after which another member becomes the standby.
 _SLOW_SECONDS = 2.0
 
 
@@ -25,7 +25,7 @@ class Receiver(Protocol):
 
     @property
     def has_output(self) -> bool:
-        """Bool, whether bytes wait until the system takes them."""
+        """Bool, whether bytes wait to be sent."""
 
     def send_encoded(self, text: bytes) -> object:
         """Send an encoded message."""
@@ -34,7 +34,7 @@ class Receiver(Protocol):
 class Replication:
     """Copy of the contents on one of the members, the standby.
 
-    All calls come from the thread that serves the store.
+    All calls are made on the thread that serves the store.
 
     Args:
         host: Int, rank of the worker that hosts the store.
@@ -42,7 +42,7 @@ class Replication:
         members: Mapping from the rank of each connected worker to its `Receiver`.
 
     Attributes:
-        standby: `Receiver` that has the copy or receives it, or `None`.
+        standby: `Receiver` of the member that has the copy or receives it, or `None`.
     """
 
     def __init__(
@@ -50,27 +50,28 @@ class Replication:
     ) -> None:
         self.standby: Receiver | None = None
         self._host, self._contents, self._members = host, contents, members
-        # Number of the last change that was sent, of the last one before the copy, of
-        # the one that makes it complete, and of the last one that is acknowledged.
+        # Numbers of changes: of the last one sent, the last one before the copy, the
+        # one that makes the copy complete, and the last one acknowledged.
         self._sent = self._begun = self._complete = self._acknowledged = 0
         self._waits_since = 0.0
-        # Answers with the number of the last change that they may depend on.
+        # Answers that wait, each with the number of the last change on which it may
+        # depend.
         self._held: collections.deque[tuple[int, Receiver, bytes]] = collections.deque()
         self._slow: set[int] = set()
 
     @property
     def is_settled(self) -> bool:
-        """Bool, whether no answer waits, and no member receives an incomplete copy."""
+        """Bool, whether no answer waits for the standby, and no copy is incomplete."""
         return not self._held and (self.standby is None or self._acknowledged > 0)
 
     @property
     def announcement(self) -> bytes:
-        """Bytes, the message that tells a member who has a complete copy."""
+        """Bytes, a message to members: the worker that has a complete copy."""
         holder = self.standby if self._acknowledged else None
         return encode({"standby": None if holder is None else holder.rank})
 
     def begin(self) -> None:
-        """Choose the first member but the host as standby, and send it the contents."""
+        """Choose the first member but the host as standby; send it the contents."""
         ranks = sorted(self._members.keys() - self._slow - {self._host})
         self.standby = self._members[ranks[0]] if ranks else None
         if self.standby is None:
@@ -98,7 +99,7 @@ class Replication:
         self.standby.send_encoded(encode(message, is_added_to=True))
 
     def answer(self, member: Receiver, encoded: bytes) -> None:
-        """Send an answer to a member, once the standby has what it may depend on.
+        """Send an answer to a member, once the standby has all changes it depends on.
 
         Args:
             member: `Receiver` of the member.
@@ -110,17 +111,17 @@ class Replication:
             self._held.append((self._sent, member, encoded))
 
     def _may_answer(self, member: Receiver, standby: Receiver) -> bool:
-        """Return whether the standby has, or will have, what a member receives."""
+        """Return whether the standby has, or surely gets, an answer's changes."""
         if self._acknowledged in (0, self._sent):
             return self._acknowledged > 0
-        # Its own answers come after the changes, by the same connection. The system
-        # delivers what it has taken, though the host's process ends, and with it the
-        # member that it is itself.
+        # The standby receives its own answers after the changes, by the same
+        # connection. If the host is the member, its end ends both, and the system still
+        # delivers to the standby what the host has sent.
         is_host = member.rank == self._host
         return member is standby or (is_host and not standby.has_output)
 
     def acknowledge(self, rank: int, number: int) -> None:
-        """Send the answers that have waited for the standby.
+        """Record that a member has a change; send the answers that have waited for it.
 
         Args:
             rank: Int, rank of the member that has applied a change.
@@ -149,23 +150,23 @@ class Replication:
             self.begin()
 
     def remove(self, member: Receiver) -> None:
-        """Choose another standby if a member that has left was it.
+        """Choose another standby if the standby has left.
 
         Args:
-            member: `Receiver` of the member, which is not in `members` any more.
+            member: `Receiver` of the member that has left, not in `members` any more.
         """
         if member is self.standby:
             self.begin()
 
     def _announce(self) -> None:
-        """Tell all members who has a complete copy, and release answers if none has."""
+        """Notify all members of the standby; without one, send waiting answers."""
         for member in self._members.values():
             member.send_encoded(self.announcement)
         if self.standby is None:
             self._release()
 
     def _release(self) -> None:
-        """Send the held answers whose changes the standby has, or all without one."""
+        """Send waiting answers whose changes the standby has; all without one."""
         while self._held and (
             self.standby is None or self._held[0][0] <= self._acknowledged
         ):

@@ -23,17 +23,17 @@ from tfdp.communication.connection.messages import (
 from tfdp.communication.store.contents import Change, Contents
 from tfdp.communication.store.replication import Replication
 
-# Time between two heartbeats of a worker, which grows with the number of workers beyond
-# the one that follows: the largest number of heartbeats that the host receives in a
-# second. The end of a process shows in the end of its connection, not in heartbeats.
+# Least time between two heartbeats of a worker, and the largest number of heartbeats
+# that the host receives in a second, by which the time grows with the number of
+# workers. The end of a process shows in its connection, not in heartbeats.
 _BEAT_SECONDS, _MOST_BEATS_PER_SECOND = 1.0, 48
-# Number of missing heartbeats from which a summary has the age of the last one.
+# Number of missing heartbeats after which a summary has the age of the last one.
 _SILENT_BEATS = 1.5
-# Time for which a summary of heartbeats is sent again, for each worker of the job: to
-# make one takes time for each of them.
+# Time for which a summary of heartbeats is sent again, per worker of the job, since
+# creating one takes time for each worker.
 _SUMMARY_SECONDS = 0.001
-# Longest wait at the end until the members have received the last answers, and before
-# it until the standby has what these depend on.
+# Longest wait at the end until the members have received the last answers, longest wait
+# before it until the standby has their changes, and pause of both.
 _DRAIN_SECONDS, _SETTLE_SECONDS, _POLL_SECONDS = 5.0, 2.0, 0.01
 # Errors of a message that does not follow the protocol.
 _MALFORMED = ValueError, KeyError, TypeError, OverflowError, RecursionError
@@ -57,7 +57,7 @@ def beat_seconds(num_workers: int) -> float:
 
 
 class _Member(MessageConnection):
-    """Connection of one worker.
+    """Connection of the host to one worker.
 
     Args:
         acceptor: `Acceptor` whose thread serves the connection.
@@ -75,12 +75,13 @@ class _Member(MessageConnection):
 
 @dataclasses.dataclass
 class _Gather:
-    """All-gather that is under way.
+    """All-gather to which members have sent texts, but not all members yet.
 
     Args:
         texts: Dict from the rank of a worker to its text.
         requests: Dict from the rank of a worker to its request, as in `Change`.
-        is_of_living: Bool, whether it waits only for workers that are not lost.
+        is_of_living: Bool, whether the all-gather waits only for workers that are not
+            lost.
     """
 
     texts: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -94,7 +95,7 @@ class _Beat:
 
     Args:
         text: String, what the worker reports.
-        is_notable: Bool, whether all workers receive it, in whatever state they are.
+        is_notable: Bool, whether all workers receive the report with their heartbeats.
         received_at: Float, time by `time.monotonic`.
     """
 
@@ -122,15 +123,17 @@ class Server:
         self._replication = Replication(rank, self._contents, self._members)
         self._has_started = contents is not None
         self._is_closed = False
-        # By key, the members that wait for its value and the ids of their requests.
+        # Members that wait for the value of a key, and the ids of their requests, by
+        # key.
         self._readers: dict[str, list[tuple[_Member, int]]] = {}
         self._gathers: dict[str, _Gather] = {}
-        # Members of an earlier host that do not come show by the age of this heartbeat.
+        # A member of an earlier host that does not connect here is noticed by the age
+        # of this heartbeat.
         first = _Beat("", False, time.monotonic())
         ranks = range(num_workers) if contents else ()
         self._beats = dict.fromkeys(set(ranks) - self._contents.lost, first)
-        # The last summaries of heartbeats, by whether they have all of them, and the
-        # time until which they are sent again.
+        # Last summaries, by whether they have the heartbeats of all workers: the time
+        # until which a summary is sent again, and the summary.
         self._summaries: dict[bool, tuple[float, dict[str, Any]]] = {}
 
     def add(
@@ -158,10 +161,10 @@ class Server:
             self._replicate(member)
 
     def drain(self) -> None:
-        """Wait until all members have received what was sent, and end connections.
+        """Wait until members have received what was sent, and end their connections.
 
-        A connection that is closed while bytes arrive on it is reset, which may discard
-        the last answer: so only the direction to the member is ended first.
+        Only the direction to a member is ended: a connection that is closed while bytes
+        arrive is reset, which may discard the last answer.
         """
         deadline = time.monotonic() + _DRAIN_SECONDS
         settled_by = time.monotonic() + _SETTLE_SECONDS
@@ -179,7 +182,7 @@ class Server:
             time.sleep(_POLL_SECONDS)
 
     def _replicate(self, member: _Member) -> None:
-        """Let a new member know the standby, or be it."""
+        """Notify a new member of the standby, or choose a standby."""
         if self._replication.standby is None:
             self._replication.begin()
         else:
@@ -198,7 +201,7 @@ class Server:
         return ""
 
     def _proceed(self, member: _Member) -> bool:
-        """Write to and read from a member; return false at its end."""
+        """Serve a member's messages; return `False` once its connection has ended."""
         try:
             for message in member.proceed():
                 self._serve(member, message)
@@ -218,7 +221,8 @@ class Server:
         self._commit({"lost": [rank]})
         self._replication.remove(member)
         if not self._has_started:
-            # It may start again, and sends its text then.
+            # The worker may start again before all have joined, and then sends its text
+            # again.
             for gather in self._gathers.values():
                 gather.texts.pop(rank, None)
                 gather.requests.pop(rank, None)
@@ -227,7 +231,7 @@ class Server:
             self._complete_gather(key)
 
     def _serve(self, member: _Member, message: dict[str, Any]) -> None:
-        """Serve one request of a member."""
+        """Answer one request of a member, unless an earlier host has served it."""
         self._replication.check()
         request = member.rank, int(message["id"]), int(message["oldest"])
         # A request may have had its effect on an earlier host.
@@ -240,7 +244,10 @@ class Server:
             self._act(member, request, message)
 
     def _act(self, member: _Member, request: Request, message: dict[str, Any]) -> None:
-        """Do what a request says, and answer it now or later."""
+        """Carry out a request, and answer it now or later.
+
+        Raises `ValueError`, `KeyError` or `TypeError` for a malformed request.
+        """
         match message["do"]:
             case "put":
                 self._put(request, message["key"], message["text"])
@@ -292,26 +299,26 @@ class Server:
                 self._reply(self._members[rank], number, body)
 
     def _tell(self, member: _Member, number: int, **answer: Any) -> None:
-        """Send the answer of a request, by its id, that depends on no change."""
+        """Send an answer that does not depend on a change, by the id of the request."""
         member.send({"id": number, **answer})
 
     def _answer(self, member: _Member, number: int, **answer: Any) -> None:
-        """Send the answer of a request, by its id, once the standby may answer it."""
+        """Send the answer of a request, by its id, once the standby has the changes."""
         self._reply(member, number, encode(answer))
 
     def _reply(self, member: _Member, number: int, body: bytes) -> None:
-        """Send an answer, see `_answer`, whose fields but the id are encoded."""
+        """Send an answer as `_answer` does, given its encoded fields except the id."""
         fields = body[1:] if body == b"{}" else b"," + body[1:]
         self._replication.answer(member, b'{"id":%d' % number + fields)
 
     def _push(self, **news: Any) -> None:
-        """Send news of workers to all members, which have not asked for them."""
+        """Send news of workers to all members, without a request."""
         encoded = encode({"news": news})
         for member in self._members.values():
             member.send_encoded(encoded)
 
     def _beat(self, member: _Member, number: int, request: dict[str, Any]) -> None:
-        """Record a heartbeat; answer with what is known of the workers."""
+        """Record a heartbeat; answer it with a summary of the workers' heartbeats."""
         text, rank = request["text"], member.rank
         beat = _Beat(text, bool(request["is_notable"]), time.monotonic())
         self._beats[rank] = beat
@@ -321,10 +328,10 @@ class Server:
         self._tell(member, number, **self._summary(bool(request["wants_all"])))
 
     def _summary(self, has_all: bool) -> dict[str, Any]:
-        """Return the heartbeats of workers and the ranks of lost ones.
+        """Return a summary of heartbeats, as `Store.beat` describes it.
 
-        Workers that make progress are left out, so that the summary of a thousand
-        workers stays short, unless it is for one that waits.
+        Reports of workers that make progress are left out unless `has_all`, so that the
+        summary of a thousand workers stays short.
         """
         now = time.monotonic()
         until, summary = self._summaries.get(has_all, (0.0, {}))
@@ -346,7 +353,7 @@ class Server:
         return summary
 
     def _put(self, request: Request, key: str, text: str) -> None:
-        """Set a value, and answer those that wait for it."""
+        """Set the value of a key, and answer the members that wait for it."""
         self._complete([request], {}, values={key: text})
         for member, number in self._readers.pop(key, ()):
             self._answer(member, number, text=text)
@@ -359,7 +366,7 @@ class Server:
             self._readers.setdefault(key, []).append((member, number))
 
     def _forget_reads(self, member: _Member, number: int | None = None) -> None:
-        """Forget a member's request for a value, by its id, or all of them."""
+        """Forget a member's request for a value, by its id, or all its requests."""
         for key, readers in list(self._readers.items()):
             self._readers[key] = [
                 (its, other)
@@ -374,7 +381,8 @@ class Server:
         self._commit({"lost": ranks})
         for rank in ranks:
             if rank in self._members:
-                # Its end of the connection ends, too, and `_remove` does the rest.
+                # The member's end of the connection ends, too, and then `_remove` is
+                # called.
                 with contextlib.suppress(OSError):  # the connection has ended already
                     self._members[rank].sock.shutdown(socket.SHUT_RDWR)
         for key in list(self._gathers):
@@ -395,7 +403,7 @@ class Server:
             return
         gather = self._gathers.pop(key)
         if not self._has_started:
-            # All have joined, and hear of it once one of them has the copy.
+            # All workers have joined. They receive this once one of them has the copy.
             self._has_started = True
             self._replication.begin()
         requests = list(gather.requests.values())
@@ -406,19 +414,19 @@ class Server:
             self._complete(requests, {"ended": str(error)})
 
     def _missing(self, key: str) -> list[int]:
-        """Return the ranks of the workers that have not sent their text."""
+        """Return the ranks of the workers whose text an all-gather waits for."""
         gather = self._gathers.get(key)
-        if gather is None:  # its texts have been sent since the member asked
+        if gather is None:  # the all-gather was complete before the member asked
             return []
         lost = self._contents.lost if gather.is_of_living else ()
         ranks = range(self._num_workers)
         return [r for r in ranks if r not in gather.texts and r not in lost]
 
     def _withdraw(self, rank: int, key: str, reason: str) -> bool:
-        """Take a member's text back, and end the all-gather for all if given a reason.
+        """Withdraw a member's text; with a reason, end the all-gather for all members.
 
         Returns:
-            Bool, whether the all-gather was under way.
+            Bool, whether the all-gather was incomplete, so that the text is withdrawn.
         """
         gather = self._gathers.get(key)
         if gather is None:

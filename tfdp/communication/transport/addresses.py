@@ -54,13 +54,13 @@ class Addresses:
 
 
 def this_machine() -> str:
-    """Return a key of the machine, the network namespace and the user.
+    """Return a key of this machine, this network namespace and this user.
 
     Returns:
         String, equal for two processes if and only if they run as one user and their
         abstract Unix sockets reach each other.
     """
-    # Without a key from the system, a random one makes workers use TCP.
+    # If the system gives no key, a random one makes workers use TCP.
     network = network_of_host() or secrets.token_hex(16)
     return f"{network} {os.getuid()}"
 
@@ -77,7 +77,7 @@ def listening_address(host: str, interface: str | None) -> str:
         String, an IPv4 or IPv6 address of this host.
 
     Raises:
-        TransportError: If there is no such address, or no unique one.
+        TransportError: If this host has no such address, or no unique one.
 
     Example:
     >>> listening_address("localhost", None)
@@ -129,7 +129,10 @@ def _preference(address: str) -> tuple[bool, bool]:
 
 
 def _address_of_interface(interface: str) -> str:
-    """Return the address of an interface, given by name or address."""
+    """Return the address of an interface, whose name or address is given.
+
+    Raises `TransportError` if this host has no such interface that is up.
+    """
     own = own_addresses()
     if interface in own:
         return own[interface][0]
@@ -142,7 +145,7 @@ def _address_of_interface(interface: str) -> str:
 
 
 def _resolve(host: str) -> list[str]:
-    """Resolve a host name to addresses, in order of preference."""
+    """Resolve a host name to addresses, sorted; `TransportError` if it has none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -156,10 +159,12 @@ def _resolve(host: str) -> list[str]:
 
 
 def _external_address(host: str, loopback: str) -> str:
-    """Find an external address for a host name that resolves to loopback.
+    """Return an address of this host that others reach, or the loopback address.
 
-    Debian's `/etc/hosts` maps the host's own name to 127.0.1.1, which is not reachable
-    from other hosts.
+    Raises `TransportError` if there are several.
+
+    Called for a host name that resolves to loopback here: Debian's `/etc/hosts` maps
+    the host's own name to 127.0.1.1, which is not reachable from other hosts.
     """
     others = {
         name: addresses[0]

@@ -28,7 +28,7 @@ def is_half(dtype: np.dtype) -> bool:
 
 
 def sum_into(target: Array, addends: Sequence[Array]) -> None:
-    """Set an array to the sum of others, added from the first to the last.
+    """Set an array to the sum of others, added in order from the first to the last.
 
     NumPy's add releases the GIL. Values of half precision are added in
     float32 and rounded once, to nearest even.

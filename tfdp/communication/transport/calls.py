@@ -17,7 +17,7 @@ from tfdp.ground.text import pluralize
 _HEADER = struct.Struct("!16s12sIQQ")
 HEADER_BYTES = _HEADER.size
 _MASK = (1 << 64) - 1
-# The first 16 bits of a tag are its generation, the other 48 identify the collective.
+# The first 16 bits of a tag are its generation; the last 48 identify the collective.
 _GENERATIONS, _REST_BITS = 1 << 16, 48
 _STEPS_DIFFER = "An earlier step ended with an error on some workers only"
 _ERRORS = re.compile(rf"{_STEPS_DIFFER}: (\d+) of .*?, (\d+) of ")
@@ -32,7 +32,7 @@ class Call:
         tag: Int of 64 bits, identity of the collective.
         num_bytes: Int, length of the array; in an all-to-all, of the peer's part.
         dtype: String, name of the array's dtype.
-        bounds: Int, checksum of the bounds of the parts.
+        bounds: Int, checksum of the bounds of the members' parts, or 0 without bounds.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Call:
     bounds: int = 0
 
     def packed(self) -> bytes:
-        """Pack all fields into `HEADER_BYTES`."""
+        """Pack all fields into the header that is sent, `HEADER_BYTES` long."""
         return _HEADER.pack(
             self.kind.encode(),
             self.dtype.encode()[:12],
@@ -97,10 +97,10 @@ def new_tag(generation: int, text: str) -> int:
 
 
 def steps_ahead(error: Exception, generation: int) -> int | None:
-    """Return how many failed steps other workers are ahead, from an error.
+    """Return by how many failed steps other workers are ahead of this one.
 
     Args:
-        error: Exception of a collective, detected here or passed on by a member.
+        error: Exception of a collective, detected here or by another member.
         generation: Int, generation of this worker's call.
 
     Returns:
@@ -157,7 +157,9 @@ def check(received: bytes | memoryview, expected: Call, own: int, peer: int) -> 
 
 
 def _check_steps(received_tag: int, expected_tag: int, own: int, peer: int) -> None:
-    """Raise if two tags have different generations, numbers of failed steps.
+    """Raise `TransportError` if two tags have different generations.
+
+    A generation is the number of a worker's steps that have failed.
 
     Args:
         received_tag: Int, tag of the peer's call.

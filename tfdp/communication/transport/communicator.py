@@ -11,11 +11,12 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
 class PeerLost(RuntimeError):
-    """Error: another worker has left, and its connection is closed.
+    """Error: another worker has closed its connections, or its process has ended.
 
     Args:
-        rank: Int, the worker that was lost. It may differ from the peer, since workers
-            pass on the rank of a worker that they have lost.
+        rank: Int, the worker that was lost. It may be another worker than the one at
+            the connection's other end, which passes on the rank of a worker that it
+            lost.
         cause: String, the observed symptom, or the reason from the worker.
     """
 

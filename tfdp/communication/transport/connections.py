@@ -25,13 +25,13 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 CONTROL = "control"
 _CLOSED = "it has closed its connections"
-# Largest number of bytes of a control message, and of characters of its cause.
+# Largest number of bytes of a control message, and of characters of a cause in it.
 _MOST_BYTES, _MOST_CHARACTERS = 65536, 4096
 _UNIX_BUFFER_BYTES = 1 << 20
 # Send buffer of TCP between processes of one host. A default buffer grows to megabytes,
-# which no longer fit the cache when they are read: with this size all-reduces took four
-# fifths of the CPU time. The kernel doubles it, and limits it to `net.core.wmem_max`,
-# which was as fast.
+# which do not fit into the cache: with this size, all-reduces took four fifths of the
+# CPU time. The kernel doubles the size, and limits it to `net.core.wmem_max`; with that
+# limit, all-reduces were as fast.
 _LOCAL_TCP_BUFFER_BYTES = 512 << 10
 
 
@@ -66,10 +66,10 @@ class Registry(Protocol):
         """
 
     def ending_of(self, peer: int, lane: str) -> Ending | None:
-        """Return the reason from the peer, or `None` if it has sent none."""
+        """Return the reason that a peer has sent for a lane, `None` if unknown."""
 
     def forget(self, connection: Connection) -> None:
-        """Remove a closed connection."""
+        """Remove a connection that this worker has closed."""
 
 
 class Connection:
@@ -162,7 +162,7 @@ class Connection:
         """Send an open file to a worker of this host; only over Unix sockets.
 
         Args:
-            descriptor: Int, the file descriptor, which stays open here.
+            descriptor: Int, the file descriptor, which stays open in this process.
 
         Raises:
             PeerLost: If the connection has ended.
@@ -181,7 +181,7 @@ class Connection:
 
         Raises:
             PeerLost: If the connection has ended.
-            TransportError: If something else was sent.
+            TransportError: If the peer has not sent a file descriptor.
         """
         with self:
             try:
@@ -201,7 +201,7 @@ class Connection:
         )
 
     def lost(self, error: OSError | None) -> Exception:
-        """Return the error with the reason that the connection ended.
+        """Return the error to raise after the connection has ended, with the reason.
 
         Args:
             error: `OSError` of the socket, or `None` at the end of its stream.
@@ -227,8 +227,8 @@ class Connection:
         """Whether the other end has closed the connection without an error.
 
         Returns:
-            Bool. It may wait a moment for the peer's reason, to tell this from the end
-            of its process.
+            Bool. The call may wait a moment for the peer's reason, which shows whether
+            the peer closed the connection or its process has ended.
         """
         if self._ending is not None:
             return False
@@ -240,8 +240,8 @@ class Connection:
 
         Args:
             reason: String, sent to the other end.
-            ending: `Ending` to send instead, or `None`, if another worker or an error
-                is the cause. Defaults to `None`.
+            ending: `Ending` to send instead, if another worker or an error is the
+                cause; or `None`, the default.
         """
         with self._lock:
             if self._ending is not None:
@@ -268,7 +268,7 @@ def _bytes_of(buffer: Buffer) -> memoryview:
 
 
 def _without_first_bytes(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return the views without the first bytes, which have been sent."""
+    """Return the views without the first `num_bytes` bytes, which were sent already."""
     for position, view in enumerate(views):
         if num_bytes < view.nbytes:
             return [view[num_bytes:], *views[position + 1 :]]
@@ -277,7 +277,7 @@ def _without_first_bytes(views: list[memoryview], num_bytes: int) -> list[memory
 
 
 class ControlLine(MessageConnection):
-    """Connection for control messages; any thread sends, the acceptor's receives.
+    """Connection for control messages; only the acceptor's thread receives.
 
     Args:
         sock: `socket.socket`, after the handshake.
@@ -313,14 +313,14 @@ class ControlLine(MessageConnection):
 
 
 def tune(sock: socket.socket) -> None:
-    """Set socket options: send buffers on one host, no delay, keep-alive."""
+    """Set socket options: size of send buffers on one host, no delay, keep-alive."""
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
         return
     if _is_within_host(sock):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_TCP_BUFFER_BYTES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Keep-alive detects a host that has failed silently after half a minute.
+    # Keep-alive detects, after half a minute, a host that has failed silently.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
@@ -331,11 +331,12 @@ def _is_within_host(sock: socket.socket) -> bool:
     """Whether both ends of a TCP connection have the same address."""
     try:
         return bool(sock.getsockname()[0] == sock.getpeername()[0])
-    except OSError:  # it has ended already, which its first use will report
+    except OSError:  # the connection has ended, and its first use raises an error
         return False
 
 
 def shut_down(sock: socket.socket) -> None:
     """Shut a socket down, so that waiting calls at both ends return."""
-    with contextlib.suppress(OSError):  # not connected yet, or ended already
+    # The socket is not connected, or its connection has ended.
+    with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

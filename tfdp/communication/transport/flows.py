@@ -27,14 +27,14 @@ class Link(Protocol):
     sock: socket.socket
 
     def lost(self, error: OSError | None) -> Exception:
-        """Return the error with the reason that the connection ended."""
+        """Return the error to raise after the connection has ended, with the reason."""
 
     def has_left(self) -> bool:
         """Whether the other end has closed the connection without an error."""
 
 
 class Gate:
-    """Counter of finished pieces, for which other pieces wait."""
+    """Counter of pieces that have moved, for which other pieces wait."""
 
     __slots__ = ("count",)
 
@@ -69,7 +69,7 @@ class Piece:
 
 
 class _Queue:
-    """Pieces of one direction.
+    """Pieces of one direction of a flow, which move one after another.
 
     Args:
         pieces: Iterable of `Piece`s, in order.
@@ -96,7 +96,7 @@ class _Queue:
             self.rest = self.piece.view
 
     def pass_empty(self) -> bool:
-        """Finish empty pieces whose gates let them pass.
+        """Finish empty pieces, as far as their gates let them pass.
 
         Returns:
             Bool, whether any was finished: other pieces may have waited for it.
@@ -110,11 +110,11 @@ class _Queue:
         return passed
 
     def can_move(self) -> bool:
-        """Whether the current piece may move and its socket has not blocked."""
+        """Whether the current piece is ready, and its socket has not blocked."""
         return self.piece is not None and not self.is_blocked and self.piece.is_ready
 
     def advance(self, num_bytes: int) -> None:
-        """Record bytes that have moved; fewer than the rest means a blocked socket."""
+        """Record bytes that have moved; fewer than all mean a blocked socket."""
         if num_bytes < self.rest.nbytes:
             self.rest = self.rest[num_bytes:]
             self.is_blocked = True
@@ -122,7 +122,7 @@ class _Queue:
             self.finish(self.piece)
 
     def finish(self, piece: Piece) -> None:
-        """Call the callback of the current piece, and advance to the next one."""
+        """Call the `then` of a piece that has moved, and make the next one current."""
         if piece.then is not None:
             piece.then()
         self.next()
@@ -153,7 +153,7 @@ class Flow:
         return self._out.piece is None and self._in.piece is None
 
     def push(self) -> bool:
-        """Send as much of the current piece as possible without blocking.
+        """Send as much of the current outgoing piece as possible without blocking.
 
         Returns:
             Bool, whether anything moved.
@@ -176,7 +176,7 @@ class Flow:
         return True
 
     def pull(self) -> bool:
-        """Receive as much of the current piece as possible without blocking.
+        """Receive as much of the current incoming piece as possible without blocking.
 
         Returns:
             Bool, whether anything moved.
@@ -237,8 +237,8 @@ class Flow:
         if events & select.POLLOUT:
             self._out.is_blocked = False
         if self._in.is_blocked:
-            # Reading continues at the connection's end, too, since data that arrived
-            # before it may be unread.
+            # After the connection's end, too, reading continues: data that arrived
+            # before the end may be unread.
             self._in.is_blocked = not events & (select.POLLIN | _ENDED)
         elif events & _ENDED:
             raise self._link.lost(None)
@@ -268,7 +268,7 @@ def run(flows: Sequence[Flow]) -> None:
 
 
 def _wait(flows: Sequence[Flow]) -> None:
-    """Wait until a connection of a flow can make progress."""
+    """Wait for an event on the connection of any flow, and handle it."""
     poll = select.poll()
     watched = {}
     for flow in flows:

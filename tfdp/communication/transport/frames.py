@@ -13,8 +13,8 @@ from tfdp.communication.transport.communicator import Array
 from tfdp.communication.transport.schedules import bytes_of
 
 _LENGTH = struct.Struct("!I")
-# Largest length of a head; with a larger one, the other end does not send messages of
-# this format.
+# Largest length of a head. If the other end sends a larger one, it does not send
+# messages of this format.
 _MOST_HEAD_BYTES = 1 << 22
 
 
@@ -31,7 +31,7 @@ class Link(Protocol):
 def send_frame(
     link: Link, head: Mapping[str, Any], arrays: Sequence[Array] = ()
 ) -> None:
-    """Send a message.
+    """Send a message, whose head also describes the arrays.
 
     Args:
         link: `Link`.
@@ -45,7 +45,7 @@ def send_frame(
 
 
 def receive_frame(link: Link) -> tuple[dict[str, Any], list[Array]]:
-    """Receive a message.
+    """Receive a message that `send_frame` has sent.
 
     Args:
         link: `Link`.
@@ -54,7 +54,7 @@ def receive_frame(link: Link) -> tuple[dict[str, Any], list[Array]]:
         Tuple of the head, and a list of arrays.
 
     Raises:
-        EOFError: If the other end does not send a message.
+        EOFError: If the other end sends another format.
     """
     length = bytearray(_LENGTH.size)
     link.receive_into(length)

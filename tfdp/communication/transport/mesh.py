@@ -61,14 +61,14 @@ _logger = logging.getLogger("tfdp.transport")
 _CLAIM = struct.Struct("!I32s")
 # Time limit of one attempt to dial, after which a busy or silent peer is dialed again.
 _ATTEMPT_SECONDS = 10.0
-# Time limit of one read of the store, which bounds the delay of `close`.
+# Time limit of one read of the store, by which `close` may be delayed.
 _STORE_SECONDS = 2.0
 _RETRY_SECONDS = 0.05
 _BACKLOG = 512
 # Longest wait for the message with the reason that a connection was closed, which the
 # peer sends before it closes the connection.
 _REASON_SECONDS = 0.5
-# Open meshes, which are closed at the end of the script so that peers get a reason.
+# Open meshes, which are closed at exit so that peers get a reason.
 _meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
@@ -111,8 +111,8 @@ class Mesh:
             workers. Defaults to `"transport"`.
 
     Raises:
-        TransportError: If this host has no such address or interface, or worker 0
-            does not put a secret into the store in time.
+        TransportError: If this host has no such address or interface, or worker 0 does
+            not put a secret into the store in time.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class Mesh:
                 sock.close()
             self._accepted.clear()
 
-    # Interface `Registry`, which connections use.
+    # Methods of the interface `Registry`, which connections use.
 
     def tell(self, peer: int, lane: str, ending: Ending) -> None:
         """Send a peer the reason that this worker closes the connection of a lane."""
@@ -251,7 +251,7 @@ class Mesh:
         """Return the reason that the peer closed a connection, `None` if unknown."""
 
         def is_known() -> bool:
-            """Return whether the reason has arrived, or the peer has ended."""
+            """Return whether the reason has arrived, or the control line has ended."""
             return (peer, lane) in self._endings or peer not in self._lines
 
         with self._changed:
@@ -263,7 +263,7 @@ class Mesh:
         with self._changed:
             self._connections.discard(connection)
 
-    # Callbacks on the acceptor's thread.
+    # Methods that the acceptor's thread calls.
 
     def _accept(self, sock: socket.socket, authenticated: Authenticated) -> None:
         """Store an accepted connection until `connect` takes it.
@@ -282,12 +282,12 @@ class Mesh:
             previous = self._accepted.pop((rank, lane), None)
             self._accepted[rank, lane] = sock
             self._changed.notify_all()
-        # The peer has dialed again, so its first attempt is void.
+        # The peer has dialed again, and does not use its first connection any more.
         if previous is not None:
             previous.close()
 
     def _set_accept_error(self, sentence: str) -> None:
-        """End calls of `connect` whose connection cannot be accepted.
+        """Make waiting calls of `connect` fail, since no connection can be accepted.
 
         Args:
             sentence: String, the reason.
@@ -320,7 +320,7 @@ class Mesh:
         self._acceptor.watch(line, functools.partial(self._read, line))
 
     def _shared_secret(self) -> str:
-        """Create the job's secret on worker 0; read it from the store on others."""
+        """Return the secret, which worker 0 creates and others read in the store."""
         key = f"{self._prefix}/secret"
         if self.rank == 0:
             secret = secrets.token_hex(32)
@@ -329,7 +329,7 @@ class Mesh:
         return self._read_store(key, 0, time.monotonic() + self._timeout_seconds)
 
     def _addresses_of(self, peer: int, deadline: float) -> Addresses:
-        """Return the addresses that a peer has published, or wait for them.
+        """Return the addresses of a peer; wait until it has published them.
 
         Args:
             peer: Int, rank of the worker.
@@ -343,7 +343,9 @@ class Mesh:
         return self._addresses[peer]
 
     def _read_store(self, key: str, peer: int, deadline: float) -> str:
-        """Read a peer's text from the store, until the deadline or `close`.
+        """Wait for a peer's text in the store, until the deadline or `close`.
+
+        Raises `TransportError` at the deadline, and `TransportClosed` after `close`.
 
         Args:
             key: String, the key.
@@ -402,7 +404,9 @@ class Mesh:
     def _dial(
         self, peer: int, lane: str, deadline: float
     ) -> tuple[socket.socket, Authenticated]:
-        """Dial repeatedly until the other worker answers.
+        """Dial repeatedly until the other worker answers, or the deadline.
+
+        Raises `TransportError` at the deadline, and `PeerLost` if the worker has ended.
 
         Returns:
             `socket.socket`, connected, and the result of the handshake.
@@ -446,7 +450,8 @@ class Mesh:
             ), f"\0{peer_addresses.unix_name}"
         sock = close_in_forks(socket.socket(family_of(peer_addresses.ip)))
         ip = self.addresses.ip
-        # Dial from the interface that this worker listens on, if it can reach the peer.
+        # The socket is bound to the interface that this worker listens on, if that can
+        # reach the peer.
         if family_of(ip) == sock.family and is_loopback(ip) == is_loopback(
             peer_addresses.ip
         ):
@@ -454,7 +459,7 @@ class Mesh:
         return sock, socket_address(peer_addresses.ip, peer_addresses.port)
 
     def _wait_for_dial(self, peer: int, lane: str, deadline: float) -> socket.socket:
-        """Wait for the connection that a peer of higher rank dials.
+        """Wait until a peer of higher rank has dialed, and confirm the connection.
 
         Returns:
             `socket.socket`, connected and authenticated.
@@ -481,7 +486,7 @@ class Mesh:
             raise self._did_not_come(peer)
         tune(sock)
         sock.settimeout(None)
-        # The first use of the socket will report an error.
+        # If the peer has ended, the first use of the socket will raise an error.
         with contextlib.suppress(OSError):
             sock.send(b"\1", socket.MSG_NOSIGNAL)
         return sock

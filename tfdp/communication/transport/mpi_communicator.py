@@ -145,7 +145,7 @@ class MpiCommunicator:
         job.add(self)
 
     def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
-        """Sum over all members, see `Communicator`."""
+        """Sum over all members, as in `Communicator.all_reduce`."""
         target = array if into is None else into
         with self._messages.call():
             call = call_of("all-reduce", array, tag)
@@ -160,28 +160,28 @@ class MpiCommunicator:
     def reduce_scatter(
         self, array: Array, bounds: Sequence[int], tag: int, into: Array | None = None
     ) -> None:
-        """Sum this member's part over all members, see `Communicator`."""
+        """Sum this member's part over all members; see `Communicator`."""
         own = array[bounds[self.index] : bounds[self.index + 1]]
         with self._messages.call():
             call = call_of("reduce-scatter", array, tag, bounds)
             self._reduce_scatter(array, bounds, own if into is None else into, call)
 
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
-        """Receive the parts of all other members into `array`, see `Communicator`."""
+        """Receive the parts of other members, as in `Communicator.all_gather`."""
         with self._messages.call():
             self._all_gather(array, bounds, call_of("all-gather", array, tag, bounds))
 
     def all_to_all(
         self, sent: Sequence[Array], received: Sequence[Array], tag: int
     ) -> None:
-        """Exchange arrays between all pairs of members, see `Communicator`."""
+        """Exchange arrays between all members, as in `Communicator.all_to_all`."""
         with self._messages.call():
             received[self.index][:] = sent[self.index]
             pairs = {peer: (sent[peer], received[peer]) for peer in self._others()}
             self._messages.exchange(pairs, call_of(ALL_TO_ALL, sent[self.index], tag))
 
     def broadcast(self, array: Array, source: int, tag: int) -> None:
-        """Copy the array of a member to all members, see `Communicator`."""
+        """Copy the array of a member to all members, as in `Communicator.broadcast`."""
         size = len(self.ranks)
         with self._messages.call():
             if size == 1:
@@ -197,7 +197,7 @@ class MpiCommunicator:
             self._all_gather(array, bounds, call)
 
     def barrier(self, tag: int) -> None:
-        """Wait until all members have called this, see `Communicator`."""
+        """Wait until all members have called this, as in `Communicator.barrier`."""
         size, distance = len(self.ranks), 1
         nothing = np.empty(0, np.uint8)
         with self._messages.call():
@@ -208,10 +208,11 @@ class MpiCommunicator:
                 distance *= 2
 
     def close(self, reason: str = "") -> None:
-        """End a waiting call, and notify the other members.
+        """End a waiting call, and send the other members a reason.
 
         Args:
-            reason: String, which they get with `PeerLost`. Defaults to `""`.
+            reason: String, the cause in the other members' `PeerLost`. Defaults to
+                `""`.
         """
         self._messages.close(reason)
         self._job.discard(self)
@@ -235,7 +236,9 @@ class MpiCommunicator:
     def _reduce_scatter(
         self, array: Array, bounds: Sequence[int], target: Array, call: Call
     ) -> None:
-        """Sum this member's part into `target`, which may be that part itself.
+        """Sum this member's part over all members into `target`.
+
+        `target` may be that part of `array` itself.
 
         Args:
             array: Flat array to sum.
@@ -326,9 +329,9 @@ class MpiCommunicator:
         return [(self.index + step) % size for step in range(1, size)]
 
     def _scratch_parts(self, like: Array, length: int) -> list[Array]:
-        """Return reused memory for the parts of the other members.
+        """Return arrays for the parts of the other members, in memory that is reused.
 
-        New memory would cost time, since the kernel clears its pages.
+        New memory would cost time, since the kernel would clear its pages.
 
         Args:
             like: Array with the dtype of the parts.
@@ -362,8 +365,8 @@ def _create_comm(
         return job.mpi.COMM_SELF
     members = [job.world_ranks[rank] for rank in ranks]
     text = f"{lane} {ranks}"
-    # A tag for each lane, above the job's tags and below 32767, the largest tag that
-    # every MPI library allows.
+    # Each lane has a tag of its own, above the job's tags and below 32767, the largest
+    # tag that every MPI library allows.
     tag = 16 + zlib.crc32(text.encode()) % 32000
     names = job.exchange({"lane": text}, timeout_seconds, members, tag)
     others = [each["lane"] for each in names if each["lane"] != text]

@@ -24,8 +24,8 @@ from tfdp.communication.transport.communicator import (
     TransportError,
 )
 
-# Largest number of bytes that are sent with the header, in one message that MPI sends
-# at once.
+# Largest number of bytes that are sent together with the header, in one message, which
+# MPI sends at once.
 SMALL_BYTES = 16 << 10
 
 # Kind of the only call in which members may send and receive different numbers of
@@ -37,13 +37,13 @@ _HEADER, _DATA, _GOODBYE = 1, 2, 3
 _GOODBYE_BYTES = 1024
 # Largest message: MPI counts bytes in 32 bits.
 _MOST_BYTES = 1 << 30
-# Longest pauses between polls of MPI. Before data moves, the others compute and need
-# the cores; while data moves, it makes progress only during polls.
+# Longest pauses between polls of MPI: before data moves, when the other members compute
+# and need the cores, and while data moves, which makes progress only during polls.
 _LONGEST_WAIT_SECONDS, _LONGEST_MOVE_SECONDS = 1e-3, 1e-4
 # Number of pauses between two checks for members that have left, and number of checks
-# that must find a member gone: its last messages may still be under way.
+# that must find that a member has left, since its last messages may still arrive.
 _PAUSES_PER_CHECK, _CHECKS_UNTIL_LOST = 8, 3
-# Longest wait of `close` for the thread in a collective.
+# Longest wait of `close` until the thread in a collective has stopped.
 _CLOSE_SECONDS = 1.0
 
 
@@ -100,7 +100,8 @@ class MpiMessages:
         self._index = comm.rank
         self._others = [place for place in range(len(ranks)) if place != self._index]
         self._reason: str | None = None
-        # Held during a collective; `close` waits for it for a limited time.
+        # Lock that a thread holds during a collective; `close` waits for it for a
+        # limited time.
         self._in_call = threading.Lock()
         self._closing = threading.Lock()
         self._pending: list[_Pending] = []
@@ -155,7 +156,7 @@ class MpiMessages:
         self._wait(peers)
 
     def close(self, reason: str) -> None:
-        """End a waiting call, and notify the other members.
+        """End a waiting call, and send the other members a reason.
 
         Args:
             reason: String, sent to the other members.
@@ -163,8 +164,8 @@ class MpiMessages:
         if not self._set_reason(reason) or self._job.mpi.Is_finalized():
             return
         self._say_goodbye()
-        # A waiting thread of the lane sees `_reason` between two pauses. If it is
-        # summing instead, it cleans up itself at its next check.
+        # A waiting thread of the lane sees `_reason` between two pauses. A thread that
+        # sums cleans up itself at its next check.
         if self._in_call.acquire(timeout=_CLOSE_SECONDS):
             try:
                 self._clean_up()
@@ -174,7 +175,7 @@ class MpiMessages:
     # Steps of an exchange.
 
     def _begin(self, member: int, peer: _Peer, call: Call) -> None:
-        """Start the requests of headers with a member; data follows its header.
+        """Start to exchange headers with a member; data follows the member's header.
 
         Args:
             member: Int, index of the member.
@@ -219,7 +220,7 @@ class MpiMessages:
     def _start_data(
         self, member: int, peer: _Peer, data: memoryview, *, is_send: bool
     ) -> None:
-        """Start the requests of data with a member, in pieces.
+        """Start to send or receive data, in pieces of at most `_MOST_BYTES`.
 
         Args:
             member: Int, index of the member.
@@ -236,7 +237,7 @@ class MpiMessages:
                 self._add(_Pending(request, peer, is_send))
 
     def _add(self, pending: _Pending) -> None:
-        """Add a request to the pending ones."""
+        """Add a request to the pending ones, and count it for its peer."""
         pending.peer.pending += 1
         self._pending.append(pending)
 
@@ -309,7 +310,7 @@ class MpiMessages:
             return is_first
 
     def _fail(self, reason: str) -> None:
-        """Pass pending requests to the job, which keeps their memory, and close."""
+        """Close after an error; the job keeps the pending requests and their memory."""
         pending, self._pending = self._pending, []
         if pending:
             sends = [each.request for each in pending if each.is_send]

@@ -28,11 +28,11 @@ from tfdp.ground.base.threads import start_thread
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Contribution of one worker to a step.
+    """Contribution of one worker to a step's sum.
 
     Args:
         rows: Float, number of rows of the global batch that it is computed from.
-        total: Float, number of rows of the global batch.
+        total: Float, number of rows of the whole global batch.
         arrays: Sequence of arrays, parts of a sum over the global batch; empty from a
             worker that knows that the step has closed.
     """
@@ -44,7 +44,7 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class QuorumSum:
-    """Result of a step, the same on all workers.
+    """Sum of a step, the same on all workers.
 
     Args:
         absent: Sequence of ints, ranks of the workers whose contributions it lacks.
@@ -57,11 +57,11 @@ class QuorumSum:
 
 
 class QuorumMember:
-    """A worker's end: it contributes to each step, and takes the sums in order.
+    """A worker's side of the sums: it contributes to each step, and takes all sums.
 
     Args:
         on_change: Callable, called with the number of sums that have arrived and were
-            not taken, each time that it changes.
+            not taken, whenever this number changes.
     """
 
     def __init__(self, on_change: Callable[[int], None]) -> None:
@@ -95,11 +95,11 @@ class QuorumMember:
             return result
 
     def close(self, reason: str = "", ending: Ending | None = None) -> None:
-        """Close the connections, see `Connection.close`."""
+        """Close the connections, as `Connection.close` does."""
         raise NotImplementedError
 
     def _contribute(self, share: Share) -> None:
-        """Pass a share on to the leader."""
+        """Send a share to the leader, or add it if this worker leads."""
         raise NotImplementedError
 
     def _receive(self, result: QuorumSum) -> None:
@@ -110,7 +110,7 @@ class QuorumMember:
             self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """End the waits of all workers; the first error counts."""
+        """Record an error, unless there is one, and end the waits of all workers."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -121,11 +121,11 @@ class QuorumMember:
 
 
 class QuorumFollower(QuorumMember):
-    """The end of every worker but the first.
+    """Member of the sums on every worker but worker 0.
 
     Args:
         link: `Connection` to worker 0.
-        on_change: Callable, see `QuorumMember`.
+        on_change: Callable, as in `QuorumMember`.
     """
 
     def __init__(self, link: Connection, on_change: Callable[[int], None]) -> None:
@@ -134,11 +134,11 @@ class QuorumFollower(QuorumMember):
         start_thread("tfdp quorum", self._read)
 
     def close(self, reason: str = "", ending: Ending | None = None) -> None:
-        """See `QuorumMember`."""
+        """Close the connection to worker 0, as `Connection.close` does."""
         self._link.close(reason, ending)
 
     def _contribute(self, share: Share) -> None:
-        """See `QuorumMember`."""
+        """Send a share to worker 0."""
         head = {"rows": share.rows, "total": share.total}
         send_frame(self._link, head, share.arrays)
 
@@ -153,15 +153,15 @@ class QuorumFollower(QuorumMember):
 
 
 class QuorumLeader(QuorumMember):
-    """The end of worker 0, which decides what counts; it may itself be late.
+    """Member of the sums on worker 0, which closes the steps; it may be late itself.
 
     Args:
         links: Mapping from ranks to `Connection`, to all other workers.
         least: Int, number of contributions with which a step closes.
-        most_behind: Int, number of steps that a worker may be late.
+        most_behind: Int, number of steps that a worker may be late before others wait.
         joined: Collection of ints, positions of the arrays that are concatenated along
             the first axis, and not summed.
-        on_change: Callable, see `QuorumMember`.
+        on_change: Callable, as in `QuorumMember`.
     """
 
     def __init__(
@@ -177,7 +177,8 @@ class QuorumLeader(QuorumMember):
         self._least, self._most_behind, self._joined = least, most_behind, joined
         self._lock = threading.Lock()
         self._num_closed = 0
-        # The number of contributions of each worker so far, and those to the open step.
+        # Number of contributions of each worker so far, and contributions to the open
+        # step.
         self._made = dict.fromkeys([0, *links], 0)
         self._shares: dict[int, Share] = {}
         self._unsent: dict[int, queue.SimpleQueue[QuorumSum | None]]
@@ -193,11 +194,11 @@ class QuorumLeader(QuorumMember):
             self._unsent[rank].put(None)
 
     def _contribute(self, share: Share) -> None:
-        """See `QuorumMember`."""
+        """Add the share of worker 0."""
         self._add(0, share)
 
     def _add(self, rank: int, share: Share) -> None:
-        """Add the next contribution of a worker, and close the step if that is due."""
+        """Add a worker's next contribution; close the step if it has enough of them."""
         with self._lock:
             if self._error is not None:
                 return
@@ -209,12 +210,13 @@ class QuorumLeader(QuorumMember):
             result = self._close_step()
             for unsent in self._unsent.values():
                 unsent.put(result)
-            # TensorFlow may write to its arrays, which are still to be sent.
+            # The threads still send these arrays, and TensorFlow may write to its own:
+            # it gets copies.
             own = [np.array(array) for array in result.arrays]
             self._receive(dataclasses.replace(result, arrays=own))
 
     def _is_complete(self) -> bool:
-        """Return whether the open step can close."""
+        """Return whether the open step has enough contributions to close."""
         if len(self._shares) == len(self._made):
             return True
         num_behind = self._num_closed - min(self._made.values())
@@ -256,7 +258,7 @@ class QuorumLeader(QuorumMember):
             self._fail(error)
 
     def _write(self, rank: int) -> None:
-        """Send the sums to a worker, one after another."""
+        """Send the sums to a worker in the order of steps, until `close`."""
         try:
             while (result := self._unsent[rank].get()) is not None:
                 send_frame(self._links[rank], {"absent": result.absent}, result.arrays)
@@ -265,7 +267,7 @@ class QuorumLeader(QuorumMember):
 
 
 def _scale(array: Array, factor: float) -> None:
-    """Multiply floating point numbers by a factor; leave integers, such as indices."""
+    """Multiply an array of floats by a factor, in place; integers stay unchanged."""
     if is_half(array.dtype):
         array[...] = array.astype(np.float32) * np.float32(factor)
     elif np.issubdtype(array.dtype, np.floating):

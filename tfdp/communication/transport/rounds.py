@@ -1,9 +1,10 @@
 """Rounds: means over the participants that arrive in time.
 
 A round ends when all participants have contributed; or, with `least`, when that many
-have contributed and `patience_seconds` are over. A later participant is behind: it gets
-the state after an earlier round and the means since, to make up for the updates that it
-has missed. Its contribution counts in the next round if it has missed only one.
+have contributed and `patience_seconds` are over. A participant that contributes later
+is behind: it gets the state after an earlier round and all means since then, to make up
+for the updates that it has missed. Its contribution counts in the next round if it has
+missed only one.
 
 Between workers, worker 0 leads: each of its contributions starts a round, and workers
 that are behind get its state before the last round.
@@ -27,7 +28,7 @@ from tfdp.communication.transport.frames import Link, receive_frame, send_frame
 from tfdp.ground.base.threads import start_thread
 from tfdp.ground.text import pluralize
 
-# Version that a follower sends to pause its rounds until all workers synchronize.
+# Version in a follower's message that pauses its rounds until all workers synchronize.
 _PAUSE_VERSION = -1
 # Contribution of a participant: its number of samples, which is its weight, and arrays.
 Contribution = tuple[float, Sequence[Array]]
@@ -39,9 +40,10 @@ class Reply:
 
     Args:
         version: Int, number of rounds so far.
-        is_made: Bool, whether a round was made, false while the leader pauses.
+        is_made: Bool, false if the leader pauses, and there was no round.
         keeps: Bool, whether the participant should send its state after this round.
-        participants: Int, number of participants in time; 0 for one that is behind.
+        participants: Int, number of participants that contributed in time; 0 for one
+            that is behind.
         means: List of lists of arrays: the mean of this round; for a participant that
             is behind, the means of all rounds since `state`.
         state: List of arrays, the state after some round, for a participant that is
@@ -68,7 +70,7 @@ class Reply:
         return bool(self.state)
 
     def send(self, link: Link) -> None:
-        """Send the reply to the participant."""
+        """Send this reply to the participant over a link."""
         head = {field.name: getattr(self, field.name) for field in _HEAD}
         head |= {"num_means": len(self.means), "num_state": len(self.state)}
         send_frame(link, head, [*self.state, *itertools.chain(*self.means)])
@@ -93,10 +95,10 @@ _HEAD = [f for f in dataclasses.fields(Reply) if f.name not in ("means", "state"
 
 @dataclasses.dataclass(eq=False)
 class Participant:
-    """Connected participant of rounds; a new connection is a new participant.
+    """Participant of rounds; another connection of one index is a new participant.
 
     Args:
-        index: Int, index among all that may participate.
+        index: Int, index among all processes that may participate.
         has_begun: Bool, whether rounds wait for it. Defaults to `True`.
         is_away: Bool, whether it has missed the last round. Defaults to `False`.
         contribution: Tuple of samples and arrays, its contribution to the present
@@ -133,7 +135,8 @@ class Rounds:
         self._changed = threading.Condition()
         self._members: dict[int, Participant] = {}
         self._may_come = set(indices)
-        # Number of rounds so far; the state after one of them, and the means since.
+        # Number of rounds so far; the state after one of them, with its number; and the
+        # means of later rounds, with theirs.
         self._version = 0
         self._state: tuple[int, list[Array]] | None = None
         self._means: list[tuple[int, list[Array]]] = []
@@ -143,7 +146,7 @@ class Rounds:
         self._deadline = 0.0
 
     def expect_no_more(self, index: int) -> None:
-        """Remove a participant that will make no more rounds.
+        """Remove a participant that will take part in no further round.
 
         Args:
             index: Int, index of the participant.
@@ -160,7 +163,7 @@ class Rounds:
 
         Args:
             member: `Participant`.
-            version: Int, number of rounds that the participant has made.
+            version: Int, number of rounds that the participant knows.
             contribution: Tuple of a float, the number of samples, and arrays.
 
         Returns:
@@ -191,7 +194,7 @@ class Rounds:
             return member.reply
 
     def _check(self, member: Participant) -> None:
-        """Raise `EOFError` if a waiting participant was removed."""
+        """Raise `EOFError` if a participant that waits was removed."""
         if self._members.get(member.index) is not member:
             raise EOFError
 
@@ -207,7 +210,7 @@ class Rounds:
         return [m for m in self._members.values() if m.contribution is not None]
 
     def _is_complete(self, *, is_late: bool) -> bool:
-        """Whether the round can end.
+        """Whether the present round can end.
 
         Args:
             is_late: Bool, whether the time for further contributions is over.
@@ -219,7 +222,7 @@ class Rounds:
         ]
         if self._least is None:
             return not missing
-        # Fewer are enough if fewer than `least` may still participate.
+        # Fewer contributions are enough if fewer than `least` participants are left.
         is_enough = len(self._waiting()) >= min(self._least, len(self._may_come))
         return is_enough and (is_late or all(m.is_away for m in missing))
 
@@ -238,7 +241,7 @@ class Rounds:
             self._answer(member, Reply(self._version, True, keeps, count, [mean]))
 
     def _answer(self, member: Participant, reply: Reply) -> None:
-        """Set the reply of a participant, if it waits for one."""
+        """Set the reply of a participant if it waits for one, and wake its thread."""
         if member.contribution is not None:
             member.reply, member.contribution = reply, None
             self._changed.notify_all()
@@ -265,7 +268,7 @@ class RoundLeader(Rounds):
         self._generation = 0
         self._own_state: list[Array] = []
         self._reasons: list[str] = []
-        # Held during a round, so that a pause begins after it.
+        # Lock of a round, so that a pause begins only after it.
         self._lock = threading.Lock()
         for rank, link in links.items():
             name, member = f"tfdp rounds {rank}", self._members[rank]
@@ -279,7 +282,7 @@ class RoundLeader(Rounds):
         Args:
             samples: Float, number of samples, the weight of this worker.
             arrays: Sequence of arrays to average.
-            state: Sequence of arrays, the state before the round.
+            state: Sequence of arrays, this worker's state before the round.
 
         Returns:
             `Reply`.
@@ -368,11 +371,12 @@ class RoundLeader(Rounds):
             arrays: List of arrays to average.
         """
         with self._changed:
-            # The follower may have left a synchronization that worker 0 is still in.
+            # The follower may have left a synchronization in which worker 0 still is.
             self._changed.wait_for(lambda: generation <= self._generation)
             if version != _PAUSE_VERSION:
                 return self.contribute(member, version, (samples, arrays))
-            # A late message of an earlier generation is ignored.
+            # A pause message of an earlier generation has arrived too late, and is
+            # ignored.
             if generation == self._generation:
                 member.has_begun = False
                 self._may_come.discard(member.index)
@@ -395,7 +399,10 @@ class RoundFollower:
     def exchange(
         self, samples: float, arrays: Sequence[Array], state: Sequence[Array]
     ) -> Reply:
-        """Contribute arrays to a round, see `RoundLeader.exchange`."""
+        """Contribute arrays to a round; `state` is not used.
+
+        Arguments and result are those of `RoundLeader.exchange`.
+        """
         del state
         with self._lock:
             self._send(self._version, samples, arrays)
@@ -415,7 +422,7 @@ class RoundFollower:
             self._version = 0
 
     def _send(self, version: int, samples: float, arrays: Sequence[Array]) -> None:
-        """Send a message to the leader, see `RoundLeader._reply_to`.
+        """Send a message to the leader.
 
         Args:
             version: Int, number of rounds so far, or `_PAUSE_VERSION`.

@@ -13,10 +13,10 @@ from tfdp.communication.transport.communicator import Array
 from tfdp.communication.transport.flows import Gate, Piece
 
 # A segment of this size stays in the L2 cache while it is received, added and sent.
-# With 64 KB, Python took a third more CPU time; from 256 KB to 1 MB there was no
-# difference.
+# With segments of 64 KB, Python took a third more CPU time; from 256 KB to 1 MB there
+# was no difference.
 SEGMENT_BYTES = 512 << 10
-# Number of slots between two steps of a segment, in which it arrives.
+# Number of slots between two steps of a segment: in this time the segment arrives.
 LAG = 2
 
 
@@ -156,11 +156,11 @@ def pipeline(num_segments: int, steps: range, lag: int = LAG) -> Iterator[tuple]
 
 
 class Ring:
-    """Steps of a ring: the first `size - 1` steps add, the others only copy.
+    """Steps of a ring: in the first `size - 1` steps members add, in others they copy.
 
-    In step `s`, member `i` sends its segments of part `i - s - 1`, received in the step
-    before, and receives segments of part `i - s - 2`. So its own part is complete after
-    `size - 1` steps. Only step 0 sends from the array rather than from
+    In step `s`, member `i` sends its segments of part `i - s - 1`, which it received in
+    the previous step, and receives segments of part `i - s - 2`. So its own part is
+    complete after `size - 1` steps. Only step 0 sends from the array rather than from
     the sum, and each part is added once, so a separate array for the sum needs no copy.
 
     Args:
@@ -179,7 +179,7 @@ class Ring:
         self._arrived = {step: Gate() for _, step in segments.order}
 
     def outgoing(self) -> Iterator[Piece]:
-        """Yield the pieces for the next member, each sent as soon as it has arrived."""
+        """Yield pieces for the next member, each sent once its segment has arrived."""
         segments = self._segments
         for number, step in segments.order:
             where = segments.where(self._index - step - 1, number)
@@ -199,7 +199,7 @@ class Ring:
                 yield Piece(segments.summed[where], then=gate.pass_one)
 
     def _add(self, where: slice, gate: Gate) -> None:
-        """Add a received segment to the sum, and count it.
+        """Add a received segment to the sum, and pass the gate of its step.
 
         Args:
             where: Slice of the segment in bytes.
@@ -212,11 +212,12 @@ class Ring:
 
 
 class OrderedSums:
-    """Sums of this member's part, added in the order of the members.
+    """Exchange in which each member adds its part from all members, in their order.
 
-    In step 0, each member sends every other member the part that it will sum; in step
-    1, if there is one, it sends the sum of its own part to all. Each peer has two
-    buffers, so that one segment arrives while another waits for those of other peers.
+    In step 0, each member sends every other member the part that the other one will
+    sum; in step 1, if there is one, it sends the sum of its own part to all. Each peer
+    has two buffers, so that one segment arrives while another waits for those of other
+    peers.
 
     Args:
         segments: `Segments`.
@@ -234,7 +235,7 @@ class OrderedSums:
         ]
 
     def outgoing(self, index: int) -> Iterator[Piece]:
-        """Yield the pieces to send to the member with an index."""
+        """Yield the pieces to send to the member with this index."""
         segments = self._segments
         for number, step in segments.order:
             if step:
@@ -244,7 +245,7 @@ class OrderedSums:
                 yield Piece(segments.sent[segments.where(index, number)])
 
     def incoming(self, index: int) -> Iterator[Piece]:
-        """Yield the pieces to receive from the member with an index."""
+        """Yield the pieces to receive from the member with this index."""
         segments = self._segments
         for number, step in segments.order:
             if step:
@@ -253,7 +254,7 @@ class OrderedSums:
                 yield self._addend(index, number)
 
     def _addend(self, index: int, number: int) -> Piece:
-        """Return the piece of an addend, which waits until its buffer is free.
+        """Return the piece that receives an addend, once its buffer is free.
 
         Args:
             index: Int, index of the member that sends it.
@@ -269,7 +270,7 @@ class OrderedSums:
         )
 
     def _arrived(self, number: int) -> None:
-        """Count an addend of a segment, by its index; add all when the last arrives."""
+        """Count an addend of a segment with this index; after the last, add all."""
         missing = self._missing.pop(number, self._segments.size - 1) - 1
         if missing:
             self._missing[number] = missing

@@ -11,13 +11,14 @@ Arrays are exchanged in steps, through the two slots of an outbox alternately:
     step i:  write chunk i into slot i % 2  ->  bell  ->  read chunk i of the others
 
 The bell is a short message to each other member and one from each. A member that has
-received all bells of a step knows that all others have read its chunk of the step
-before, so the slot of that chunk is free again. The bell wakes sleeping members, and
+received all bells of a step knows that all others have read its chunk of the previous
+step, so the slot of that chunk is free again. The bell wakes sleeping members, and
 orders memory accesses on any processor.
 
 In an all-reduce of two members, each copies half of the array into its outbox, adds the
-other's half to its own, copies that sum into its outbox, and the other's sum out of the
-other outbox: four passes over half of the bytes, in chunks that stay in the cache.
+other member's half to its own, copies that sum into its outbox, and the other member's
+sum out of the other outbox: four passes over half of the bytes, in chunks that stay in
+the cache.
 """
 
 from __future__ import annotations
@@ -47,25 +48,25 @@ from tfdp.communication.transport.socket_communicator import SocketCommunicator
 
 _logger = logging.getLogger("tfdp.transport")
 
-# Total size of the chunks of all members, which stay in a core's cache and are large
-# compared to the cost of a bell. `python -m tools.bench transport` compares 256 kB to
-# 4 MB, see "The transport by itself" in docs/reports/performance.md.
+# Total size of the chunks of all members in a step. Chunks of this size stay in a
+# core's cache, and take long compared to a bell. `python -m tools.bench transport`
+# compares 256 kB to 4 MB, see "The transport by itself" in docs/reports/performance.md.
 CHUNKS_BYTES = 1 << 21
 # Largest array that is sent over the sockets, where it costs hardly more than a bell.
 SMALL_BYTES = 1 << 15
-# Number of the step, which follows the header in the message of a bell.
+# Format of the number of the step, which follows the header in a bell's message.
 _STEP = struct.Struct("<Q")
 # Index of the sums in an outbox, after the chunks for the members.
 _SUMS = -1
-# Tags of the agreements that all members have created, and mapped, the outboxes.
+# Tags of the votes on whether all members have created, and mapped, the outboxes.
 _HAVE_CREATED, _HAVE_MAPPED = 1, 2
 
 
 class SharedMemoryCommunicator(SocketCommunicator):
-    """Communicator of workers on one host, see `Communicator`.
+    """Communicator of workers on one host, through shared memory.
 
-    Small arrays and all-to-alls use the sockets; so do all arrays if a member cannot
-    allocate shared memory, which it logs.
+    Small arrays and all-to-alls use the sockets. If a member cannot allocate shared
+    memory, which the member logs, all arrays use the sockets.
 
     Args:
         mesh: `Mesh` of this worker.
@@ -93,7 +94,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         super().__init__(mesh, ranks, lane)
         self._small_array_bytes = small_bytes
         self._outboxes: list[_Outbox] = []
-        # A multiple of the size of every dtype.
+        # The size is a multiple of the size of every dtype.
         self._chunk_bytes = chunks_bytes // self._size // 64 * 64
         self._step = 0
         with self._collective():
@@ -102,7 +103,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
             self.name = "shared memory"
 
     def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
-        """Sum over all members, see `Communicator`."""
+        """Sum over all members, as in `Communicator.all_reduce`."""
         if self._is_for_sockets(array):
             super().all_reduce(array, tag, into)
             return
@@ -118,7 +119,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         tag: int,
         into: Array | None = None,
     ) -> None:
-        """Sum this member's part over all members, see `Communicator`."""
+        """Sum this member's part over all members, as in `Communicator`."""
         if self._is_for_sockets(array):
             super().reduce_scatter(array, bounds, tag, into)
             return
@@ -130,7 +131,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         self._sum(call, parts, targets, shares=False)
 
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
-        """Receive the parts of all other members, see `Communicator`."""
+        """Receive the parts of all other members, as in `Communicator.all_gather`."""
         if self._is_for_sockets(array):
             super().all_gather(array, bounds, tag)
             return
@@ -138,7 +139,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         self._copy(call, _parts(array, bounds))
 
     def broadcast(self, array: Array, source: int, tag: int) -> None:
-        """Copy the array of a member to all members, see `Communicator`."""
+        """Copy the array of a member to all members, as in `Communicator.broadcast`."""
         if self._is_for_sockets(array):
             super().broadcast(array, source, tag)
             return
@@ -146,9 +147,10 @@ class SharedMemoryCommunicator(SocketCommunicator):
         self._copy(call_of(f"broadcast {source}", array, tag), parts)
 
     def close(self, reason: str = "") -> None:
-        """Close the connections, see `Communicator`; the outboxes are dropped."""
+        """Close the connections, as in `Communicator.close`, and drop the outboxes."""
         super().close(reason)
-        self._outboxes = []  # a collective that still runs has its own references
+        # A collective that still runs has its own references to the outboxes.
+        self._outboxes = []
 
     def _sum(
         self,
@@ -184,8 +186,8 @@ class SharedMemoryCommunicator(SocketCommunicator):
                 sum_into(total, addends)
                 if not shares:
                     continue
-                # Sums have an area of their own, since they are read after the next
-                # bell.
+                # Sums have a separate area of the outbox, since members read them after
+                # the next bell.
                 outboxes[self.index].put(slot, _SUMS, total)
                 for member in self._links if number else ():
                     # Sums of the previous chunk, written before this bell.
@@ -220,7 +222,9 @@ class SharedMemoryCommunicator(SocketCommunicator):
         return -(-max(part.nbytes for part in parts) // self._chunk_bytes)
 
     def _ring_bell(self, call: Call) -> None:
-        """Wait until all members have written their chunks of this step.
+        """Exchange bells with all members; return once all have written their chunks.
+
+        Raises `TransportError` if a member calls another collective.
 
         Args:
             call: `Call`, which must be the same on all members.
@@ -235,7 +239,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
             self._check(memoryview(answer)[:HEADER_BYTES], call, index)
 
     def _is_for_sockets(self, array: Array) -> bool:
-        """Whether an array is exchanged over the sockets."""
+        """Whether an array is exchanged over the sockets rather than shared memory."""
         return (
             array.nbytes <= self._small_array_bytes
             or self._size == 1
@@ -262,10 +266,10 @@ class SharedMemoryCommunicator(SocketCommunicator):
             return self._map_outboxes(descriptors)
 
     def _create_outbox(self, stack: contextlib.ExitStack) -> int | None:
-        """Create this member's outbox, and return its file descriptor.
+        """Create this member's outbox; return its file descriptor.
 
         Args:
-            stack: `contextlib.ExitStack` that closes the descriptor.
+            stack: `contextlib.ExitStack`, which closes the descriptor at its end.
 
         Returns:
             Int, or `None` if any member cannot create its outbox.
@@ -293,10 +297,10 @@ class SharedMemoryCommunicator(SocketCommunicator):
         return outboxes if self._agree(bool(outboxes), _HAVE_MAPPED) else []
 
     def _agree(self, can_own: bool, tag: int) -> bool:
-        """Whether all members can allocate or map memory, agreed over the sockets.
+        """Whether all members vote true, exchanged over the sockets.
 
         Args:
-            can_own: Bool, whether this member can.
+            can_own: Bool, the vote of this member.
             tag: Int, tag of the agreement.
         """
         num_members = np.array([can_own], np.int32)
@@ -342,7 +346,7 @@ class _Outbox:
         descriptor: Int, file descriptor of the memory.
         num_members: Int, number of members.
         chunk_bytes: Int, size of a chunk.
-        is_own: Bool, whether it is the outbox of this member, which writes to it.
+        is_own: Bool, whether this member owns the outbox, and may write to it.
     """
 
     def __init__(
@@ -361,16 +365,16 @@ class _Outbox:
         self._chunks = memory.reshape(2, num_members + 1, chunk_bytes)
 
     def put(self, slot: int, member: int, values: Array) -> None:
-        """Write values into the chunk for a member, or for the sums with `_SUMS`."""
+        """Write values into the chunk for a member; `_SUMS` is the area of the sums."""
         self.get(slot, member, values)[:] = values
 
     def get(self, slot: int, member: int, like: Array) -> Array:
-        """Return the values for a member, with the length and dtype of `like`.
+        """Return a view of the chunk for a member, with length and dtype of an array.
 
         Args:
             slot: Int, 0 or 1, the slot of the step.
             member: Int, index of the member, or `_SUMS`.
-            like: Array.
+            like: Array with that length and dtype.
         """
         return self._chunks[slot, member, : like.nbytes].view(like.dtype)
 
@@ -393,7 +397,7 @@ def _allocate_memory(num_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _logged_lack_of_memory() -> Iterator[None]:
-    """Log an error of memory allocation in the block, and continue.
+    """Log and suppress an `OSError` of memory allocation in the block.
 
     Raises:
         TransportError: If the limit of open files is reached, since connections need
@@ -409,7 +413,7 @@ def _logged_lack_of_memory() -> Iterator[None]:
 
 @functools.cache  # logs each reason once, not for every lane of a group
 def _log_lack_of_memory(reason: str) -> None:
-    """Log once for each reason that sockets replace shared memory."""
+    """Log that sockets replace shared memory, once for each reason."""
     _logger.warning(
         "This worker gets no shared memory for the other workers of its host (%s): "
         "they exchange data over sockets instead, which uses more CPU time. Give the "
@@ -419,5 +423,5 @@ def _log_lack_of_memory(reason: str) -> None:
 
 
 def _parts(array: Array, bounds: Sequence[int]) -> list[Array]:
-    """Split an array into its parts, between two neighboring bounds each."""
+    """Split an array into its parts: part `i` is between bounds `i` and `i + 1`."""
     return [array[begin:end] for begin, end in itertools.pairwise(bounds)]

@@ -31,8 +31,8 @@ from tfdp.communication.transport.schedules import (
 )
 
 # Largest number of received bytes for which one exchange of whole arrays is faster than
-# reduce-scatter and all-gather: by a third between two members of one host, by half
-# between three.
+# a reduce-scatter and an all-gather: by a third between two members of one host, by
+# half between three.
 SMALL_BYTES = 128 << 10
 
 
@@ -93,7 +93,7 @@ class SocketCommunicator:
         self.name = "unix sockets" if is_local and self._links else "tcp"
 
     def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
-        """Sum over all members, see `Communicator`."""
+        """Sum over all members, as in `Communicator.all_reduce`."""
         total = array if into is None else into
         call = call_of("all-reduce", array, tag)
         with self._collective():
@@ -106,7 +106,7 @@ class SocketCommunicator:
     def reduce_scatter(
         self, array: Array, bounds: Sequence[int], tag: int, into: Array | None = None
     ) -> None:
-        """Sum this member's part over all members, see `Communicator`."""
+        """Sum this member's part over all members, as in `Communicator`."""
         if into is not None:
             array = array.copy()
         call = call_of("reduce-scatter", array, tag, bounds)
@@ -116,7 +116,7 @@ class SocketCommunicator:
             into[:] = array[bounds[self.index] : bounds[self.index + 1]]
 
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
-        """Receive the parts of all other members into `array`, see `Communicator`."""
+        """Receive the parts of other members, as in `Communicator.all_gather`."""
         call = call_of("all-gather", array, tag, bounds)
         with self._collective():
             steps = range(self._size - 1, 2 * self._size - 2)
@@ -125,7 +125,7 @@ class SocketCommunicator:
     def all_to_all(
         self, sent: Sequence[Array], received: Sequence[Array], tag: int
     ) -> None:
-        """Exchange arrays between all pairs of members, see `Communicator`."""
+        """Exchange arrays between all members, as in `Communicator.all_to_all`."""
         with self._collective():
             received[self.index][:] = sent[self.index]
             flows = []
@@ -138,7 +138,7 @@ class SocketCommunicator:
             self._run(flows)
 
     def broadcast(self, array: Array, source: int, tag: int) -> None:
-        """Copy the array of a member to all members, see `Communicator`."""
+        """Copy the array of a member to all members, as in `Communicator.broadcast`."""
         call = call_of(f"broadcast {source}", array, tag)
         with self._collective():
             if self._size > 2 and array.nbytes <= self._small_bytes:
@@ -147,7 +147,7 @@ class SocketCommunicator:
                 self._broadcast_chain(call, array, source)
 
     def barrier(self, tag: int) -> None:
-        """Wait until all members have called this, see `Communicator`."""
+        """Wait until all members have called this, as in `Communicator.barrier`."""
         with self._collective():
             nothing = np.empty(0, np.uint8)
             self._exchange_whole(Call("barrier", tag), nothing, nothing)
@@ -170,7 +170,7 @@ class SocketCommunicator:
             raise
 
     def _end(self, error: BaseException) -> None:
-        """Close all connections, and pass on the cause of an error to all members."""
+        """Close all connections, and send all members the cause of an error."""
         if isinstance(error, TransportClosed):
             ending = Ending(self._rank, error.reason)
         elif isinstance(error, PeerLost):
@@ -299,7 +299,9 @@ class SocketCommunicator:
         following: int,
         outgoing: Iterable[Piece],
     ) -> list[Flow]:
-        """Receive from one member and send to another, which may be the same.
+        """Create the flows that receive from one member and send to the next.
+
+        The two may be one member, which then has one flow for both directions.
 
         Args:
             call: `Call`, the same on all members.
@@ -358,7 +360,7 @@ class SocketCommunicator:
         )
 
     def _broadcast_chain(self, call: Call, array: Array, source: int) -> None:
-        """Forward segments along a chain of members that begins with the source."""
+        """Send an array along a chain of members from the source, in segments."""
         view = bytes_of(array)
         arrived = Gate()
         segments = [
@@ -383,7 +385,7 @@ class SocketCommunicator:
     # Helpers of several collectives.
 
     def _run(self, flows: list[Flow]) -> None:
-        """Run flows, and watch the connections to the other members meanwhile."""
+        """Run flows; raise if any member's connection ends, even without a flow."""
         used = {flow.descriptor for flow in flows}
         others = [link for link in self._links.values() if link.fileno() not in used]
         run([*flows, *map(Flow, others)])
@@ -396,13 +398,14 @@ class SocketCommunicator:
         expected: Call | None,
         incoming: Iterable[Piece],
     ) -> Flow:
-        """Create a flow that sends and checks the headers of calls before the data.
+        """Create a flow in which the headers of calls precede the data.
 
         Args:
             link: `Connection` to a member.
-            own: `Call` of this member, or `None` if it sends nothing.
+            own: `Call` of this member, or `None` if this member does not send.
             outgoing: Iterable of `Piece`s to send.
-            expected: `Call` that the member should send, or `None` if it sends nothing.
+            expected: `Call` that the other member should send, or `None` if it does
+                not.
             incoming: Iterable of `Piece`s to receive.
         """
         index = self.ranks.index(link.peer)
@@ -421,7 +424,7 @@ class SocketCommunicator:
         )
 
     def _check(self, header: memoryview, expected: Call, index: int) -> None:
-        """Raise unless the header from a member, by its index, is the expected call."""
+        """Raise `TransportError` unless a member's header is the expected call."""
         check(header, expected, self._rank, self.ranks[index])
 
     def _need_scratch(self, num_bytes: int) -> Array:

@@ -47,7 +47,7 @@ __all__ = [
     "watch_data",
 ]
 
-# At most one each, since a process is a worker of one cluster at a time.
+# At most one of each kind, since a process is a worker of one cluster at a time.
 _watchdogs: list[Watchdog] = []
 _data_watchdogs: list[DataWatchdog] = []
 
@@ -82,7 +82,9 @@ def watch(
 
 
 def watch_data(limit_seconds: float) -> None:
-    """Start to watch the data of a process without other workers, once per process.
+    """Start a thread that ends this process if its data hangs, once per process.
+
+    For a process without other workers.
 
     Args:
         limit_seconds: Float, longest wait for a batch. Only the first call in a process
@@ -100,7 +102,7 @@ def _explain_uncaught() -> None:
     def show(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Show an uncaught exception, and then the lost worker; one line for Ctrl-C."""
+        """Print an uncaught exception and the lost worker; for Ctrl-C only one line."""
         if issubclass(kind, KeyboardInterrupt):
             # Ctrl-C interrupts all workers, and their tracebacks would hide the output.
             where = _line_of_script(trace)

@@ -15,15 +15,15 @@ from tfdp.ground import _compat
 from tfdp.ground.text import say
 
 _CHECK_SECONDS = 1.0
-# Fraction of one CPU core: polling uses less, preparing data uses more.
+# Fraction of one CPU core: a process that polls uses less, one that prepares data more.
 _IDLE_FRACTION = 0.2
 
 
 class DataWatch:
-    """Timer of the wait for a batch while no process prepares it.
+    """Timer of this process's wait for a batch while no process prepares the batch.
 
-    CPU use of this process or its descendants means that the source is slow but not
-    hanging, and restarts the timer.
+    CPU use of this process or of its descendants restarts the timer: the data source is
+    then slow, but does not hang.
 
     Args:
         limit_seconds: Float or `None`, wait after which the data source has failed.
@@ -33,15 +33,16 @@ class DataWatch:
     def __init__(self, limit_seconds: float | None = None) -> None:
         self._limit_seconds = limit_seconds
         self.seconds = 0.0
-        # CPU time including descendants, and the time of that reading; `None` while
-        # this process waits for no batch.
+        # CPU time including descendants, and the time at which it was read; `None`
+        # while this process does not wait for a batch.
         self._last: tuple[float, float] | None = None
 
     def update(self) -> float:
         """Update the timer; called about every second.
 
         Returns:
-            Float, total time of the present wait for a batch, also of a slow source.
+            Float, time of the present wait for a batch in seconds, also if the source
+            is slow.
         """
         waited, now = data_wait.seconds, clock.now()
         if not waited:
@@ -56,7 +57,7 @@ class DataWatch:
         return waited
 
     def failure(self, rank: int) -> WorkerFailure | None:
-        """Return the failure of this worker, or `None` within the limit.
+        """Return the failure of this worker's data source, or `None` within the limit.
 
         Args:
             rank: Int, rank of this worker.

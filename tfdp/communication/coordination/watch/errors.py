@@ -19,11 +19,11 @@ SCRIPT_ENDED = "its script has ended"
 
 
 class ClusterChanges(RuntimeError):
-    """Error: the workers of a job change."""
+    """Error: workers of the job are lost or join. Subclasses say which."""
 
 
 class WorkersJoin(ClusterChanges):
-    """Error: processes join the job, of which this one may be one.
+    """Error: processes join the job; this process may be one of them.
 
     Args:
         applicants: Sequence of strings, their addresses, `"host:port"`. Defaults to
@@ -50,7 +50,7 @@ class WorkerLost(ClusterChanges):
 
 
 class WorkersChanged(RuntimeError):
-    """Error in the `with` block of an `ElasticState`: other workers train from now on.
+    """Error in the `with` block of an `ElasticState`: the job has other workers now.
 
     Workers were lost, or have joined. The strategy has the new workers already, and the
     model and the values of the state are those of the last `commit`. Distribute the
@@ -78,7 +78,7 @@ class WorkerFailure:
 
     Args:
         rank: Int, rank of the worker.
-        cause: String, the observed symptom.
+        cause: String, a clause with the observed symptom.
         own: String, the message that a worker prints about a failure of its own, such
             as a hanging data source, or `""`. Defaults to `""`.
     """

@@ -16,7 +16,7 @@ from tfdp.ground.base.process_identity import ProcessIdentity
 
 # Number of missing heartbeats after which a worker's port is probed.
 _SUSPECT_BEATS = 2.5
-# Number of successive refused connections by which a worker's process has ended.
+# Number of successive refused connections that show that a worker's process has ended.
 _REFUSALS = 2
 
 
@@ -27,7 +27,7 @@ class WorkerStatus:
     Args:
         last_heartbeat: Float, time of the last heartbeat, by
             `tfdp.communication.coordination.clock`.
-        progress: `WorkerProgress` at that time, or `None`.
+        progress: `WorkerProgress` of the worker at that time, or `None`.
         has_left: Bool, whether it has announced the end of its script.
         last_error: String, the last error that a loop of Keras raised there, or `""`.
         idle_seconds: Float, time for which it has used hardly any CPU.
@@ -59,7 +59,7 @@ class FailureDetector:
         host: Int, rank of the worker that hosts the store.
 
     Attributes:
-        host: Int, the same, of now.
+        host: Int, rank of the worker that hosts the store at present.
         beat_seconds: Float, time between two heartbeats of a worker.
     """
 
@@ -78,7 +78,7 @@ class FailureDetector:
         age_seconds: float = 0.0,
         progress: WorkerProgress | None = None,
     ) -> None:
-        """Record a heartbeat.
+        """Record a heartbeat of another worker.
 
         Args:
             rank: Int, rank of the worker.
@@ -137,9 +137,12 @@ class FailureDetector:
                     status.last_heartbeat = now
 
     def suspects(self) -> list[int]:
-        """Return the ranks without a recent heartbeat, or without a connection.
+        """Return the ranks of workers that may be lost.
 
-        While the store does not answer, only its host is one.
+        These have sent no recent heartbeat, or their connections to the store have
+        ended.
+
+        While the store does not answer, only the store's host is a suspect.
         """
         now = clock.now()
         oldest = now - _SUSPECT_BEATS * self.beat_seconds
@@ -152,7 +155,7 @@ class FailureDetector:
             ]
 
     def _knows(self, rank: int) -> bool:
-        """Return whether this worker knows how old a worker's last heartbeat is."""
+        """Return whether the age of a worker's last heartbeat is known here."""
         oldest = clock.now() - _SUSPECT_BEATS * self.beat_seconds
         return rank == self.host or self._answered_at > oldest
 
@@ -161,7 +164,7 @@ class FailureDetector:
         return list(self._status)
 
     def cause(self, rank: int) -> str:
-        """Return the cause of a worker's loss, or `""` if it is not lost.
+        """Return the cause of a worker's loss, a clause, or `""` if it is not lost.
 
         A worker that has ended its script normally does not count as lost here.
         """
@@ -189,7 +192,7 @@ class FailureDetector:
         return f"no sign of life for {silent:.0f} s; {what}"
 
     def cause_of_exit(self, rank: int) -> str:
-        """Describe a worker whose script or process has ended, or return `""`."""
+        """Return a clause about a worker whose script or process has ended, or `""`."""
         status = self.status(rank)
         if not status.has_left and status.refusals < _REFUSALS:
             return ""
@@ -208,7 +211,7 @@ class FailureDetector:
         return {rank: its for rank, its in found.items() if its.count < own.count}
 
     def workers_past(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
-        """Return the progress of workers that an error took out of a step, by rank.
+        """Return the progress of workers that have left this step by an error, by rank.
 
         Workers without an error may be ahead in a step without collectives.
 
@@ -244,7 +247,7 @@ class FailureDetector:
 
         Args:
             own: `WorkerProgress` of this worker.
-            idle_seconds: Float, least time for which each must have been idle.
+            idle_seconds: Float, least time for which each worker must have been idle.
         """
         others = [self.status(rank) for rank in self.ranks()]
         # A worker in a custom training loop has no name in its progress, and its count

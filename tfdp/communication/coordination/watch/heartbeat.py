@@ -18,13 +18,15 @@ from tfdp.communication.store import HostLost, Store
 from tfdp.ground import _compat
 from tfdp.ground.base.process_identity import ProcessIdentity
 
-# A wait that is reported to all workers, long before the watchdog warns of stragglers.
+# Wait after which a worker's report goes to all workers, long before the watchdog warns
+# of stragglers.
 _LONG_WAIT_SECONDS = 5.0
-# Fraction of one CPU core: heartbeats use less, computing more.
+# Fraction of one CPU core: a process that only sends heartbeats uses less, one that
+# computes more.
 _IDLE_FRACTION = 0.2
-# Fields of a report that all workers receive at once when they change, those of them
-# that all receive with each heartbeat too, and fields of `WorkerStatus` that a worker
-# reports.
+# Fields of a report. A change of `_NEWS` goes to all workers at once; while one of
+# `_NOTABLE` is set, the report goes to all with each heartbeat; `_STATUS` are also
+# fields of `WorkerStatus`.
 _NEWS = ("num_record_requests", "has_left", "last_error", "failure")
 _NOTABLE = ("has_left", "last_error", "failure")
 _STATUS = ("has_left", "last_error", "idle_seconds")
@@ -33,7 +35,7 @@ _STATUS = ("has_left", "last_error", "idle_seconds")
 class IdleMeter:
     """Time for which this process has used hardly any CPU.
 
-    It also measures the time that the main thread has meanwhile spent in one call of
+    It also measures the time that the main thread has spent, while idle, in one call of
     TensorFlow.
 
     Attributes:
@@ -86,8 +88,8 @@ class Heartbeat(threading.Thread):
         self.has_left = False
         # The data source that this worker waits for, or `""`.
         self.source = ""
-        # Number of signals by which this worker was asked for flight records, and those
-        # that are known of the others.
+        # Number of signals by which this worker was asked for flight records, and the
+        # last known numbers of the other workers.
         self.num_record_requests = 0
         self._record_requests: dict[int, int] = {}
         # Callable, receives the rank of another worker that was signaled to write its
@@ -103,7 +105,7 @@ class Heartbeat(threading.Thread):
         self._process = dataclasses.asdict(ProcessIdentity.current())
         self._count = 0
         self._wake = threading.Event()
-        # Number of completed beats; `beat_now` waits for one that begins after its
+        # Number of completed beats. `beat_now` waits for a beat that begins after its
         # call.
         self._num_done = 0
         self._condition = threading.Condition()
@@ -122,7 +124,7 @@ class Heartbeat(threading.Thread):
                 self._condition.notify_all()
 
     def beat_now(self, timeout_seconds: float) -> None:
-        """Beat at once, and wait until the beat is complete.
+        """Send a heartbeat at once, and wait until the store has answered.
 
         Args:
             timeout_seconds: Float, the longest wait.
@@ -144,13 +146,13 @@ class Heartbeat(threading.Thread):
 
     @property
     def progress(self) -> WorkerProgress:
-        """`WorkerProgress`, including a long wait outside of Keras's loops."""
+        """`WorkerProgress`; outside of Keras's loops a long call is a computation."""
         own = dataclasses.replace(progress.current, source=self.source)
         waits = not own.name and self.call_seconds > _LONG_WAIT_SECONDS
         return dataclasses.replace(own, is_computing=True) if waits else own
 
     def _beat(self) -> None:
-        """Publish this worker's report, and receive the others'."""
+        """Send this worker's report to the store, and record the others' reports."""
         with self._condition:
             self._count += 1
         self._idle.update()
@@ -166,7 +168,7 @@ class Heartbeat(threading.Thread):
             wants_all=seconds >= self._detector.beat_seconds,
         )
         self._receive(summary)
-        # Reports and ages say how old a heartbeat is; all others are recent.
+        # The summary has the age of each heartbeat that is old: all others are recent.
         self._detector.record_answer(
             set(map(int, [*summary["beats"], *summary["ages"]]))
         )
@@ -182,10 +184,10 @@ class Heartbeat(threading.Thread):
         }
 
     def _receive(self, news: dict[str, Any]) -> None:
-        """Record what the store knows of other workers.
+        """Record what the store reports of other workers.
 
         Args:
-            news: Dict, see `Store.beat`; parts of it may be missing.
+            news: Dict, as `Store.beat` returns it; parts of it may be missing.
         """
         for text, (age, report) in news.get("beats", {}).items():
             rank = int(text)
@@ -208,11 +210,12 @@ class Heartbeat(threading.Thread):
             report: Dict, the result of `_report`.
             age: Float, age of the report in seconds.
         """
-        # The failure is read first, since a worker that ends because of a lost one must
-        # not be blamed.
+        # The failure is read first: a worker that ends since another one is lost must
+        # not be declared lost itself.
         if report["failure"] and self.failure is None:
             self.failure = WorkerFailure(**report["failure"])
-            # The others have received it, too: it is no news of this worker.
+            # All workers have received the failure, so this worker does not send it as
+            # news.
             self._news[-1] = report["failure"]
         self._detector.record_heartbeat(rank, age, WorkerProgress(**report["progress"]))
         status = {name: report[name] for name in _STATUS}

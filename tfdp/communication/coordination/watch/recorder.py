@@ -32,8 +32,8 @@ from tfdp.ground.text import say
 
 # Longest wait of an error for the file of the record, which a slow disk may delay.
 _WRITE_SECONDS = 2.0
-# Requests within this time after another one are the same one, as it reached other
-# workers too.
+# A request within this time after another one is a repetition: the signal has reached
+# other workers too.
 _SAME_REQUEST_SECONDS = 1.0
 # Most frames of a stack in a record.
 _MOST_FRAMES = 60
@@ -46,9 +46,9 @@ _Stack = list[tuple[str, int, str]]
 class FlightRecorder:
     """Writer of this worker's flight record into the folder of logs.
 
-    A thread writes the file, since a file system that hangs must not delay the error
-    of a lost worker. After the record of a failure none is written: it has the stacks
-    of the threads before they were ended.
+    A thread writes the file, since a file system that hangs must not delay the error of
+    a lost worker. The record of a failure is the last one: it has the stacks of the
+    threads before they ended.
 
     Args:
         heartbeat: `Heartbeat` of this worker.
@@ -69,7 +69,7 @@ class FlightRecorder:
         self._lock = threading.Lock()
 
     def record_failure(self, cause: str, lost: int) -> None:
-        """Write the record of a failure; only the first call does.
+        """Write the record of a failure; later calls have no effect.
 
         Args:
             cause: String, a clause.
@@ -81,7 +81,7 @@ class FlightRecorder:
                 self._write(cause, lost)
 
     def record_request(self, reason: str) -> None:
-        """Write the record that a signal has requested, here or at another worker.
+        """Write the record that a signal to this or another worker has requested.
 
         Args:
             reason: String, a clause.
@@ -100,7 +100,7 @@ class FlightRecorder:
 
     @property
     def command(self) -> str:
-        """String, the command that shows the records, or `""` if there is none."""
+        """String, the command to show the records; `""` if none of a failure exists."""
         self.wait()
         is_written = self._is_final and self._error is None
         return f"tfdp doctor {shlex.quote(str(self.folder))}" if is_written else ""
@@ -130,7 +130,7 @@ class FlightRecorder:
         return record, stacks
 
     def _write(self, reason: str, lost: int | None) -> None:
-        """Write a record on a thread, or here while the interpreter shuts down."""
+        """Write a record on a thread; on this one while the interpreter shuts down."""
         try:
             taken = self._record(reason, lost)
         except Exception as error:  # noqa: BLE001 the lost worker must be named
@@ -182,7 +182,7 @@ class FlightRecorder:
     def _report(self, error: Exception) -> None:
         """Print in one sentence that the record cannot be written.
 
-        A failure often follows a request: an error that is known is not printed again.
+        An error that was printed for an earlier record is not printed again.
         """
         is_known, self._error = self._error is not None, error
         if is_known:
@@ -209,14 +209,14 @@ def _describe_stack(name: str, thread: int, stack: _Stack) -> ThreadStack:
 
 
 def listen(request: Callable[[], None]) -> None:
-    """Call a function, on a thread, when this process receives a signal for records.
+    """Call a function on a thread whenever this process receives a signal for records.
 
-    The handler of `faulthandler` writes to a pipe. It runs while the main thread is in
-    native code, as in a collective, where handlers of Python do not run. A signal for
-    which the script has a handler is left to the script.
+    The handlers are those of `faulthandler`, which write to a pipe: they run while the
+    main thread is in native code, as in a collective, where handlers of Python do not
+    run. A signal for which the script has a handler is left to the script.
 
     Args:
-        request: Callable.
+        request: Callable without arguments.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -232,12 +232,12 @@ def listen(request: Callable[[], None]) -> None:
 
     @forks.in_forks
     def leave_to_parent() -> None:
-        """Restore the signals, which would be taken for the parent's."""
+        """Restore the signals in a forked process, whose pipe is that of the parent."""
         for number in signals:
             faulthandler.unregister(number)
 
     def serve() -> None:
-        """Wait for the text that a handler writes."""
+        """Call `request` after each write of a handler to the pipe."""
         while os.read(reader, _READ_BYTES):
             request()
 

@@ -16,14 +16,15 @@ _SAME_CALLS = "every worker has to make the same calls on the same model"
 
 
 class StragglerCheck:
-    """Check of the watchdog: is this worker waiting for others, or all for each other?
+    """Check whether this worker waits for others, or all workers wait for each other.
 
     Args:
         heartbeat: `Heartbeat` of this worker.
         detector: `FailureDetector`, with the progress of the others.
         addresses: Sequence of strings, `"host:port"` by rank.
-        timeout_seconds: Float or `None`, wait after which a worker is blamed.
-        blame: Callable, receives the rank of a worker and the cause, a clause.
+        timeout_seconds: Float or `None`, wait after which a worker is declared lost.
+        blame: Callable, receives the rank of a worker that is to be declared lost, and
+            the cause, a clause.
     """
 
     def __init__(
@@ -39,12 +40,12 @@ class StragglerCheck:
         self._timeout_seconds, self._blame = timeout_seconds, blame
 
     def check(self) -> None:
-        """Warn of workers that this one waits for; blame one after the timeout."""
+        """Warn of workers that are waited for; after the timeout, `blame` one."""
         own = self._heartbeat.progress
         if own.is_computing and not own.name:
             self._check_deadlock(own)
             return
-        # An all-gather of texts has its own warning.
+        # Long waits in an all-gather of texts are reported by `WorkerGroup`.
         if own.seconds < _WARN_AFTER_SECONDS or not own.name or own.is_all_gathering:
             return
         stragglers = self._detector.stragglers(own) or self._past_this_step(own)
@@ -63,14 +64,15 @@ class StragglerCheck:
     def _past_this_step(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
         """Return the workers, by rank, that have left the step in which this one waits.
 
-        A worker leaves a step alone if its script catches an error of the step.
+        A worker leaves a step without the others if its script catches an error of the
+        step.
         """
         is_idle = self._heartbeat.idle_seconds >= _WARN_AFTER_SECONDS
         waits = own.is_computing and not own.source and is_idle
         return self._detector.workers_past(own) if waits else {}
 
     def _check_deadlock(self, own: WorkerProgress) -> None:
-        """Warn if all workers wait in one step; blame one if reductions differ.
+        """Warn if all workers wait in one step; `blame` one if reductions differ.
 
         A worker whose data source hangs sets its own failure.
         """
@@ -113,7 +115,7 @@ class StragglerCheck:
             and not self._detector.status(rank).has_left
             for rank in self._detector.ranks()
         ):
-            return  # the first worker that waits warns
+            return  # the waiting worker of the lowest rank warns
         names = ", ".join(
             f"worker {rank} ({self._addresses[rank]}), which is at "
             f"{other.name or NO_CALL}"
@@ -135,7 +137,7 @@ class StragglerCheck:
 
 
 def _cause_of_delay(own: WorkerProgress, other: WorkerProgress) -> str:
-    """Describe a straggler that has exceeded the timeout, as a clause."""
+    """Format the clause that a straggler has not arrived within the timeout."""
     where = other.name or NO_CALL
     return (
         f"it has not arrived within {own.seconds:.0f} s; it is at {where}; a longer "

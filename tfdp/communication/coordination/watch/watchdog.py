@@ -40,19 +40,19 @@ DEFAULT_LIMIT_SECONDS = 60.0
 _CHECK_SECONDS, _URGENT_CHECK_SECONDS, _PROBE_SECONDS = 1.0, 0.1, 2.0
 # Longest wait until a heartbeat is published; pause between checks of the main thread.
 _BEAT_SECONDS = _POLL_SECONDS = 0.2
-# Longest wait of an error of TensorFlow for the name of the lost worker that caused it.
+# Longest wait for the name of the lost worker after an error of TensorFlow.
 _DIAGNOSIS_SECONDS = 8.0
 # Longest wait after `NotConnected`: workers have tried to connect for long enough that
 # a dead or hanging worker is already known.
 _SHORT_DIAGNOSIS_SECONDS = 2.0
-# Time for the main thread to raise the error before the process is ended.
+# Time that the main thread has to raise the error before the process is ended.
 _GRACE_SECONDS = 4.0
 # Part of a limit that is reserved for shutdown after a worker is declared lost.
 _EXIT_SECONDS = _CHECK_SECONDS + _GRACE_SECONDS + 1.0
 # Longest wait until the end of this worker's script is published, a little more than
 # one interval of heartbeats.
 _LEAVE_SECONDS = 1.2
-# Errors that the store and TensorFlow raise if another worker is lost.
+# Errors that the store and TensorFlow raise in this worker if another one is lost.
 _ERRORS_OF_OTHERS = (
     HostLost,
     tf.errors.UnavailableError,
@@ -91,7 +91,7 @@ class Watchdog(threading.Thread):
         self._detector = FailureDetector(
             others, limit - min(_EXIT_SECONDS, limit / 4), membership.store.host
         )
-        # Set to check the other workers at once.
+        # Event that makes the thread check the other workers at once.
         self._wakes = threading.Event()
         self._heartbeat = Heartbeat(
             self._rank,
@@ -106,20 +106,22 @@ class Watchdog(threading.Thread):
         )
         self._data = DataWatch(limit_seconds)
         self._failure: WorkerFailure | None = None
-        # Set while an error of TensorFlow waits for the name of the lost worker.
+        # Event that is set while an error of TensorFlow waits for the name of the lost
+        # worker.
         self._is_urgent = threading.Event()
         self._has_failed = threading.Event()
         self._has_left = False
-        # Whether the last check found a process that may have ended.
+        # Whether the last probes found a worker whose process may have ended.
         self._may_have_ended = False
-        # Set when the main thread has raised the error.
+        # Event that is set once the main thread has raised the error.
         self._is_raised = threading.Event()
-        # Whether training continues after a loss: the main thread may take long until
-        # it raises the error, and the process is not ended before the limit.
+        # Whether training continues after a loss. If so, the process is ended only
+        # after the limit, since the main thread may take long to raise the error.
         self.outlives_losses = False
-        # Callables that close connections of tfdp, with a reason.
+        # Callables that close connections of tfdp; their argument is the reason, a
+        # string.
         self.closers: list[Callable[[str], None]] = []
-        # Returns the reason that a collective over tfdp's connections has failed, or
+        # Callable that returns why a collective over tfdp's connections has failed, or
         # `""`.
         self.reason_of_failure: Callable[[], str] = str
 
@@ -153,7 +155,7 @@ class Watchdog(threading.Thread):
         """Replace TensorFlow's error in the block by one that names the lost worker.
 
         Raises:
-            WorkerLost: If another worker is lost.
+            WorkerLost: If the loss of another worker has caused the error.
         """
         try:
             yield
@@ -163,7 +165,7 @@ class Watchdog(threading.Thread):
             raise
 
     def _report_error(self, error: BaseException) -> None:
-        """Raise `WorkerLost` if a lost worker caused the error; else publish it."""
+        """Raise `WorkerLost` if a lost worker caused an error; else publish it."""
         if isinstance(error, _ERRORS_OF_OTHERS):
             place = progress.current.name
             has_tried = isinstance(error, NotConnected)
@@ -196,7 +198,7 @@ class Watchdog(threading.Thread):
             self._recorder.record_failure(cause, self._rank)
 
     def _explain(self, error: BaseException) -> None:
-        """Print the loss of a worker that has caused an error, or publish the error."""
+        """Print which lost worker has caused an uncaught error, or publish it."""
         is_own = isinstance(error, Exception) and not isinstance(error, WorkerLost)
         text = _describe(error)
         if not is_own or text == self._heartbeat.last_error:
@@ -215,7 +217,7 @@ class Watchdog(threading.Thread):
         self._heartbeat.last_error = text
 
     def check(self, rank: int, is_over: bool, call: str) -> None:
-        """Raise if another worker is lost.
+        """Raise if the worker that this one waits for, or another one, is lost.
 
         Args:
             rank: Int, the worker that this worker waits for.
@@ -223,14 +225,16 @@ class Watchdog(threading.Thread):
             call: String, the call in which this worker waits.
 
         Raises:
-            WorkerLost: If so; the message names the lost worker.
+            WorkerLost: If one is lost; the message names the lost worker.
         """
         self._look_for_failure(rank, is_over)
         if self._failure is not None:
             raise self._error(progress.current.name, call=call)
 
     def check_beside(self, rank: int, is_over: bool, call: str) -> None:
-        """Raise as `check` does, on another thread: the main thread has yet to raise.
+        """Raise as `check` does, on a thread other than the main one.
+
+        The main thread still has to raise an error of its own.
 
         The arguments are those of `check`.
         """
@@ -240,7 +244,7 @@ class Watchdog(threading.Thread):
             raise WorkerLost(message, self._failure.rank)
 
     def _look_for_failure(self, rank: int, is_over: bool) -> None:
-        """Set the failure if a worker that this one waits for is lost.
+        """Set the failure if one was published, or the awaited worker is lost.
 
         The arguments are those of `check`.
         """
@@ -263,7 +267,7 @@ class Watchdog(threading.Thread):
     def record_on_signal(self) -> None:
         """Write this worker's flight record, and have the other workers write theirs.
 
-        Called when this process receives a signal for it.
+        Called when this process receives a signal that requests records.
         """
         self._recorder.record_request("this worker has received a signal for it")
         self._heartbeat.num_record_requests += 1
@@ -282,9 +286,10 @@ class Watchdog(threading.Thread):
             self._heartbeat.beat_now(_LEAVE_SECONDS)
 
     def _await_failure(self, seconds: float = _DIAGNOSIS_SECONDS) -> bool:
-        """Wait until the loss of a worker is known; return whether one is lost.
+        """Wait until the watchdog has found a lost worker; return whether it has.
 
-        TensorFlow's error about a lost worker may come before its detection.
+        TensorFlow's error about a lost worker may come before the detection of the
+        loss.
 
         Args:
             seconds: Float, the longest wait.
@@ -296,7 +301,7 @@ class Watchdog(threading.Thread):
         return has_failed
 
     def _error(self, place: str, bucket: str = "", call: str = "") -> WorkerLost:
-        """Return the error of the lost worker, to be raised in the main thread.
+        """Return the error of the lost worker, for the main thread to raise.
 
         Args:
             place: String, step, epoch and loop of this worker, or `""`.
@@ -325,7 +330,7 @@ class Watchdog(threading.Thread):
         return failure_message(failure, address, place, bucket, call, command)
 
     def _check_workers(self) -> None:
-        """Probe the ports of suspects and set the failure if one is lost."""
+        """Probe the ports of suspects, and set the failure if a worker is lost."""
         is_urgent = self._is_urgent.is_set()
         self._detector.host = self.membership.store.host
         watched = self._detector.ranks()
@@ -364,26 +369,28 @@ class Watchdog(threading.Thread):
         limit = self._detector.limit_seconds
         pause = clock.pause_within(limit)
         if pause > limit:
-            # The other workers have meanwhile declared this one lost, and ended.
+            # During the suspension, the other workers have declared this one lost, and
+            # ended.
             rank, cause = self._rank, f"it was suspended for {pause:.0f} s"
         self._set_failure(WorkerFailure(rank, cause))
 
     def _set_failure(self, failure: WorkerFailure) -> None:
         """Set the failure once, and publish it with the heartbeat."""
         if self._failure is None:
-            # The main thread raises an error once `_failure` is set: the record has its
-            # stack before.
+            # The record is taken first: it has the main thread's stack before that
+            # thread raises an error, which it does once `_failure` is set.
             self._recorder.record_failure(failure.cause, failure.rank)
             self._failure = self._heartbeat.failure = failure
             self._has_failed.set()
             self.membership.store.wake()
 
     def _abort(self, failure: WorkerFailure) -> None:
-        """Publish the failure, abort collectives, end the process if it hangs."""
+        """Publish the failure, abort collectives, and end the process if it hangs."""
         reason = f"worker {failure.rank} is lost"
         store = self.membership.store
         is_host = self._rank != failure.rank == store.host  # no other worker hosts it
-        # A host that leaves ends its connections, so that the next one takes over.
+        # A host that leaves closes its connections, which makes workers follow the
+        # standby.
         if is_host and not self._detector.status(failure.rank).has_left:
             store.give_up(failure.rank, f"The store of the job is lost: {reason}.")
         else:
@@ -405,7 +412,7 @@ class Watchdog(threading.Thread):
             end_process(self._message(failure, place))
 
     def _check_data(self) -> None:
-        """Report a wait for data, and set the failure after the timeout."""
+        """Report a wait of this worker for data; set the failure after the timeout."""
         waited = self._data.update()
         self._heartbeat.source = progress.source if waited else ""
         failure = self._data.failure(self._rank)
