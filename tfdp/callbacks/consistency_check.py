@@ -163,7 +163,11 @@ class ConsistencyCheck(StrategyCallback):
             say(f"{replays.cost()}.")
 
     def _shared_label_record(self, strategy: Any) -> LabelRecord | None:
-        """Return the record of this worker's labels, if all workers have one."""
+        """Activate and return the record of this worker's labels. All workers call it.
+
+        Returns:
+            `LabelRecord`, or `None` with one worker or if a worker has no record.
+        """
         worker_group, loop = strategy.extended.worker_group, loops.current()
         record = None if loop is None else loop.label_record
         if worker_group.num_workers == 1:

@@ -89,7 +89,8 @@ class PendingSave:
         if error is None:
             return
         self._is_raised = True
-        # Errors of these types are the same on all workers.
+        # `run_on_all_workers` raises exactly these types, and the same on all workers.
+        # Others may come from the loss of a worker, which the guard's error names.
         is_common = type(error) in (OSError, ValueError)
         with contextlib.nullcontext() if is_common else self._guard():
             raise error

@@ -275,7 +275,8 @@ def _remove_unused(own: str) -> None:
             is_other = match and match[1] == str(os.geteuid()) and entry.path != own
             if is_other:
                 with contextlib.suppress(OSError):
-                    # Each header that a save replaces changes the folder's time.
+                    # Each save replaces a header file in the folder, and so updates the
+                    # folder's modification time.
                     age = time.time() - entry.stat(follow_symlinks=False).st_mtime
                     if age > _LONGEST_UNUSED_SECONDS:
                         shutil.rmtree(entry.path, ignore_errors=True)

@@ -24,8 +24,8 @@ def _check_words_and_position(value: Any, where: str) -> None:
     schema.check(value[-1], range(625), f"{where}[624]")
 
 
-# State of a Mersenne twister: Python appends the position to the list of words, NumPy
-# stores it as a value of its own.
+# Schema of `random.getstate()`: the version, the 624 words of the Mersenne twister with
+# the position appended, and the next Gaussian number. NumPy stores the position apart.
 _TWISTER = (range(3, 4), _check_words_and_position, optional(schema.number))
 _WORDS = schema.list_of(_WORD, least=624, most=624)
 _RANDOM = {

@@ -219,7 +219,7 @@ def _enter_fork() -> None:
             opened.close()
     _open_connections.clear()
     if _server_ports:
-        # On systems without /dev/fd the descriptors stay open.
+        # Without /dev/fd the servers' descriptors cannot be found, and stay open.
         with contextlib.suppress(OSError):
             _close_servers(_server_ports)
     _server_ports.clear()

@@ -63,12 +63,15 @@ class TensorFlowTransport:
         return back(_OPERATIONS[kind](input=sent, **options, **arguments))
 
     def _broadcast(self, tensor: tf.Tensor, call: Call, source: int) -> tf.Tensor:
-        """Broadcast from a source, in launch order.
+        """Broadcast the tensor of one replica to its group, in launch order.
 
         Args:
-            tensor: Tensor; only that of the source is used.
-            call: `Call`.
-            source: Int, the position of the source.
+            tensor: Tensor; the others' values are ignored, but not dtype and shape.
+            call: `Call`, which has the group and the calling replica.
+            source: Int, position of the source in the group.
+
+        Returns:
+            Tensor of the source, on every replica of the group.
         """
         # TensorFlow remembers the source of a key, so each source has its own key.
         arguments = self._arguments(f"broadcast from {source}", tensor, call)

@@ -71,7 +71,7 @@ class Store:
         self._lock = threading.Lock()
         self._sends = threading.Lock()
         self._waiting: dict[int, Asked] = {}
-        # Future that has a result once `wake` was called.
+        # Future that `wake` completes, so that waits for the texts of others end.
         self.alarm: concurrent.futures.Future[None] = concurrent.futures.Future()
         # Why the store is lost, or `None` while it is not.
         self._reason: str | None = None
@@ -230,7 +230,8 @@ class Store:
             reason: String, why the store cannot be used any more.
         """
         self.fail(reason)
-        # A call that still sends to a suspended host must end with this store.
+        # Shutting down the socket also ends a call that is blocked while it sends to a
+        # suspended host.
         connection = self.connection
         if connection is not None:
             with contextlib.suppress(OSError):

@@ -212,7 +212,10 @@ class Server:
         return False
 
     def _remove(self, member: _Member) -> None:
-        """Remove a member whose connection has ended."""
+        """Remove a member whose connection has ended.
+
+        Unless the store is closed, the others receive the news that its worker is lost.
+        """
         rank = member.rank
         del self._members[rank]
         self._forget_reads(member)

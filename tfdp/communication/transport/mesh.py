@@ -406,10 +406,17 @@ class Mesh:
     ) -> tuple[socket.socket, Authenticated]:
         """Dial repeatedly until the other worker answers, or the deadline.
 
-        Raises `TransportError` at the deadline, and `PeerLost` if the worker has ended.
+        Args:
+            peer: Int, rank of the worker.
+            lane: String, name of the connection.
+            deadline: Float, time by `time.monotonic`.
 
         Returns:
-            `socket.socket`, connected, and the result of the handshake.
+            Tuple of a connected `socket.socket` and the result of the handshake.
+
+        Raises:
+            PeerLost: If the worker has ended.
+            TransportError: At the deadline, or if another job's process answers.
         """
         addresses = self._addresses_of(peer, deadline)
         claim = _CLAIM.pack(self.rank, _digest(lane))

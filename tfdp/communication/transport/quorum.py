@@ -194,7 +194,7 @@ class QuorumLeader(QuorumMember):
             self._unsent[rank].put(None)
 
     def _contribute(self, share: Share) -> None:
-        """Add the share of worker 0."""
+        """Add worker 0's next contribution, which may close the step."""
         self._add(0, share)
 
     def _add(self, rank: int, share: Share) -> None:

@@ -365,7 +365,13 @@ class _Outbox:
         self._chunks = memory.reshape(2, num_members + 1, chunk_bytes)
 
     def put(self, slot: int, member: int, values: Array) -> None:
-        """Write values into the chunk for a member; `_SUMS` is the area of the sums."""
+        """Write values into a chunk.
+
+        Args:
+            slot: Int, 0 or 1, the slot of the step.
+            member: Int, index of the member that the chunk is for, or `_SUMS`.
+            values: Array, not longer than a chunk.
+        """
         self.get(slot, member, values)[:] = values
 
     def get(self, slot: int, member: int, like: Array) -> Array:

@@ -291,7 +291,8 @@ def notes(reading: Reading, rows: Sequence[timing.Row]) -> tuple[float, float]:
     samples, step = math.nan, math.nan
     for _, pair in _marks(reading, rows, step_events.BATCH):
         samples, step = float(pair[0]), float(pair[1])
-    # Norms of earlier executions stay in the values, and are left out.
+    # A norm that the steps of this reading have not recorded still has the value and
+    # number of an earlier step, and is left out.
     squares = [
         float(pair[0])
         for _, pair in _marks(reading, rows, step_events.NORM)

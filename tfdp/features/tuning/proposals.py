@@ -19,7 +19,7 @@ from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
 # `None`, the default.
 RoutesOf = Callable[[PlanChoice | None, BucketPlan], Sequence[AlgorithmChoice]]
 
-# Largest number of proposals of a trial.
+# Largest number of proposals of a trial: each one is measured, which takes many steps.
 MAX_PROPOSALS = 5
 # Bucket sizes that are tried: the size of all gradients divided by these numbers.
 _PARTS = (1, 2, 4, 8, 16, 32)

@@ -122,10 +122,10 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
-    """Open a regular file for reading.
+    """Open a regular file for reading; a symbolic link is not followed.
 
     Raises:
-        NotRegularFile: If the path is not a regular file; nothing is read.
+        NotRegularFile: If the path is a link or no regular file; nothing is read.
         OSError: If the file cannot be opened.
     """
     try:

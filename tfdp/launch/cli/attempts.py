@@ -144,9 +144,10 @@ class NodeAttempts:
         self._history: list[LogFile] = []
         self._node_rank = self._first_rank = 0
         self._attempt_id = ""
-        # Number of signals that were handled. After this node has left the job: its
-        # exit code, and the time until which node 0 may answer.
+        # Number of signals that this node had received when it left the job.
         self._num_handled = 0
+        # Exit code of this node once it has left the job, and the time until which it
+        # waits for node 0's answer.
         self._exit_code: int | None = None
         self._answer_until = math.inf
 

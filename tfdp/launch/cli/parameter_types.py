@@ -18,7 +18,7 @@ from tfdp.ground.options import CommunicationOptions
 
 # Largest number, and smallest above 0, of any option: values beyond are typing errors.
 _MOST, _LEAST = 10**9, 1e-9
-# Largest size of any option in bytes.
+# Largest size in bytes that an option accepts: larger values are typing errors.
 _MOST_BYTES = 2**40
 _LONGEST_NAME = 255  # bytes of a file's name, on all usual file systems
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}

@@ -223,6 +223,8 @@ def _lengths_differ(strategy: Any, lengths: list[int]) -> bool:
 def _have_same_rows(sizes: Sequence[dict[str, Any] | None]) -> bool:
     """Return whether batches are known to have the same size on all workers.
 
+    Warn the user if the sizes are known and differ.
+
     Args:
         sizes: Sequence, what `sizes_of_batches` returned on each worker.
     """

@@ -189,7 +189,7 @@ class AccumulatedGradients:
             return total if np.isfinite(total).all() else np.zeros_like(total)
 
         def write(value: Any) -> None:
-            """Assign a loaded, unscaled sum: its scaled part on each replica."""
+            """Scale a loaded, unscaled sum, and assign each replica its part."""
             sum_view.assign(np.asarray(value) * (factor() / divisor))
 
         return VariableView(sum_view.path, sum_view.shape, read, write)

@@ -679,7 +679,7 @@ class Builder:
             self._sizes[id(tensor), of_all] = own
 
     def shape(self, op: Any, index: int, *, of_all: bool) -> Any:
-        """Build the shape or size of an input: a tensor, or the items of a list.
+        """Build the shape or size of an input, or of the elements of a tensor list.
 
         Args:
             op: `tf.Operation` of the program, such as `Shape`.

@@ -111,8 +111,13 @@ def _multiple(input_fact: Fact, after: Size, inner: Size, size: Size) -> int | N
 def _may_mix_rows(input_fact: Fact, after: Size, inner: Size, size: Size) -> bool:
     """Return whether a reshape may put entries of two rows into one.
 
-    An example is a reshape of [rows, 3] to [-1, 2]. The arguments are those of
-    `_multiple`.
+    An example is a reshape of [rows, 3] to [-1, 2].
+
+    Args:
+        input_fact: `Fact` of the tensor before the reshape.
+        after: `Size`, product of the sizes after the axis of rows, before the reshape.
+        inner: `Size`, product of the known sizes after it in the target shape.
+        size: `Size` of the axis of rows in the target shape.
     """
     assert input_fact.sizes is not None
     if size.kind == "rows" and size.number is not None:

@@ -217,7 +217,10 @@ def _fill(view: View) -> np.ndarray | None:
 
 
 def _stitch(view: View) -> np.ndarray | None:
-    """Return the array of `Size` of a `tf.dynamic_stitch`, or `None` if not known."""
+    """Return the result of `tf.dynamic_stitch` as an array of `Size`.
+
+    It is `None` if an index is not known. Positions without an index are `UNKNOWN`.
+    """
     count = len(view) // 2
     places = [view.numbers(index) for index in range(count)]
     if any(place is None for place in places):
