@@ -14,8 +14,8 @@ import tensorflow as tf
 from tfdp.ground import user_code
 from tfdp.ground.arguments import checked_bool, checked_number
 
-# Names of biases and normalization parameters in Keras's layers. The test by shape
-# alone would miss the biases of attention and GRU, which have two axes.
+# Names of biases and normalization parameters in Keras's layers, which LARS excludes by
+# name as well as by shape: the biases of attention and GRU have two axes, like kernels.
 _EXCLUDED_NAMES = ("bias", "beta", "gamma")
 
 

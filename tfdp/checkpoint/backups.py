@@ -283,11 +283,17 @@ class Backups:
     def _inspect(
         self, name: str, make_plan: Callable[[Index], LoadPlan]
     ) -> tuple[tuple[Index, LoadPlan] | None, str]:
-        """Return the index and load plan of a backup, or `None` and its fault.
+        """Read a backup's index and shards into a load plan, or find its fault.
+
+        All workers call this together.
 
         Args:
             name: String, name of the backup, such as `"step-12"`.
             make_plan: Callable, as in `find_newest`.
+
+        Returns:
+            Tuple of the pair of `Index` and `LoadPlan`, or `None` for a damaged backup;
+            and the fault, which is `""` for an intact backup.
 
         Raises:
             ValueError: On every worker, if the backup is incompatible with the run.

@@ -125,8 +125,8 @@ def check_run(run: Any) -> None:
         )
     if run["batches"] and run["is_stopped"]:
         schema.refuse(True, "run.is_stopped", "false within an epoch")
-    # A resumed run skips all batches that were taken, so their number must be bounded.
-    # An epoch may have created two iterators.
+    # A resumed run skips all batches that were taken, so a damaged number would make it
+    # skip without end. `taken` has an entry per iterator, and an epoch may have two.
     epochs = 2 * (run["epoch"] + 2)
     per_epoch = run["identity"]["steps_per_epoch"]
     taken = run["data"]["taken"]

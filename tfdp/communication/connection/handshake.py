@@ -21,7 +21,8 @@ from typing import TypeAlias
 
 VERSION = "2"
 _PROTOCOL = b"tfdp/"
-# First bytes of an earlier protocol, which only launchers spoke.
+# First bytes of the JSON that launchers of an early tfdp send. It is recognized so that
+# the error can report the different version.
 _FIRST_PROTOCOL = b'{"tfdp"'
 _HEAD_BYTES = 32
 _NONCE_BYTES = _PROOF_BYTES = 32

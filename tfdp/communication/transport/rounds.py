@@ -114,14 +114,16 @@ class Participant:
 
 
 class Rounds:
-    """Rounds of the connected participants, each called on its own thread.
+    """Rounds that average the contributions of the connected participants.
+
+    Each participant calls `contribute` on its own thread.
 
     Args:
         indices: Sequence of ints, indices that may participate.
         least: Int, least number of contributions of a round, or `None` for one from
             each connected participant.
         patience_seconds: Float, time that a round waits for more contributions.
-        leader: `Participant` that every round needs, or `None`.
+        leader: `Participant` without whose contribution no round ends, or `None`.
     """
 
     def __init__(
@@ -371,7 +373,8 @@ class RoundLeader(Rounds):
             arrays: List of arrays to average.
         """
         with self._changed:
-            # The follower may have left a synchronization in which worker 0 still is.
+            # A follower may leave a synchronization of all workers before worker 0. Its
+            # message then waits until worker 0 has counted that synchronization, too.
             self._changed.wait_for(lambda: generation <= self._generation)
             if version != _PAUSE_VERSION:
                 return self.contribute(member, version, (samples, arrays))

@@ -270,7 +270,11 @@ class OrderedSums:
         )
 
     def _arrived(self, number: int) -> None:
-        """Count an addend of a segment with this index; after the last, add all."""
+        """Count a received addend of a segment; after the last, sum all addends.
+
+        Args:
+            number: Int, index of the segment in this member's part.
+        """
         missing = self._missing.pop(number, self._segments.size - 1) - 1
         if missing:
             self._missing[number] = missing

@@ -183,7 +183,8 @@ class LocalSteps(StepFeature):
             self.exchanges.adopt_common_weights()
             slots = slots_of(optimizer)
             assign(slots, _means(slots, reducer, 1.0 / reducer.num_replicas))
-            # Callbacks may change the weights before the next step, which copies them.
+            # With zero, the next step copies the weights into the anchors again, since
+            # callbacks may change the weights before it.
             set_to_zero(self.exchanges.outer.is_begun)
         set_to_zero(self.updates)
         set_to_zero(self.waiting_samples)

@@ -160,7 +160,8 @@ def worker_environment(
         launch: `Launch`, the settings of the ledger of goodput, or `None` for none.
             Defaults to `None`.
         environ: Mapping of the user's environment variables, which override the
-            defaults for threads. Defaults to `os.environ`.
+            defaults for threads, TensorFlow's log level and the output encoding.
+            Defaults to `os.environ`.
         log_folder: `Path` of the folder for the workers' flight records, or `None`.
             Defaults to `None`.
 

@@ -79,8 +79,8 @@ class ArrayValues:
     def fingerprints(self) -> dict[str, Any]:
         """Return a fingerprint of each array, by name.
 
-        A fingerprint is a list of the number of rows read of each part, and a digest,
-        or `None` if the array cannot be read.
+        A fingerprint is a list of two items: the list of the numbers of rows read of
+        each part, and a digest of these rows, or `None` if they cannot be read.
         """
         return {
             name: [[part.num_read for part in parts], self._digest(parts)]

@@ -35,7 +35,17 @@ def reduce_values(
     sample_weight: Any = None,
     reduction: Any = "sum_over_batch_size",
 ) -> Any:
-    """Reduce loss values; scale a mean that a loss function has already reduced."""
+    """Reduce loss values, and scale a scalar mean as Keras scales its own means.
+
+    Keras does not scale the scalar mean that a loss function returns, so that the sum
+    over replicas would be too large.
+
+    Args:
+        original: Callable, the `reduce_values` of Keras.
+        values: As in `original`.
+        sample_weight: As in `original`. Defaults to `None`.
+        reduction: As in `original`. Defaults to `"sum_over_batch_size"`.
+    """
     result = original(values, sample_weight, reduction)
     is_mean = reduction not in (None, "none", "sum")
     is_traced = program_trace.current() is not None

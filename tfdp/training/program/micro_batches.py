@@ -88,7 +88,10 @@ def plan_micro_batches(
 
 
 class _Planner:
-    """Planner that finds the loop or the stage of each operation.
+    """Planner that assigns each operation to a loop over micro-batches, or to a stage.
+
+    A stage runs once: one before each loop, and one after the last, in which the states
+    change.
 
     The arguments are those of `plan_micro_batches`.
     """

@@ -258,7 +258,10 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def _synchronize(strategy: Any, new: NewVariables, line: str = "") -> None:
-    """Synchronize new variables, and earlier ones if all workers have the same.
+    """Broadcast worker 0's values of the variables created since the last broadcast.
+
+    During a step, variables from before the step are included only if they are the same
+    on all workers: one worker may have created some alone, for example by a callback.
 
     Args:
         strategy: A tfdp strategy of several workers.

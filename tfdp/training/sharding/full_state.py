@@ -112,7 +112,7 @@ def _redistribute_sum(
             total = Member(host_group, 0).all_reduce(total)
         return tf.reshape(total, values[0].shape) / num_replicas
 
-    # A scalar has no rows.
+    # A scalar has no rows to average range by range, so it is averaged as a whole.
     if not parts[0].shape.rank:
         value = mean([part.read_value() for part in parts])
         for part in parts:

@@ -174,7 +174,9 @@ class RowDivider(StepFeature, abc.ABC):
 
     @abc.abstractmethod
     def begin_changes(self) -> list:
-        """Run on a replica once all replicas have computed all their rows.
+        """Build the operations that mark the step of a replica as not repeatable.
+
+        They run once all replicas have computed all their rows.
 
         Returns:
             List of operations; states change after them.
