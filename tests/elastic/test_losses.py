@@ -126,6 +126,37 @@ def test_sharded_parameters_are_whole_on_one_worker_and_divided_again_by_a_join(
     assert {outcome.results[r]["replicas"] for r in (1, 2)} == {2}
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("stage", ["stage 2", "stage 3"])
+def test_a_loss_before_the_first_state_leaves_no_weights_that_were_sharded(
+    tmp_path, expected, stage
+):
+    kill = {"where": "save", "rank": 1, "step": 0}
+    outcome = job.run(tmp_path, 3, kill=kill, features=[stage])
+    if stage == "stage 2":
+        check(outcome, [0, 2], expected(features=[]))
+        return
+    assert outcome.codes == [1, -9, 1]
+    assert "No worker has found a state from which to continue" in outcome.output
+
+
+@pytest.mark.parametrize("devices", [1, full(2)])
+def test_a_loss_before_parameters_are_sharded(tmp_path, expected, devices):
+    kill = {"where": "before", "rank": 2, "step": 0}
+    outcome = job.run(tmp_path, 3, devices, kill=kill, features=["stage 3", "frozen"])
+    check(outcome, [0, 1], expected(features=["frozen"]))
+
+
+@pytest.mark.full
+def test_another_loss_while_parameters_are_divided_anew(tmp_path, expected):
+    kill = {"where": "batch", "rank": 1, "step": 8}
+    later = {"where": "renewal", "rank": 0, "step": 1}
+    outcome = job.run(
+        tmp_path, 4, kill=kill, kill_later=later, features=["stage 3", "frozen"]
+    )
+    check(outcome, [2, 3], expected(features=["frozen"]))
+
+
 def test_each_sample_makes_one_step_of_an_epoch_through_a_loss_and_a_join(
     tmp_path, expected
 ):

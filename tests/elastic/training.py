@@ -23,6 +23,7 @@ def train(
     *,
     epochs: int = EPOCHS,
     kill: dict[str, Any] | None = None,
+    kill_later: dict[str, Any] | None = None,
     features: list[str] | None = None,
     memory_every: int | None = 1,
     save_freq: Any = "epoch",
@@ -44,6 +45,8 @@ def train(
         kill: Dict: `"where"` a worker is killed, its `"rank"` or `"ranks"`, the number
             of the `"step"` from 1, and the `"signal"`; or `None`. The time of the kill
             is written to the file `kills`.
+        kill_later: Dict, the same, of a worker that is killed as parameters are divided
+            anew.
         features: List of strings, what is switched on.
         memory_every: As for `BackupAndRestore`.
         save_freq: The same.
@@ -117,8 +120,10 @@ def train(
             Path(folder) / "backups", save_freq, memory_every=memory_every
         )
         killer.install(backup)
+        Killer(rank, kill_later or {}, Path(folder) / "kills").install_renewal()
         callbacks.append(backup)
     x, y = _data()
+    killer.at("before", 1)
     history = model.fit(
         **_given(tf, x, y, data),
         epochs=epochs,
@@ -210,6 +215,18 @@ class Killer:
             with self._path.open("a") as file:
                 file.write(f"{time.time()}\n")
             os.kill(os.getpid(), number)
+
+    def install_renewal(self) -> None:
+        """Lets the moment be a place in which parameters have lost their values."""
+        from tfdp.features import elastic
+
+        discard = elastic.discard_values
+
+        def discard_or_die(*args: Any) -> None:
+            discard(*args)
+            self.at("renewal", 1)
+
+        elastic.discard_values = discard_or_die
 
     def install(self, backup: Any) -> None:
         """Lets saves of a backup be a place, in their middle, and its loading."""

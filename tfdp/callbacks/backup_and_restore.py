@@ -46,6 +46,7 @@ from tfdp.communication.coordination.preemption import (
 )
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.watch import WorkerLost, WorkersJoin
+from tfdp.features import elastic
 from tfdp.features.local_steps import FEATURE as LOCAL_STEPS
 from tfdp.ground import _compat, user_code
 from tfdp.ground.arguments import (
@@ -203,7 +204,8 @@ class BackupAndRestore(StrategyCallback):
         self._position.exit_stack.callback(self._backups.close)
         self._batches = ResumedBatches(self.model, self._position, self.batch)
         self.has_begun = True
-        self._has_state = must_resume = self.is_again and self._has_state
+        is_empty = self.model in elastic.FEATURE.discarded
+        self._has_state = must_resume = self.is_again and (self._has_state or is_empty)
         strategy = strategy_of(self.model)
         if strategy is not None and strategy.extended.is_applicant:
             # Everything is built, and nothing trained: `fit` begins again in the job.
@@ -523,6 +525,7 @@ class BackupAndRestore(StrategyCallback):
         """
         run = index.run
         self._source.load(index, load_plan)
+        elastic.FEATURE.discarded.discard(self.model)
         set_callback_states(self._others, run["callbacks"], load_plan.arrays)
         restore_random_states(run["random"], self._worker_group)
         adaptation = self._batches.adapt(run, self._change)

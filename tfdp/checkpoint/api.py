@@ -196,9 +196,8 @@ def save_state(
     """
     entries = files.metadata_of(state)
     needs = "" if saves is None else saves.needs(state)
-    needs_of_all = check_same_variables(
-        worker_group, "checkpoint.save", entries, "saves", needs
-    )
+    topic = "checkpoint.save" if saves is None else "checkpoint.save in the background"
+    needs_of_all = check_same_variables(worker_group, topic, entries, "saves", needs)
     prepare()
     model = serialize() if worker_group.is_chief else None
     metadata = _Metadata(os.fspath(directory), entries, model, run)

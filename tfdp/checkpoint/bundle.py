@@ -17,6 +17,8 @@ from tfdp.ground import _compat
 # Size in bytes of the end of a table, and its last eight bytes.
 _FOOTER_BYTES = 48
 _MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
+# Largest shift of a byte's seven bits in a number of 64 bits.
+_MOST_BITS = 63
 
 
 def read_layout(content: bytes) -> dict[str, Any]:
@@ -68,6 +70,8 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
     """Parse an int of seven bits per byte; return it and the offset after it."""
     value = shift = 0
     while data[at] & 0x80:
+        if shift > _MOST_BITS:
+            raise ValueError("it has a number of more than 64 bits")
         value |= (data[at] & 0x7F) << shift
         at, shift = at + 1, shift + 7
     return value | data[at] << shift, at + 1

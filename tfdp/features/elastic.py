@@ -42,6 +42,7 @@ from tfdp.training.keras_hooks.worker_callbacks import (
 )
 from tfdp.training.optimizer.distributed import DistributedOptimizer
 from tfdp.training.parameters.conversion import discard_values, parameters_in_order
+from tfdp.training.parameters.sharded_parameter import sharded_parameter
 from tfdp.training.replicas import random_seed
 
 # Arguments of `fit` that must be the same for a worker that joins.
@@ -66,6 +67,8 @@ class Elastic(Feature):
         self.is_in_loop = False
         # The user's callbacks that have begun on this worker in the present `fit`.
         self._begun: list[weakref.ref[Any]] = []
+        # Models whose sharded parameters are zeros until a state is loaded.
+        self.discarded: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def choose_callbacks(self, fit: Fit) -> None:
         """Check that `fit` can continue after a loss; record what joining workers need.
@@ -172,16 +175,20 @@ def change_cluster(model: Any, change: ClusterChanges, goes_on: str) -> str:
     """
     strategy, begin = model.distribute_strategy, time.monotonic()
     before = strategy.extended.worker_group.num_workers
+    trained = {
+        name: _compat.trained_by(optimizer)
+        for name, optimizer in _optimizers(model).items()
+    }
     while True:
         try:
             strategy.extended.change_cluster(change)
             random_seed.agree_on_seed(strategy)
+            _renew_optimizers(model, trained)
             break
         except ClusterChanges as further:
             if is_given_up(strategy, further):
                 raise
             change = further
-    _renew_optimizers(model)
     what, _, _ = str(change).partition(" The other workers cannot")
     group = strategy.extended.worker_group
     # A worker may have joined in the place of the one that was lost.
@@ -272,8 +279,16 @@ def _described(data: Any) -> str:
     return f"{type(data).__name__} {getattr(data, 'shape', '')}"
 
 
-def _renew_optimizers(model: Any) -> None:
-    """Free a model's optimizers of traces and shards of the former replicas.
+def _optimizers(model: Any) -> dict[str, DistributedOptimizer]:
+    """Return the `DistributedOptimizer`s of a model, by the names of its attributes."""
+    every = {"optimizer": model.optimizer, **other_optimizers(model)}
+    return {
+        n: each for n, each in every.items() if isinstance(each, DistributedOptimizer)
+    }
+
+
+def _renew_optimizers(model: Any, trained: dict[str, list[Any]]) -> None:
+    """Replace what a model's optimizers have of the former replicas.
 
     Optimizers whose shards are those of the former replicas are replaced: the new ones
     have no state until the newest backup is loaded. A replica then builds its shards
@@ -281,47 +296,64 @@ def _renew_optimizers(model: Any) -> None:
 
     Args:
         model: The Keras model.
+        trained: Dict from the name of each optimizer to the variables that it trained
+            before the change; empty if it was not built.
+
+    Raises:
+        ClusterChanges: If another worker is lost meanwhile.
     """
-    strategy = model.distribute_strategy
-    optimizers = {"optimizer": model.optimizer, **other_optimizers(model)}
-    former = []
-    for name, optimizer in optimizers.items():
-        if not isinstance(optimizer, DistributedOptimizer):
-            continue
+    strategy, divides = model.distribute_strategy, []
+    for name, variables in trained.items():
+        optimizer = getattr(model, name)
         optimizer.forget_traces()
-        if optimizer.sharding != "none":
-            with strategy.scope():
-                setattr(model, name, optimizer.renewed())
-            former.append((optimizer, getattr(model, name)))
-    if former:
-        _renew_weights(model, former)
+        if optimizer.sharding == "none":
+            continue
+        with strategy.scope():
+            renewed = optimizer.renewed()
+            setattr(model, name, renewed)
+        # Before it is built, an optimizer has divided no parameters.
+        if variables and renewed.sharding_options.shards_parameters:
+            renewed.note_model(model)
+            divides.append((renewed, variables))
+    is_sharded = any(getattr(model, name).sharding != "none" for name in trained)
+    if is_sharded or any(map(sharded_parameter, model.weights)):
+        _renew_weights(model, divides)
 
 
 def _renew_weights(
-    model: Any, former: list[tuple[DistributedOptimizer, DistributedOptimizer]]
+    model: Any, divides: list[tuple[DistributedOptimizer, list[Any]]]
 ) -> None:
-    """Divide sharded weights among the new replicas; make all other weights equal.
+    """Divide sharded weights among the new replicas; make the others equal.
 
     Args:
         model: The Keras model.
-        former: List of pairs, an optimizer of the former replicas and the new one.
+        divides: List of pairs, a new optimizer that divides parameters, and those that
+            it trains.
+
+    Raises:
+        RuntimeError: If parameters were sharded before they had an optimizer.
     """
     strategy, sharded = model.distribute_strategy, dict[int, Any]()
-    for optimizer, _ in former:
-        if optimizer.sharding_options.shards_parameters:
-            trained = _compat.trained_by(optimizer)
-            sharded |= {id(v): v for v in parameters_in_order(model, trained)}
+    for _, trained in divides:
+        sharded |= {id(v): v for v in parameters_in_order(model, trained)}
     for variable in model.weights:
-        if id(variable) not in sharded:
-            value = _compat.value_of(variable)
-            value.assigned = None
-            strategy.extended.new_variables.add(value)
+        if id(variable) in sharded:
+            continue
+        value = _compat.value_of(variable)
+        if sharded_parameter(variable) is not None:
+            raise RuntimeError(
+                "A worker was lost before the first state of the model was saved, and "
+                "with it its part of the initial weights. Start the job again."
+            )
+        value.assigned = None
+        strategy.extended.new_variables.add(value)
+    if sharded:
+        FEATURE.discarded.add(model)
     discard_values(list(sharded.values()), strategy)
-    # A joining worker has whole parameters until `build`: nothing may read them before.
-    for optimizer, renewed in former:
-        if optimizer.sharding_options.shards_parameters:
-            with strategy.scope():
-                renewed.build(_compat.trained_by(optimizer))
+    # A worker that joins has whole weights until then: nothing may read them before.
+    for optimizer, trained in divides:
+        with strategy.scope():
+            optimizer.build(trained)
 
 
 FEATURE = Elastic()

@@ -275,7 +275,7 @@ class ElasticState:
         """
         with self._explaining():
             if not self._load():
-                if self._has_begun:
+                if self._has_begun or self._model in elastic.FEATURE.discarded:
                     raise RuntimeError(
                         "The workers that are left have found no state from which to "
                         "continue. Start the job again."
@@ -318,6 +318,7 @@ class ElasticState:
         # of the metrics.
         self._model.reset_metrics()
         place.load(index, load_plan)
+        elastic.FEATURE.discarded.discard(self._model)
         run = index.run
         restore_random_states(run["random"], group)
         self._values.update(from_json(run["values"]))

@@ -264,7 +264,7 @@ class Acceptor:
             # A random connection is closed: if it were the oldest, many workers that
             # dial at once would displace each other; if the newest, silent peers would
             # keep all out.
-            victim = random.choice(tuple(self._unauthenticated))
+            victim = random.SystemRandom().choice(tuple(self._unauthenticated))
             self._refuse(victim, "too many connections are not authenticated")
         if peer in self._unauthenticated:
             self._proceed(peer)

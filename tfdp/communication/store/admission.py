@@ -200,7 +200,8 @@ def ask_workers(
 
     # The workers to ask are drawn anew each time: if many processes start, each asks
     # once a second.
-    asked = random.sample(workers, min(len(workers), _MOST_ASKED))
+    # The state of the module `random` is the user's, whose seed gives initial weights.
+    asked = random.SystemRandom().sample(workers, min(len(workers), _MOST_ASKED))
     with ThreadPoolExecutor(len(asked) or 1) as pool:
         found = [state for state in pool.map(ask, asked) if state is not None]
     started = [state for state in found if state.is_running or state.generation]

@@ -332,7 +332,7 @@ class Store:
         assert standby is not None
         # At the end of a job, most workers have no open request, and exit during this
         # wait.
-        self._hurry.wait(random.uniform(0.0, _MOST_DELAY_SECONDS))
+        self._hurry.wait(random.SystemRandom().uniform(0.0, _MOST_DELAY_SECONDS))
         self._hurry.clear()
         deadline = time.monotonic() + _FOLLOW_SECONDS
         try:

@@ -216,6 +216,10 @@ class Account:
         if self._last is None:
             if since is not None and not line.get("follows"):
                 self._count(STARTUP, start.since(since))
+        elif line.get("follows"):
+            # The process has gone on in another ledger.
+            self._count(IDLE, start.since(self._last))
+            self._num_continued += 1
         elif since is None or is_same_launch or not since.since(self._last):
             self._count(RECOVERY, start.since(self._last))
         else:

@@ -132,8 +132,11 @@ def create_value_again(variable: Any, like: tf.Variable) -> None:
             optimizers find the variable by this identity.
     """
     scope, _, _ = like.name.rpartition("/")
+    # Tapes must watch the variable of a frozen layer, too: it may be trained later.
+    is_trainable, variable._trainable = variable._trainable, True
     with tf.name_scope(f"{scope}/") if scope else contextlib.nullcontext():
         variable._initialize(tf.zeros(variable.shape, variable.dtype))
+    variable._trainable = is_trainable
     for component in variable._value.values:
         component._unique_id = like._unique_id
 

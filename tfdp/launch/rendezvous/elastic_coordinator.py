@@ -171,6 +171,11 @@ class ElasticCoordinator(Coordinator):
 
     def _check_silence(self, clock_seconds: float) -> None:
         """Stop all workers if none of them has answered for a long time."""
+        # After a suspension of this process the probe has not asked, either: it gets
+        # the time until the nodes have come back.
+        is_new = clock_seconds < self._joined_at + _GRACE_SECONDS
+        if is_new or not self._roster.nodes:
+            return
         since = clock_seconds - (self._probe.seen_at or clock_seconds)
         if since >= SILENT_SECONDS and not any(n.is_done for n in self._roster.nodes):
             reason = f"has lost the others: no worker has answered for {since:.0f} s"

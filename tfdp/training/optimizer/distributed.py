@@ -342,17 +342,13 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         inner = self.inner_optimizer
         optimizer = type(inner).from_config(inner.get_config())
         _compat.copy_exclusions(inner, optimizer)
-        renewed = type(self)(
+        return type(self)(
             optimizer,
             accumulation_steps=self.accumulation_steps,
             loss_scale=self.loss_scaling,
             name=self.name,
             **self.sharding_options.config,
         )
-        model = self._model and self._model()
-        if model is not None:
-            renewed.note_model(model)
-        return renewed
 
     def forget_traces(self) -> None:
         """Drop traced functions, for use after a change of the replicas."""
