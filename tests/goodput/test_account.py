@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from tfdp.features.goodput.account import CLASSES, Account, shares
+from tfdp.features.goodput.account import CLASSES, Account, shares, shares_of_several
 
 LAUNCHED = {"time": 90.0, "up": 490.0, "boot": "a"}
 
 
-def attempt(time: float, up: float, boot: str = "a", launched: Any = None) -> str:
+def attempt(
+    time: float, up: float, boot: str = "a", launched: Any = None, **more: Any
+) -> str:
     line = {"kind": "attempt", "format": 1, "time": time, "up": up, "boot": boot}
-    return json.dumps({**line, "launched": launched})
+    return json.dumps({**line, "launched": launched, **more})
 
 
 def work(up: float, steps: tuple | None = None, fit: int = 1, **seconds: float) -> str:
@@ -243,6 +245,38 @@ def test_a_restart_by_the_same_launcher_is_no_other_job():
     )
     found = seconds_of(*ledger)
     assert found == {"startup": 10, "step": 10, "recovery": 10, "again": 10}
+
+
+@pytest.mark.parametrize("trains_again", [False, True])
+def test_two_ledgers_of_a_process_that_is_killed_have_each_second_once(trains_again):
+    """Launched at 490 s: a fit from 500 to 510, and a second one with a kill at 540."""
+    first = [
+        attempt(100, 500, launched=LAUNCHED, process="1"),
+        work(510, (0, 0, 9), step=10),
+        leave(510, done=True),
+    ]
+    second = [
+        attempt(111, 511, launched=LAUNCHED, process="1", follows=True),
+        work(540, (0, 0, 28), step=29),
+    ]
+    if trains_again:
+        first += [
+            attempt(150, 550, launched=LAUNCHED, process="2"),
+            work(560, (0, 0, 9), step=10),
+            leave(560, done=True),
+        ]
+    second += [
+        attempt(161, 561, launched=LAUNCHED, process="2", follows=True),
+        work(571, (0, 29, 38), step=10),
+    ]
+    found = shares_of_several([first, second])
+    seconds = {name: value for name, value in found.seconds.items() if value}
+    expected = {"startup": 10, "step": 49, "idle": 1, "recovery": 21}
+    if trains_again:
+        expected |= {"idle": 2, "recovery": 10, "again": 10}
+    assert seconds == expected
+    assert sum(seconds.values()) == 571 - 490
+    assert found.num_restarts == 1
 
 
 def test_training_that_begins_without_the_backups_it_had_is_another_job():

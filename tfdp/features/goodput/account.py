@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import heapq
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tfdp.features.goodput.ledger import FORMAT, Moment, is_number, moment_of
@@ -45,6 +47,8 @@ _NUMBERS = (
     "eight",
     "nine",
 )
+# More calls of `fit` than any ledger has.
+_FITS_OF_LEDGER = 1_000_000
 # Position of a step in a job: number of its `fit`, epoch, and batch.
 Position = tuple[int, int, int]
 
@@ -74,16 +78,6 @@ class Shares:
     num_damaged: int = 0
     measures_communication: bool = False
     launched: Moment | None = None
-
-    def __add__(self, other: Shares) -> Shares:
-        """Return the shares of a job with two ledgers, where `other` is the newer."""
-        return Shares(
-            {name: self.seconds[name] + other.seconds[name] for name in CLASSES},
-            self.num_restarts + other.num_restarts,
-            self.num_damaged + other.num_damaged,
-            self.measures_communication and other.measures_communication,
-            other.launched,
-        )
 
     @property
     def total_seconds(self) -> float:
@@ -117,6 +111,36 @@ class Shares:
         parts = [f"{percents[n]} % {self.label(n)}" for n in others if percents[n]]
         text = f"goodput {percents[STEP]} %"
         return f"{text}: {', '.join(parts)}" if parts else text
+
+
+def shares_of_several(ledgers: Sequence[Iterable[str]]) -> Shares:
+    """Compute the shares of a job whose calls of `fit` have ledgers of their own.
+
+    Args:
+        ledgers: Sequence of iterables of strings, the lines of each ledger.
+
+    Returns:
+        `Shares`.
+    """
+    account = Account()
+    timed = [_timed(number, lines) for number, lines in enumerate(ledgers)]
+    for _, number, line in heapq.merge(*timed, key=lambda each: each[:2]):
+        account.add(line, number)
+    return account.shares
+
+
+def _timed(number: int, lines: Iterable[str]) -> Iterator[tuple[float, int, str]]:
+    """Yield lines of a ledger with their times; damaged ones have that of the previous.
+
+    Args:
+        number: Int, number of the ledger, which is yielded with each line.
+        lines: Iterable of strings.
+    """
+    seconds = 0.0
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
+            seconds = max(seconds, float(_parse(line)["time"]))
+        yield seconds, number, line
 
 
 def shares(lines: Iterable[str]) -> Shares:
@@ -169,8 +193,14 @@ class Account:
         for line in lines:
             self.add(line)
 
-    def add(self, text: str) -> None:
-        """Add a line of the ledger."""
+    def add(self, text: str, ledger: int = 0) -> None:
+        """Add a line of a ledger.
+
+        Args:
+            text: String, the line.
+            ledger: Int, number of its ledger, of several that are added in the order of
+                time. Defaults to 0.
+        """
         if not text.strip():
             return
         try:
@@ -178,6 +208,8 @@ class Account:
         except (ValueError, RecursionError):
             self._num_damaged += 1
             return
+        if "fit" in line:
+            line["fit"] += ledger * _FITS_OF_LEDGER
         self._add(line)
 
     def _clear(self) -> None:
@@ -190,6 +222,8 @@ class Account:
         self._has_relaunched = self._had_backups = False
         self._last: Moment | None = None
         self._launched: Moment | None = None
+        # Identity of the process of the last attempt, or `None` in an older ledger.
+        self._process: Any = None
         self._furthest: Position | None = None
         # Lines of an attempt until its first step, which shows whether the attempt has
         # begun from the start; `None` afterwards.
@@ -216,8 +250,8 @@ class Account:
         if self._last is None:
             if since is not None and not line.get("follows"):
                 self._count(STARTUP, start.since(since))
-        elif line.get("follows"):
-            # The process has gone on in another ledger.
+        elif self._process is not None and line.get("process") == self._process:
+            # The same process continues in the ledger of another `fit`.
             self._count(IDLE, start.since(self._last))
             self._num_continued += 1
         elif since is None or is_same_launch or not since.since(self._last):
@@ -229,6 +263,7 @@ class Account:
         self._has_relaunched = not is_same_launch
         self._had_backups = self._has_backups
         self._launched, self._last, self._is_done = since, start, False
+        self._process = line.get("process")
         self._num_attempts += 1
         self._num_continued += bool(line.get("continues"))
         self._opening = [line]

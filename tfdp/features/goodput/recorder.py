@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from tfdp.features.goodput.ledger import (
     uptime,
 )
 from tfdp.ground.base import activities
+from tfdp.ground.base.process_identity import state_and_start
 from tfdp.ground.forks import Owner
 
 # Interval of writes: a fraction of the attempt's time, within limits. A kill loses what
@@ -90,6 +92,8 @@ class Recorder:
         line = {"kind": "attempt", "format": FORMAT, **vars(since)}
         line |= {"continues": True} if continues else {}
         line |= {"follows": True} if follows else {}
+        _, ticks = state_and_start(os.getpid())
+        line["process"] = f"{os.getpid()}-{ticks}"
         self._lines = [json.dumps({**line, "launched": launched})]
 
     # Methods for the events of `fit`.

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-import operator
 import os
 from pathlib import Path
 from typing import Any
 
 import click
 
-from tfdp.features.goodput.account import CLASSES, STEP, Shares, shares
+from tfdp.features.goodput.account import (
+    CLASSES,
+    STEP,
+    Shares,
+    shares,
+    shares_of_several,
+)
 from tfdp.features.goodput.ledger import Launch, find, read
 from tfdp.ground.text import pluralize
 from tfdp.launch.cli import parameter_types as types
@@ -83,9 +87,10 @@ def _shares_of(directory: str) -> Shares:
         ValueError: If there is no ledger.
         OSError: If one cannot be read.
     """
-    *others, newest = (shares(read(path)) for path in find(directory))
-    before = [each for each in others if each.launched == newest.launched]
-    return functools.reduce(operator.add, [*before, newest])
+    launched = {path: shares(read(path)).launched for path in find(directory)}
+    *_, newest = launched.values()
+    ledgers = [read(path) for path, each in launched.items() if each == newest]
+    return shares_of_several(ledgers)
 
 
 def _damage(found: Shares) -> str:
