@@ -49,3 +49,9 @@ def test_what_is_no_index_is_refused(prefix):
     for wrong in (b"", content[:-1]):
         with pytest.raises(ValueError, match="index of a checkpoint"):
             read_layout(wrong)
+
+
+def test_a_number_without_an_end_is_refused(prefix):
+    magic = pathlib.Path(f"{prefix}.index").read_bytes()[-8:]
+    with pytest.raises(ValueError, match="more than 64 bits"):
+        read_layout(b"\xff" * 40 + magic)

@@ -261,12 +261,14 @@ def test_a_node_0_that_comes_back_takes_up_the_job_of_the_others():
     assert other.last("places")["nodes"] == start["nodes"]
 
 
-def test_all_nodes_come_back_after_a_suspension_of_node_0():
+@pytest.mark.parametrize("seconds", [20.0, 100.0])
+def test_all_nodes_come_back_after_a_suspension_of_node_0(seconds):
     course = Course()
     attempt_id = course.start()[0].last("start")["id"]
     for link in course.links[:]:
         course.coordinator.register_disconnect(link, "has not answered for 15 s")
-    course.pass_time()
+    course.pass_time(seconds)
+    course.workers.seen_at = course.now
     first, second = (
         course.rejoin(rank, attempt=1, attempt_id=attempt_id) for rank in range(2)
     )
