@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import random
 import re
 import socket
 import threading
@@ -450,7 +451,9 @@ def test_a_process_leaves_a_cluster_and_joins_another():
 
 def test_a_process_that_comes_later_learns_of_the_job_and_applies():
     cluster = cluster_of(3)
+    user_state = random.getstate()  # initial weights follow from the user's seed
     assert ask_job(of_rank(cluster, 2)) is None  # nobody listens
+    assert random.getstate() == user_state
     with members_of(dataclasses.replace(cluster, workers=cluster.workers[:2])) as both:
         for member in both:
             member.facts["epochs"] = "3"
