@@ -207,7 +207,7 @@ def try_a_fault(
         "tfdp: (The checkpoint was not saved.*)", capfd.readouterr().err
     )
     said = said or (printed[1] if printed else "")
-    assert not said or re.search(r"503 Slow Down|no answer in 1 s", said)
+    assert not said or re.search(r"503 Slow Down|no answer in \d+ s", said)
     assert "\n" not in said
     bucket.install(saved)
     assert_same(fit(arrays(**PLAIN), BackupAndRestore(URL, 1)), undisturbed)
@@ -265,6 +265,8 @@ def test_a_store_that_does_not_answer_in_a_backup_ends_the_run(
             if made == verb and "step-8" in path and not is_done:
                 with contextlib.suppress(RuntimeError):  # started by another request
                     timer.start()
+                    # The run that follows has no such limit, which load could reach.
+                    object_store._REQUEST_SECONDS = 60.0
                 done.wait(20.0)
 
     timer = threading.Timer(3.0, done.set)
