@@ -97,8 +97,18 @@ class Launcher:
     def start(
         self, *arguments: str, before: collections.abc.Sequence[str] = (), **options
     ) -> subprocess.Popen:
-        return subprocess.Popen(
+        return self._popen(
             [*before, *HEEDING, sys.executable, "-m", "tfdp", "run", *arguments],
+            **options,
+        )
+
+    def python(self, code: str) -> subprocess.Popen:
+        """Run Python code, which calls the command itself."""
+        return self._popen([sys.executable, "-c", code])
+
+    def _popen(self, command: list[str], **options) -> subprocess.Popen:
+        return subprocess.Popen(
+            command,
             **{
                 "cwd": self.folder,
                 "env": self.environment,
@@ -109,19 +119,6 @@ class Launcher:
                 "start_new_session": True,
                 **options,
             },
-        )
-
-    def python(self, code: str) -> subprocess.Popen:
-        """Run Python code, which calls the command itself."""
-        return subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=self.folder,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
         )
 
     def run(self, *arguments: str, **options) -> subprocess.CompletedProcess:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ from tfdp.ground.base import loops
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.ground.base.wrappers import other_optimizers
-from tfdp.ground.text import pluralize
+from tfdp.ground.text import pluralize, say
 from tfdp.training.data.file_shards import FileShard
 from tfdp.training.keras_hooks import configs
 from tfdp.training.keras_hooks.worker_callbacks import (
@@ -198,7 +197,7 @@ def change_cluster(model: Any, change: ClusterChanges, goes_on: str) -> str:
         f"after {time.monotonic() - begin:.1f} s."
     )
     if group.is_chief:
-        print(f"tfdp: {text}", file=sys.stderr, flush=True)
+        say(text)
     return text
 
 
@@ -335,7 +334,9 @@ def _renew_weights(
     """
     strategy, sharded = model.distribute_strategy, dict[int, Any]()
     for _, trained in divides:
-        sharded |= {id(v): v for v in parameters_in_order(model, trained)}
+        # A loop of the user's own may train variables that are in no layer.
+        every = [*parameters_in_order(model, trained), *trained]
+        sharded |= {id(variable): variable for variable in every}
     for variable in model.weights:
         if id(variable) in sharded:
             continue
