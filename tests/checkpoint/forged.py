@@ -60,10 +60,15 @@ def is_whole(found: dict[str, np.ndarray]) -> bool:
     return all(np.array_equal(found[name], array) for name, array in VALUES.items())
 
 
-def forge(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes what an index says, and its checksum."""
+def forge(
+    folder: Path,
+    change: Callable[[dict[str, Any]], Any],
+    version: int = index_file.FORMAT,
+) -> None:
+    """Changes what an index says, its checksum, and its format."""
     path = folder / "index.json"
     body = json.loads(path.read_text())
     change(body["content"])
+    body["format"] = version
     body["checksum"] = index_file._checksum(body["content"])
     path.write_text(json.dumps(body))

@@ -76,7 +76,7 @@ def undisturbed() -> tuple:
 
 def damage(folder: Path) -> None:
     """Changes one byte of the data of a backup."""
-    path = next(folder.glob("data-*/*.data-00000-of-00001"))
+    path = next(folder.glob("data-*/*.data"))
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
@@ -187,7 +187,7 @@ def test_a_directory_that_cannot_be_is_said_before_training(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "it has format 2, and this tfdp reads 1"),
+        ({"format": 3}, "it has format 3, and this tfdp reads up to 2"),
         ({"run": None}, "it is a checkpoint without the state of a run"),
     ],
 )

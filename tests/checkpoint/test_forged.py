@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from tests.checkpoint.forged import forge, is_whole, restore, save
+from tests.checkpoint.forged import VALUES, forge, is_whole, restore, save
 from tfdp.callbacks import BackupAndRestore
 from tfdp.checkpoint import index_file
 from tfdp.checkpoint.backups import Backups
@@ -25,6 +27,8 @@ from tfdp.ground.base.files import replaced, write_text
 from tfdp.training.reduction.cache_file import load_links, store_links
 
 Content = dict[str, Any]
+# Ending of the data that TensorFlow wrote.
+DATA_FILE = ".data-00000-of-00001"
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +65,7 @@ ELSEWHERE: dict[str, Callable[[Content, Path], Any]] = {
     "prefix above": lambda c, p: rename(c, f"../{c['token']}/worker-0-0"),
     "prefix absolute": lambda c, p: rename(c, str(p / c["token"] / "worker-0-0")),
     "file above": lambda c, p: c["parts"][0][2][0].__setitem__(0, "../index.json"),
-    "file absolute": lambda c, p: c["parts"][0][2][1].__setitem__(0, "/dev/zero"),
+    "file absolute": lambda c, p: c["parts"][0][2][0].__setitem__(0, "/dev/zero"),
     "prefix of a surrogate": lambda c, p: rename(c, "worker-0-\ud800"),
 }
 
@@ -82,7 +86,7 @@ INCOMPLETE: dict[str, Callable[[Content], Any]] = {
     "a tensor twice": lambda c: c["tensors"].append(c["tensors"][0]),
     "a part twice": lambda c: c["parts"].append(c["parts"][0]),
     "a huge shape": lambda c: c["tensors"][0].__setitem__(1, [2**62, 2**62]),
-    "another size": lambda c: c["parts"][0][2][1].__setitem__(1, 2**40),
+    "another size": lambda c: c["parts"][0][2][0].__setitem__(1, 2**40),
     "another dtype": lambda c: c["tensors"][0].__setitem__(2, "float64"),
     "a file fewer": lambda c: c["parts"][0][2].pop(),
     "no list": lambda c: c.update(tensors=None),
@@ -98,25 +102,31 @@ def test_an_index_that_leaves_elements_out_or_makes_no_sense_is_refused(folder, 
     assert "index.json' is damaged: " in refused(folder)
 
 
-def test_a_shard_of_other_elements_than_the_index_says_is_refused(folder):
-    """Both have eight bytes."""
+def test_a_checkpoint_whose_shards_tensorflow_wrote_is_read(folder):
+    """As tfdp 0.1 wrote them, with CRC-32."""
+    (data,) = folder.glob("data-*")
+    content = (data / "worker-0-0.data").read_bytes()
+    prefix = str(data / "worker-0-0")
+    names = [f"{name}:0" for name in VALUES]
+    arrays = [array.reshape(-1) for array in VALUES.values()]
+    tf.raw_ops.SaveV2(
+        prefix=prefix, tensor_names=names, shape_and_slices=[""] * 3, tensors=arrays
+    )
+    written = [Path(prefix + ending) for ending in (".index", DATA_FILE)]
+    assert written[1].read_bytes() == content
 
-    def exchange(content: Content) -> None:
-        content["tensors"][2][0] = "another"
-        content["tensors"].append(["iterations", [], "int64"])
-        content["tensors"].pop(2)
+    def rewrite(index: Content) -> None:
+        index["parts"][0][2] = [
+            [path.name, path.stat().st_size, zlib.crc32(path.read_bytes())]
+            for path in written
+        ]
+        index.pop("algorithm", None)
 
-    forge(folder, exchange)
-    assert is_whole(restore(folder))  # the same again
-    forge(folder, lambda c: c["parts"][0][3].sort(reverse=True))
-    assert is_whole(restore(folder))  # their order does not count
-
-    def cut(content: Content) -> None:
-        assert content["parts"][0][3].pop() == [0, 0, 40]
-        content["parts"][0][3] += [[0, 0, 2], [0, 2, 40]]
-
-    forge(folder, cut)
-    assert "The shard 'worker-0-0' does not hold 'dense/kernel:0'" in refused(folder)
+    (data / "worker-0-0.data").unlink()
+    forge(folder, rewrite, version=index_file.FORMAT_OF_TENSORFLOW)
+    assert is_whole(restore(folder))
+    written[1].write_bytes(content[:-1] + b"x")
+    assert "was altered: its checksum does not match" in refused(folder)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +171,7 @@ IRREGULAR: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
-@pytest.mark.parametrize("ending", ["index.json", ".index", ".data-00000-of-00001"])
+@pytest.mark.parametrize("ending", ["index.json", ".data"])
 def test_only_regular_files_are_read(folder, kind, ending):
     (path,) = [p for p in folder.rglob("*") if p.name.endswith(ending)]
     shutil.copy(path, str(path) + ".moved")

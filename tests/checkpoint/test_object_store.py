@@ -39,7 +39,6 @@ URL = "bucket://runs/latest"
 def store(tmp_path, monkeypatch) -> Path:
     """The folder of an empty store; parts are small, so that there are many."""
     monkeypatch.setattr(files, "SHARD_BYTES", 300)
-    monkeypatch.setattr(files, "CHUNK_BYTES", 200)
     folder = tmp_path / "store"
     folder.mkdir()
     bucket.install(folder)
@@ -169,14 +168,14 @@ def test_what_one_worker_may_not_put_all_are_told_of(store):
     save(values(0), URL)
     before = names(store)
     denied = PermissionError("Access\nDenied")
-    bucket.install(store, _refuse("put", "worker-1-", denied, after=3))
+    bucket.install(store, _refuse("put", "worker-1-", denied, after=1))
     replies = save(values(1), URL, 3)
     bucket.install(store)
     assert [type(reply) for reply in replies] == [OSError] * 3
     assert len({str(reply) for reply in replies}) == 1
     for words in (
         "The checkpoint was not saved: worker 1: 'bucket://runs/latest/data-",
-        "/worker-1-1.data-00000-of-00001' cannot be written (PermissionError: Access "
+        "/worker-1-1.data' cannot be written (PermissionError: Access "
         "Denied). The previous contents of the directory are intact.",
         f"Received: directory={URL!r}",
     ):
@@ -202,7 +201,7 @@ def test_a_store_that_never_answers_is_given_up(store, monkeypatch):
     over = threading.Event()
 
     def hook(verb: str, path: str, is_done: bool) -> None:
-        if verb == "put" and path.endswith("/worker-1-1.index"):
+        if verb == "put" and path.endswith("/worker-1-1.data"):
             over.wait(60)
 
     bucket.install(store, hook)
@@ -211,7 +210,7 @@ def test_a_store_that_never_answers_is_given_up(store, monkeypatch):
         replies = save(values(1), URL)
     over.set()
     assert {type(reply) for reply in replies} == {OSError}
-    words = "worker-1-1.index' cannot be written (TimeoutError: no answer in 0.5 s)"
+    words = "worker-1-1.data' cannot be written (TimeoutError: no answer in 0.5 s)"
     assert words in str(replies[0])
     bucket.install(store)
     assert holds(values(0), URL)

@@ -108,7 +108,6 @@ def names(server: Server) -> list[str]:
 @pytest.fixture
 def small_parts(monkeypatch) -> None:
     monkeypatch.setattr(files, "SHARD_BYTES", 300)
-    monkeypatch.setattr(files, "CHUNK_BYTES", 200)
 
 
 def test_it_holds_the_bytes_of_a_local_save_and_no_stray(server, small_parts, tmp_path):

@@ -97,7 +97,7 @@ def test_a_damaged_backup_is_set_aside_and_the_one_before_is_taken(store):
 @pytest.mark.full
 def test_what_a_killed_save_has_put_goes_with_the_next_one(store):
     cut_run(URL, step=6)
-    left = "runs/mine/step-7/data-0123456789ab/worker-0-0.index"
+    left = "runs/mine/step-7/data-0123456789ab/worker-0-0.data"
     bucket.Bucket().pipe_file(left, b"left")
     assert steps(store) == ["step-4", "step-5", "step-6", "step-7"]
     cut_run(URL, step=1)

@@ -27,7 +27,7 @@ def damage(backup: Path, way: str) -> None:
         way: String of `WAYS`.
     """
     index = backup / "index.json"
-    data = sorted(backup.glob("data-*/*.data-00000-of-00001"))[-1]
+    data = sorted(backup.glob("data-*/*.data"))[-1]
     if way == "missing":
         data.unlink()
     elif way in ("truncate", "index"):

@@ -11,9 +11,8 @@ A save goes through these files from top to bottom, a restore from `api` to `rea
 - `index`, `index_file`: the index, which maps elements to files; its JSON file.
 - `schema`: checks of the types and bounds of values read from a file.
 - `storage`, `object_store`: folders of files on a disk or in an object store.
-- `files`: sizes, tensor keys and checksums of shard files.
+- `files`: sizes and checksums of shard files.
 - `writer`, `reader`: shards written to storage, and read into variables.
-- `bundle`: where a shard's data file has each tensor.
 - `backups`: the directory with the backups of one run.
 - `memory_backups`: the newest states of a run in the memory of hosts.
 - `memory_parts`, `host_memory`: headers and places of their parts; files of one host.

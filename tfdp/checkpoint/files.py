@@ -1,9 +1,7 @@
-"""Files of a checkpoint: shard sizes, tensor keys and checksums.
+"""Files of a checkpoint: shard sizes and checksums.
 
-Shards have TensorFlow's checkpoint format. Each shard is a separate TensorFlow
-checkpoint, so that a reader opens only what it needs and a damaged file has a name.
-Within a shard each chunk of elements is a one-dimensional tensor, not a slice of a
-larger one: TensorFlow cannot read slices of float16 and of unsigned integers.
+Each shard is a file of limited size, so that a reader opens only what it needs and a
+damaged file has a name. It has the bytes of its elements and nothing else.
 """
 
 from __future__ import annotations
@@ -17,18 +15,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.checkpoint.index import CRC32, CRC32C, Extent, File, Shard, TensorMetadata
+from tfdp.checkpoint.index import CRC32, CRC32C, File, Shard, TensorMetadata
 from tfdp.checkpoint.index_file import UnknownFormat
 from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.ground.base.files import NotRegularFile
 from tfdp.ground.text import pluralize
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
-# Largest sizes in bytes of a shard, and of a chunk of its elements. Writing needs
-# memory for one shard, for TensorFlow's buffer of 8 MB and for a copy of a chunk:
-# together less than a bucket of gradients.
+# Largest size of a shard in bytes. Writing needs memory for one shard, less than a
+# bucket of gradients has.
 SHARD_BYTES = 8 * 2**20
-CHUNK_BYTES = 2**20
 # Parts of the messages of TensorFlow that name an op and not the cause.
 _OP_NOISE = re.compile(r"\{\{.*?\}\}\s*|\s*\[Op:\w+\].*", re.DOTALL)
 
@@ -36,19 +32,6 @@ _OP_NOISE = re.compile(r"\{\{.*?\}\}\s*|\s*\[Op:\w+\].*", re.DOTALL)
 def metadata_of(state: Sequence[StateTensor]) -> tuple[TensorMetadata, ...]:
     """Return the metadata of state tensors, as an index lists them."""
     return tuple(TensorMetadata(t.name, tuple(t.shape), t.dtype) for t in state)
-
-
-def tensor_key(name: str, extent: Extent) -> str:
-    """Return the name of a chunk of elements in a shard's TensorFlow checkpoint.
-
-    Args:
-        name: String, name of the tensor.
-        extent: `Extent`, the elements of the chunk.
-
-    Returns:
-        String such as `"model/dense/kernel:0"`, which ends with the first element.
-    """
-    return f"{name}:{extent.start}"
 
 
 def dtype_of(tensor: StateTensor) -> tf.DType:
@@ -94,28 +77,24 @@ def check_sizes(shards: Iterable[Shard], folder: Storage) -> None:
                 raise _damage(folder, shard, file, wrong)
 
 
-def read_files(shard: Shard, folder: Storage, algorithm: str) -> list[bytes]:
-    """Read the files of a shard, and verify the checksums of the bytes read.
+def read_data(shard: Shard, folder: Storage, algorithm: str) -> bytes:
+    """Read the data file of a shard, and verify the checksum of the bytes read.
 
     Args:
         shard: `Shard`.
         folder: `Storage`, the subdirectory of the checkpoint.
-        algorithm: String, the algorithm of the checksums, `CRC32` or `CRC32C`.
+        algorithm: String, the algorithm of the checksum, `CRC32` or `CRC32C`.
 
     Returns:
-        List of bytes, the content of each file.
+        Bytes, the content of the file.
 
     Raises:
-        UnknownFormat: If the package that computes the checksums is not installed.
-        ValueError: If a file is wrong; the message names the file, the fault and the
+        UnknownFormat: If the package that computes the checksum is not installed.
+        ValueError: If the file is wrong; the message names the file, the fault and the
             worker that wrote the file.
         StoreError: If the object store cannot be read.
     """
-    return [_read_file(shard, file, folder, algorithm) for file in shard.files]
-
-
-def _read_file(shard: Shard, file: File, folder: Storage, algorithm: str) -> bytes:
-    """Read and verify one file of a shard; the errors are those of `read_files`."""
+    file = shard.data
     try:
         content = folder.read_bytes(file.name, file.num_bytes)
     except FileNotFoundError as error:

@@ -67,19 +67,26 @@ class File(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Small TensorFlow checkpoint that holds some elements of some tensors.
+    """File of a checkpoint that holds some elements of some tensors.
 
     Args:
-        prefix: String, the common prefix of the names of its files.
+        prefix: String, the name of the file without its ending.
         worker: Int, rank of the worker that wrote it.
-        files: Tuple of `File`.
-        extents: Tuple of `Extent`.
+        files: Tuple of `File`: the data file, which has the bytes of the extents one
+            after another. In `index_file.FORMAT_OF_TENSORFLOW` another file precedes
+            it, which TensorFlow needs to open the data file as its own checkpoint.
+        extents: Tuple of `Extent`, in the order of their bytes.
     """
 
     prefix: str
     worker: int
     files: tuple[File, ...]
     extents: tuple[Extent, ...]
+
+    @property
+    def data(self) -> File:
+        """`File` with the bytes of the extents."""
+        return self.files[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,37 +151,37 @@ class Index:
 
 
 def plan_shards(
-    extents: Iterable[tuple[Extent, int]], shard_bytes: int, chunk_bytes: int
+    extents: Iterable[tuple[Extent, int]], shard_bytes: int
 ) -> list[tuple[Extent, ...]]:
     """Divide the extents that a worker writes into shards.
 
     Args:
         extents: Iterable of pairs of an `Extent` and the size of an element in bytes.
-        shard_bytes: Int, the largest size of a shard in bytes.
-        chunk_bytes: Int, the largest size of an extent in a shard in bytes.
+        shard_bytes: Int, the largest size of a shard in bytes, at least that of an
+            element.
 
     Returns:
         List of tuples of `Extent`, one tuple for each shard, in order.
 
     Example:
 
-    >>> shards = plan_shards([(Extent(0, 0, 10), 4), (Extent(1, 5, 6), 4)], 32, 16)
+    >>> shards = plan_shards([(Extent(0, 0, 10), 4), (Extent(1, 5, 6), 4)], 32)
     >>> [[(e.tensor, e.start, e.stop) for e in shard] for shard in shards]
-    [[(0, 0, 4), (0, 4, 8)], [(0, 8, 10), (1, 5, 6)]]
+    [[(0, 0, 8)], [(0, 8, 10), (1, 5, 6)]]
     """
     shards: list[tuple[Extent, ...]] = []
     shard: list[Extent] = []
     room = shard_bytes
     for extent, item_bytes in extents:
-        step = max(min(chunk_bytes, shard_bytes) // item_bytes, 1)
-        for start in range(extent.start, extent.stop, step):
-            chunk = Extent(extent.tensor, start, min(start + step, extent.stop))
-            num_bytes = (chunk.stop - chunk.start) * item_bytes
-            if shard and num_bytes > room:
+        start = extent.start
+        while start < extent.stop:
+            if room < item_bytes:
                 shards.append(tuple(shard))
                 shard, room = [], shard_bytes
-            shard.append(chunk)
-            room -= num_bytes
+            stop = min(start + room // item_bytes, extent.stop)
+            shard.append(Extent(extent.tensor, start, stop))
+            room -= (stop - start) * item_bytes
+            start = stop
     return [*shards, tuple(shard)] if shard else shards
 
 
@@ -213,7 +220,10 @@ ITEM_BYTES = {
     "complex128": 16,
 }
 DTYPES = tuple(ITEM_BYTES)
-FILE_ENDINGS = (".index", ".data-00000-of-00001")
+# Endings of a shard's files: of those that tfdp writes, and of those that TensorFlow
+# wrote in older checkpoints.
+DATA_ENDING = ".data"
+_ENDINGS = ((DATA_ENDING,), (".index", ".data-00000-of-00001"))
 
 
 def check_index(index: Index) -> None:
@@ -252,17 +262,17 @@ def check_files(shard: Shard, tensors: Sequence[TensorMetadata]) -> None:
     if (
         writer != f"worker-{shard.worker}"
         or not (number.isascii() and number.isdecimal())
-        or names != tuple(shard.prefix + ending for ending in FILE_ENDINGS)
+        or names not in [tuple(shard.prefix + e for e in found) for found in _ENDINGS]
     ):
         raise ValueError("it lists files with names that no save writes")
     num_bytes = sum(
         (extent.stop - extent.start) * ITEM_BYTES[tensors[extent.tensor].dtype]
         for extent in shard.extents
     )
-    if num_bytes != shard.files[1].num_bytes:
+    if num_bytes != shard.data.num_bytes:
         raise ValueError(
-            f"the elements in {names[1]!r} have {pluralize(num_bytes, 'byte')}, but "
-            f"the file has {shard.files[1].num_bytes:,}"
+            f"the elements in {names[-1]!r} have {pluralize(num_bytes, 'byte')}, but "
+            f"the file has {shard.data.num_bytes:,}"
         )
 
 

@@ -27,8 +27,10 @@ from tfdp.checkpoint.index import (
 )
 from tfdp.checkpoint.object_store import open_storage
 
-# Version of the format that this version of tfdp reads and writes.
-FORMAT = 1
+# Version of the format that this version of tfdp writes, and the earlier one that it
+# reads too, in which TensorFlow wrote the shards.
+FORMAT = 2
+FORMAT_OF_TENSORFLOW = 1
 INDEX_FILE = "index.json"
 # Limits on the bytes and on the number of JSON values of an index file. Parsing a file
 # at the limits takes about 1 GB of memory; an index within the limits describes up to 2
@@ -71,7 +73,7 @@ _CONTENT = {
     "token": _check_folder_name,
     "versions": schema.mapping(schema.name),
     "tensors": TENSORS,
-    "parts": [(schema.name, schema.COUNT, (_FILE, _FILE), EXTENTS)],
+    "parts": [(schema.name, schema.COUNT, [_FILE], EXTENTS)],
     "model": schema.optional(schema.string),
     "run?": schema.check_depth,
     "algorithm?": set(ALGORITHMS),
@@ -183,8 +185,10 @@ def unsealed(text: str) -> Any:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError("it is truncated or not an index of a checkpoint") from error
     schema.check(version, schema.COUNT, "format")
-    if version != FORMAT:
-        raise UnknownFormat(f"it has format {version}, and this tfdp reads {FORMAT}")
+    if version not in (FORMAT, FORMAT_OF_TENSORFLOW):
+        raise UnknownFormat(
+            f"it has format {version}, and this tfdp reads up to {FORMAT}"
+        )
     if not is_whole:
         raise ValueError("it was altered: its checksum does not match")
     return content

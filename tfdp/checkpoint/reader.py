@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.checkpoint import files
-from tfdp.checkpoint.bundle import read_layout
 from tfdp.checkpoint.index import ITEM_BYTES, Extent, Index, Shard, first_difference
 from tfdp.checkpoint.storage import Storage
 from tfdp.communication.collectives.bridge import from_bytes, new_tensor
@@ -92,7 +91,7 @@ def read_shards(load_plan: LoadPlan, index: Index, folder: Storage, room: int) -
         room: Int, bytes of memory that the values may take, from `memory_room`.
 
     Raises:
-        ValueError: If a file is wrong, as `files.read_files` raises it.
+        ValueError: If a file is wrong, as `files.read_data` raises it.
         StoreError: If the object store cannot be read.
     """
     shards = needed_shards(load_plan.tensors, index)
@@ -103,7 +102,7 @@ def read_shards(load_plan: LoadPlan, index: Index, folder: Storage, room: int) -
         load_plan.batches = list(load_plan.batches)
     else:
         for shard in shards:
-            files.read_files(shard, folder, index.algorithm)
+            files.read_data(shard, folder, index.algorithm)
 
 
 def assign_values(load_plan: LoadPlan) -> None:
@@ -222,24 +221,19 @@ def _read_shard(
         index: `Index` of the checkpoint.
         folder: `Storage`, the subdirectory of the checkpoint.
     """
-    layout, content = files.read_files(shard, folder, index.algorithm)
-    places, data = read_layout(layout), np.frombuffer(content, np.uint8)
-    for extent, items in extents.items():
-        saved = index.tensors[extent.tensor]
-        key, size = files.tensor_key(saved.name, extent), ITEM_BYTES[saved.dtype]
-        num_bytes, dtype = (extent.stop - extent.start) * size, tf.as_dtype(saved.dtype)
-        place = places.get(key)
-        wanted = dtype.as_datatype_enum, num_bytes
-        if place is None or (place.dtype, place.size) != wanted:
-            raise ValueError(f"The shard {shard.prefix!r} does not hold {key!r}.")
-        values = data[place.offset : place.offset + place.size]
-        for item in items:
+    data = np.frombuffer(files.read_data(shard, folder, index.algorithm), np.uint8)
+    begin = 0
+    for extent in shard.extents:
+        size = ITEM_BYTES[index.tensors[extent.tensor].dtype]
+        end = begin + (extent.stop - extent.start) * size
+        for item in extents.get(extent, ()):
             start = max(extent.start, item.extent.start)
             stop = min(extent.stop, item.extent.stop)
             target, first = item.values.view(np.uint8), item.extent.start
-            target[(start - first) * size : (stop - first) * size] = values[
+            target[(start - first) * size : (stop - first) * size] = data[begin:end][
                 (start - extent.start) * size : (stop - extent.start) * size
             ]
+        begin = end
 
 
 def _positions(index: Index) -> dict[str, int]:

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from tfdp.checkpoint import files
-from tfdp.checkpoint.index import FILE_ENDINGS, Extent, File, Shard, plan_shards
+from tfdp.checkpoint.index import DATA_ENDING, Extent, File, Shard, plan_shards
 from tfdp.checkpoint.index_file import (
     INDEX_BYTES,
     INDEX_FILE,
@@ -23,10 +22,12 @@ from tfdp.checkpoint.index_file import (
     shards_from_json,
 )
 from tfdp.checkpoint.storage import Storage, StoreError
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground.base.files import page_aligned, write_aligned
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
-# Names of files in a data folder, including the temporary files of TensorFlow.
+# Names of files in a data folder, including those of older checkpoints, and the
+# temporary ones of TensorFlow, which wrote them.
 _DATA_FILE = re.compile(r"index\.json|worker-[0-9]+(\.json|-[0-9]+\..+)")
 
 
@@ -195,31 +196,21 @@ def write_shards(
     )
     reader = _ShardReader(state)
     shards = []
-    with folder.writing() as (path, publish):
-        for number, extents in enumerate(
-            plan_shards(owned, files.SHARD_BYTES, files.CHUNK_BYTES)
-        ):
+    plan = plan_shards(owned, files.SHARD_BYTES)
+    with folder.writing() as (path, publish), page_aligned(files.SHARD_BYTES) as buffer:
+        for number, extents in enumerate(plan):
             prefix = f"worker-{worker}-{number}"
-            values = [reader.values(extent) for extent in extents]
-            names = [files.tensor_key(state[e.tensor].name, e) for e in extents]
-            dtypes = [files.dtype_of(state[extent.tensor]) for extent in extents]
-            with tf.device("CPU:0"):
-                tf.raw_ops.SaveV2(
-                    prefix=os.path.join(path, prefix),
-                    tensor_names=names,
-                    shape_and_slices=[""] * len(names),
-                    tensors=list(map(_compat.tensor_on, values, dtypes)),
-                )
-            layout, data = (prefix + ending for ending in FILE_ENDINGS)
-            # TensorFlow writes the tensors one after another.
-            content = [array.view(np.uint8) for array in values]
-            written = (
-                _sync(path, layout, algorithm),
-                _sync(path, data, algorithm, content),
+            name, num_bytes = prefix + DATA_ENDING, 0
+            for extent in extents:
+                begin, values = num_bytes, reader.values(extent).view(np.uint8)
+                num_bytes += values.size
+                buffer[begin:num_bytes] = values
+            write_aligned(os.path.join(path, name), buffer, num_bytes)
+            publish([name])
+            file = File(
+                name, num_bytes, files.checksum([buffer[:num_bytes]], algorithm)
             )
-            del values, content  # frees memory before the next shard is read
-            publish([file.name for file in written])
-            shards.append(Shard(prefix, worker, written, extents))
+            shards.append(Shard(prefix, worker, (file,), extents))
     return shards
 
 
@@ -262,25 +253,6 @@ class _ShardReader:
             self._local_shard = local
         offset = local.start
         return self._values[extent.start - offset : extent.stop - offset]
-
-
-def _sync(
-    folder: str, name: str, algorithm: str, content: Sequence[np.ndarray] | None = None
-) -> File:
-    """Sync a file to the disk; return the file's name, size and checksum.
-
-    Args:
-        folder: String, path of its folder.
-        name: String, its name.
-        algorithm: String, the algorithm of checksums.
-        content: Sequence of arrays of bytes, which were written, one after another.
-            Defaults to `None`: they are read.
-    """
-    with open(os.path.join(folder, name), "rb") as file:
-        os.fsync(file.fileno())
-        size = os.fstat(file.fileno()).st_size
-        chunks = [file.read()] if content is None else content
-        return File(name, size, files.checksum(chunks, algorithm))
 
 
 def _list_name(worker: int) -> str:

@@ -66,6 +66,10 @@ def _add_ours(report: Report, name: str, found: dict[str, list[float]]) -> None:
     report.add(
         Figure(f"step while it saves, {name}", ratio, at_most=MOST_STEP, note=note)
     )
+    none, one = _medians(found, "steps_with_none", "steps_with_one")
+    note = f"{1e3 * (one - none):.0f} ms"
+    ratio = round((one - none) / step, 2)
+    report.add(Figure(f"time that a save takes, in steps, {name}", ratio, note=note))
 
 
 def _add_memory(report: Report, name: str, found: dict[str, list[float]]) -> None:

@@ -19,8 +19,8 @@ from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.training_state import checkpoint_tensors
 
 UNITS, LAYERS, BLOCKS = map(int, sys.argv[1:4])
-# Steps of a block; in every second block a save is under way at each step.
-STEPS = 6
+# Steps of a block: without saves, with a save at each step, or with one save.
+STEPS = 7
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 strategy = tfdp.MultiWorkerMirroredStrategy()
@@ -31,29 +31,37 @@ with strategy.scope():
 x = np.ones((64, UNITS), "float32")
 callbacks = [tfdp.callbacks.ShardedOptimizer()] if sys.argv[4] == "sharded" else []
 model.fit(x, x, batch_size=64, epochs=2, verbose=0, callbacks=callbacks)
-seconds: dict[str, list[float]] = {"step": [], "step_while_saving": []}
+names = ("step", "step_while_saving", "steps_with_none", "steps_with_one")
+seconds: dict[str, list[float]] = {name: [] for name in names}
 
 
 class Saver(keras.callbacks.Callback):
-    """Takes the time of each step; saves again and again in every second epoch."""
+    """Takes the time of steps: without saves, during a save, and after one save.
+
+    The first step of an epoch is longer than others, and left out.
+    """
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        self.saves = epoch % 2 == 1
-        if self.saves:
-            self.pending = timed("pause_in_fit", save_in_background)
+        self.kind = ("none", "each", "one")[epoch % 3]
+        self.pending: tfdp.checkpoint.PendingSave | None = None
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        if self.kind == "each" or (self.kind == "one" and batch == 1):
+            self.pending = timed("pause_in_fit", save_in_background)
         self.begin = time.perf_counter()
+        if batch == 1:
+            self.first_begin = self.begin
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        took = time.perf_counter() - self.begin
-        if not self.saves:
-            seconds["step"].append(took)
-        elif batch == 0 or not self.pending.is_done:
-            seconds["step_while_saving"].append(took)
-
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        if self.saves:
+        end = time.perf_counter()
+        if self.kind == "each" and self.pending:
+            self.pending.wait()
+        if batch and self.kind != "one":
+            name = "step" if self.kind == "none" else "step_while_saving"
+            seconds[name].append(end - self.begin)
+        if batch == STEPS - 1 and self.kind != "each":
+            seconds[f"steps_with_{self.kind}"].append(end - self.first_begin)
+        if batch == STEPS - 1 and self.pending:
             self.pending.wait()
 
 
@@ -74,7 +82,7 @@ model.fit(
     np.repeat(x, STEPS, axis=0),
     np.repeat(x, STEPS, axis=0),
     batch_size=64,
-    epochs=2 * BLOCKS,
+    epochs=3 * BLOCKS,
     verbose=0,
     callbacks=[Saver()],
 )

@@ -23,8 +23,6 @@ from tensorflow.python.distribute import (
     multi_worker_util,
     values,
 )
-from tensorflow.python.eager import context
-from tensorflow.python.framework import ops
 from tensorflow.python.ops import resource_variable_ops
 
 from tfdp.ground._compat.runtime import device_type
@@ -220,17 +218,6 @@ def view_of(tensor: Any) -> np.ndarray:
     `Tensor.numpy` copies, `_numpy` does not. Checked on TensorFlow 2.21.
     """
     return tensor._numpy()
-
-
-def tensor_on(array: np.ndarray, dtype: tf.DType) -> tf.Tensor:
-    """Return a tensor on the CPU with the memory of an array, which must not change.
-
-    An array that is not aligned is copied, as `tf.constant` copies any. Checked on
-    TensorFlow 2.21.
-    """
-    with tf.device("CPU:0"):
-        device = context.context().device_name
-        return ops.EagerTensor(array, device, dtype.as_datatype_enum)
 
 
 def elements_of(variable: Any, start: int, stop: int) -> Any:

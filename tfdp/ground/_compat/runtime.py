@@ -192,17 +192,6 @@ def profile_of(serialized: bytes) -> Any:
     return xplane_pb2.XSpace.FromString(serialized)
 
 
-def bundle_entry(serialized: bytes) -> Any:
-    """Parse an entry of a shard's index: dtype, offset and size of a tensor.
-
-    No public reader of TensorFlow tells the offset. The message is a part of the file
-    format, which all versions read. Checked on TensorFlow 2.21.
-    """
-    from tensorflow.core.protobuf import tensor_bundle_pb2
-
-    return tensor_bundle_pb2.BundleEntryProto.FromString(serialized)
-
-
 def before_threads_end(function: Callable[[], None]) -> Callable[[], None]:
     """Call a function when the script has ended, while threads can still be started.
 

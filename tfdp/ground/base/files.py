@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from typing import BinaryIO
+
+import numpy as np
 
 from tfdp.ground.base.temporary import remove_left_over, temporary_name
 from tfdp.ground.text import pluralize
@@ -119,6 +122,81 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def page_aligned(num_bytes: int) -> Iterator[np.ndarray]:
+    """Allocate memory for `write_aligned`, and free it at the end of the block.
+
+    Forked processes share it, so that a fork during a write copies no page.
+
+    Args:
+        num_bytes: Int, rounded up to whole pages.
+
+    Yields:
+        Array of bytes, which starts at a page.
+    """
+    memory = mmap.mmap(-1, _whole_pages(num_bytes))
+    yield np.frombuffer(memory, np.uint8)
+
+
+def write_aligned(path: str | os.PathLike, content: np.ndarray, num_bytes: int) -> None:
+    """Write bytes into a new file and sync it to the disk; links are not followed.
+
+    Where the file system can, the disk reads the memory itself: this takes hardly any
+    processor time, and no memory for pages of the file.
+
+    Args:
+        path: String or path-like.
+        content: Array of bytes from `page_aligned`.
+        num_bytes: Int, the number of bytes to write.
+
+    Raises:
+        FileExistsError: If the path exists.
+
+    Example:
+
+    >>> path = os.path.join(tempfile.mkdtemp(), "bytes")
+    >>> with page_aligned(3) as content:
+    ...     content[:3] = 7
+    ...     write_aligned(path, content, 3)
+    >>> os.path.getsize(path)
+    3
+
+    Source: https://man7.org/linux/man-pages/man2/open.2.html, `O_DIRECT`
+    """
+    with open(path, "xb") as file:
+        if not _write_past_cache(path, content[: _whole_pages(num_bytes)]):
+            file.write(content[:num_bytes].data)
+        file.truncate(num_bytes)
+        os.fsync(file.fileno())
+
+
+def _write_past_cache(path: str | os.PathLike, content: np.ndarray) -> bool:
+    """Write whole pages to an empty file without the page cache, where it is possible.
+
+    Args:
+        path: String or path-like.
+        content: Array of bytes from `page_aligned`.
+
+    Returns:
+        Bool, whether all pages are written; if not, an ordinary write works, or raises
+        the error of the disk.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    with contextlib.suppress(OSError):
+        number = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW)
+        try:
+            return os.write(number, content.data) == content.size
+        finally:
+            os.close(number)
+    return False
+
+
+def _whole_pages(num_bytes: int) -> int:
+    """Return a size rounded up to pages of memory."""
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
