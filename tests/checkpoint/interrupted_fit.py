@@ -33,7 +33,7 @@ def fit(
     full_disk: list[int] | None = None,
     bucket: str | None = None,
     environment: dict[str, str] | None = None,
-    die_at_put: dict[str, int] | None = None,
+    die_at_put: dict[str, Any] | None = None,
     data: str = "dataset",
     everything: bool = True,
     learning_rate: float = 0.02,
@@ -65,8 +65,8 @@ def fit(
             full; or `None`.
         bucket: String, the folder of the object store `bucket://`, or `None`.
         environment: Dict of variables to set, or `None` for none.
-        die_at_put: Dict with a number and a rank: the put of a part at which that
-            worker is killed, or `None`.
+        die_at_put: Dict with the name of a backup and a rank: that worker is killed at
+            its second put of a part of the backup; or `None`.
         data: String: `"dataset"` with a seed, `"arrays"` that are shuffled, or the
             dataset again and again, `"endless"`. Of the others workers read their own
             rows only: a dataset with a `"map"`, a `PyDataset` of `"rows"`, `"files"`.
@@ -103,7 +103,7 @@ def fit(
     if hosts is not None:
         _set_memory(hosts[rank], lacks_copy=lacks_copy == rank)
     if die_at_put is not None and die_at_put["rank"] == rank:
-        _die_at_put(die_at_put["number"])
+        _die_at_second_put(die_at_put["backup"])
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.experimental.enable_op_determinism()
     strategy = _strategy(layout, tfdp, compression, backend)
@@ -448,15 +448,17 @@ def _fill_disk(number: int) -> None:
     writer.write_shards = write_or_fail
 
 
-def _die_at_put(number: int) -> None:
+def _die_at_second_put(backup: str) -> None:
+    from tfdp.checkpoint import files
     from tfdp.checkpoint.object_store import ObjectStore
 
-    upload, left = ObjectStore._upload, [number]
+    files.SHARD_BYTES = 64  # several parts
+    upload, count = ObjectStore._upload, [0]
 
-    def upload_or_die(*arguments: Any) -> None:
-        left[0] -= 1
-        if left[0] == 0:
+    def upload_or_die(self: ObjectStore, *arguments: Any) -> None:
+        count[0] += f"/{backup}/" in self.path
+        if count[0] == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        upload(*arguments)
+        upload(self, *arguments)
 
     ObjectStore._upload = upload_or_die

@@ -195,8 +195,7 @@ def test_a_worker_that_is_killed_between_two_puts_goes_on_exactly(
     store.mkdir()
     directory, rank = "bucket://runs/mine", layout.num_workers - 1
     options = {"directory": directory, "save_freq": 3, "bucket": str(store)}
-    # Its third save, of which one of two files of a part is there.
-    die = {"number": 6, "rank": rank}
+    die = {"backup": "step-9", "rank": rank}
     killed = train(layout, tmp_path, die_at_put=die, **options)
     assert killed.codes[rank] == KILLED, killed.output[-3000:]
     left = list(bucket.objects(store))
