@@ -30,8 +30,11 @@ from tfdp.communication.collectives import (
     Transport,
     is_collective,
     padded_length,
+    timing,
 )
 from tfdp.communication.collectives.instance_keys import SIZES
+from tfdp.communication.coordination.flight_steps import traced_collectives
+from tfdp.communication.coordination.progress import progress
 
 SETUPS = (*ALL, "three_devices")
 REDUCED = ("float16", "float32", "float64", "int32", "int64", "bfloat16")
@@ -630,6 +633,32 @@ def group_of_one_replica_communicates_nothing(env: Env) -> dict:
     operations = step.get_concrete_function().graph.get_operations()
     assert not [op for op in operations if op.type.startswith("Collective")]
     check([np.asarray(result) for result in step()], value.numpy())
+    return {}
+
+
+@case(
+    "collectives of TensorFlow are registered once",
+    setups=("mirrored",),
+    compare=False,
+)
+def collectives_of_tensorflow_are_registered_for_flight_records(env: Env) -> dict:
+    order = LaunchOrder(env.strategy.extended.worker_devices)
+    group = new_group(env, order, TensorFlowTransport())
+    value = tf.constant(data(0, (4,)))
+
+    @tf.function(autograph=False)
+    def step():
+        members = [Member(group, replica) for replica in range(env.num_replicas)]
+        with timing.labelled("bucket 0"):
+            totals = [member.all_reduce(value) for member in members]
+        return totals, [member.broadcast(value[:2]) for member in members]
+
+    with progress.looping("this test"):
+        graph = step.get_concrete_function().graph
+    found = traced_collectives.describe("this test")
+    assert found == ("all_reduce 'bucket_0' and 1 more", 24)
+    operations = [op.type for op in graph.get_operations()]
+    assert len([op for op in operations if op.startswith("Collective")]) == 4
     return {}
 
 

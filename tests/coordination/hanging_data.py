@@ -74,9 +74,12 @@ def main(
     busy_seconds: float = 0.0,
     as_on_gpus: bool = False,
     evaluates: bool = False,
+    backend: str = "auto",
     **fit: object,
 ) -> None:
-    options = tfdp.CommunicationOptions(timeout_seconds=timeout_seconds)
+    options = tfdp.CommunicationOptions(
+        timeout_seconds=timeout_seconds, backend=backend
+    )
     strategy = tfdp.auto_strategy(communication=options)
     if as_on_gpus:
         distribute.is_read_on_cpus = lambda strategy, options: False

@@ -239,13 +239,28 @@ def test_another_order_of_collectives_is_in_the_records(launcher, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_a_pipeline_that_is_stuck_is_named_with_its_line(launcher, tmp_path):
+@pytest.mark.parametrize(
+    ("backend", "waits"),
+    [
+        ("direct", "Worker 0 waits for worker 1 in all_reduce"),
+        (
+            "ring",
+            "Worker 0 waits for worker 1 in collectives of TensorFlow (all_reduce",
+        ),
+    ],
+)
+def test_a_pipeline_that_is_stuck_is_named_with_its_line(
+    launcher, tmp_path, backend, waits
+):
     script = str(pathlib.Path(__file__).with_name("hanging_data.py"))
     where = {"kind": "generator", "at": 4, "ranks": [1], "timeout_seconds": 6.0}
+    where["backend"] = backend
     line = ("-n", "2", "--log-dir", "logs", script, json.dumps(where))
     result = launcher.run(*line)
     assert result.returncode == 69, result.stdout
     found = explained(tmp_path / "logs")
+    assert found.startswith(waits)
+    assert "in step 5 of epoch 1 of fit for" in found
     assert "worker 1 waits for a batch of the generator `batches`" in found
     assert "`time.sleep(1000)`" in found
 

@@ -22,6 +22,12 @@ from tfdp.communication.coordination.flight_record import (
     ThreadStack,
     file_name,
 )
+from tfdp.communication.coordination.flight_steps import (
+    TENSORFLOW,
+    TracedCollective,
+    TracedCollectives,
+    recorded_steps,
+)
 from tfdp.communication.coordination.progress import ProgressRecorder
 from tfdp.features.monitor.flight_meetings import of_one_attempt
 from tfdp.features.monitor.flight_records import explain
@@ -228,6 +234,41 @@ def test_texts_of_other_topics_are_another_order_but_not_those_of_another_length
     assert "different orders" in explained(record(0, first), record(1, other))
 
 
+def tensorflow_step(number: int, begin: float, end: float | None):
+    name = "all_reduce 'sgd/bucket_0' and 2 more"
+    fields = {"kind": TENSORFLOW, "lane": "steps", "dtype": "", "key": "", "name": name}
+    return collective(number, begin, end, **fields)
+
+
+def test_with_collectives_of_tensorflow_the_step_of_each_worker_is_compared():
+    done = tensorflow_step(7, NOW - 30.2, NOW - 30.0)
+    waits = record(0, done, tensorflow_step(10, NOW - 20.0, None))
+    stuck = record(1, done, source="the generator `batches`", threads=in_line("b.py:2"))
+    says = (
+        "Worker 0 waits for worker 1 in collectives of TensorFlow (all_reduce "
+        f"'sgd/bucket_0' and 2 more, workers 0 and 1, 4,096 bytes) in {STEP} for "
+        "20.0 s: worker 1 "
+    )
+    assert explained(waits, stuck) == (
+        f"{says}waits for a batch of the generator `batches` at {STEP}, at a.py:1."
+    )
+    elsewhere = record(1, done, place="the callbacks of step 4 of epoch 1 of fit")
+    assert explained(waits, elsewhere) == (
+        f"{says}has not entered it, and was at the callbacks of step 4 of epoch 1 of "
+        "fit."
+    )
+    assert explained(waits).startswith(f"{says}has left no record; its last complete ")
+    both = record(1, done, tensorflow_step(10, NOW - 20.0, None))
+    assert "none has waited" in explained(waits, both)
+
+
+@pytest.mark.parametrize(("seconds", "is_stuck"), [(6.0, True), (7.0, False)])
+def test_a_step_that_takes_its_usual_time_is_not_stuck(seconds, is_stuck):
+    done = [tensorflow_step(n, NOW - 90 + n, NOW - 90 + n + seconds) for n in (1, 4)]
+    waits = record(0, *done, tensorflow_step(7, NOW - 20.0, None))
+    assert ("waits for worker 1" in explained(waits, record(1, *done))) == is_stuck
+
+
 def test_the_records_of_an_earlier_attempt_are_left_out():
     newest = record(0, started_at=NOW - 10.0)
     earlier = record(1, written_at=NOW - 60.0)
@@ -311,6 +352,29 @@ def test_the_spans_of_a_loop_follow_each_other():
     ]
     ends = [span.end for span in spans]
     assert ends == [*(span.begin for span in spans[1:]), None]
+
+
+def test_a_record_has_the_steps_whose_collectives_tensorflow_runs():
+    recorder, traced = ProgressRecorder(), TracedCollectives()
+    with recorder.looping("fit"):
+        with recorder.computing(), recorder.all_gathering("before the restart"):
+            pass
+        recorder.restart()
+        recorder.step_begins(0)
+        with recorder.computing():
+            pass
+        recorder.step_begins(1)
+        with recorder.looping("evaluate"), recorder.computing():
+            pass
+        with recorder.computing():
+            assert recorded_steps(2, False, recorder, traced) == []
+            traced.add(recorder.loop, recorder, TracedCollective("all_reduce 'a'", 8))
+            first, last = recorded_steps(2, False, recorder, traced)
+            assert recorded_steps(2, True, recorder, traced) == [first]
+    numbers = [(each.number, each.end is None) for each in (first, last)]
+    assert numbers == [(2, False), (9, True)]
+    assert (last.kind, last.ranks, last.num_bytes) == (TENSORFLOW, (0, 1), 8)
+    assert traced.describe("evaluate") is None
 
 
 # The command.

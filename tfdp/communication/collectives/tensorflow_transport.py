@@ -8,6 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.collectives.groups import Call
+from tfdp.communication.coordination.flight_steps import (
+    TracedCollective,
+    traced_collectives,
+)
+from tfdp.communication.coordination.progress import progress
 from tfdp.ground import _compat
 
 # Subdivisions of a ring's chunks. TensorFlow's default, one, costs the least CPU time,
@@ -49,7 +54,15 @@ class TensorFlowTransport:
         """
         sent, back = _as_real(tensor)
         if kind == "broadcast":
-            return back(self._broadcast(sent, call, source))
+            result = self._broadcast(sent, call, source)
+        else:
+            result = self._collective(kind, sent, call)
+        if not tf.executing_eagerly():
+            _register_trace(kind, sent, result, call)
+        return back(result)
+
+    def _collective(self, kind: str, tensor: tf.Tensor, call: Call) -> tf.Tensor:
+        """Run a collective other than a broadcast; the arguments are those of `run`."""
         options: dict[str, Any] = {}
         name = kind
         if kind in ("all_reduce", "reduce_scatter"):
@@ -59,8 +72,8 @@ class TensorFlowTransport:
             options["max_subdivs_per_device"] = subdivisions
             # Each number of subdivisions needs its own key.
             name = f"{kind} in {subdivisions}"
-        arguments = self._arguments(name, sent, call)
-        return back(_OPERATIONS[kind](input=sent, **options, **arguments))
+        arguments = self._arguments(name, tensor, call)
+        return _OPERATIONS[kind](input=tensor, **options, **arguments)
 
     def _broadcast(self, tensor: tf.Tensor, call: Call, source: int) -> tf.Tensor:
         """Broadcast the tensor of one replica to its group, in launch order.
@@ -110,6 +123,28 @@ class TensorFlowTransport:
             "ordering_token": [group.launch_order.token(call.replica, call.channel)],
             "communication_hint": self.name,
         }
+
+
+def _register_trace(
+    kind: str, tensor: tf.Tensor, result: tf.Tensor, call: Call
+) -> None:
+    """Register a traced collective for flight records, once for all local replicas.
+
+    Args:
+        kind: String, the kind of the collective.
+        tensor: Tensor that is sent.
+        result: Tensor, the result of the operation.
+        call: `Call`.
+    """
+    positions = call.group.local_positions
+    if any(position is not None for position in positions[: call.replica]):
+        return
+    scope, _, _ = result.op.name.rpartition("/")
+    name = f"{kind} {scope!r}" if scope else kind
+    num_bytes = (tensor.shape.num_elements() or 0) * tensor.dtype.size
+    traced_collectives.add(
+        progress.loop, _compat.root_graph(), TracedCollective(name, num_bytes)
+    )
 
 
 def _as_real(

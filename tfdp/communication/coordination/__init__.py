@@ -4,6 +4,7 @@ Reading order:
     clock: time during which this process was not suspended
     flight_record: the last collectives of this worker, and the file of its record
     progress: loop, epoch and step of this worker, for messages
+    flight_steps: steps whose collectives TensorFlow runs, for flight records
     data_wait: time that this worker has waited for a batch of its data
     worker_group: all-gather of texts over the job's store, and a mailbox
     join: start-up checks, and joining the cluster

@@ -10,6 +10,7 @@ import operator
 import time
 import zlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from tfdp.communication.coordination.clock import clock
 from tfdp.communication.coordination.flight_record import Span, copy_of, wall_offset
@@ -46,6 +47,22 @@ class WorkerProgress:
     source: str = ""
     num_answers: int = 0
     left_scopes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+class ComputedStep(NamedTuple):
+    """A time in which TensorFlow has run a step of a loop of Keras.
+
+    Args:
+        loop: String, such as `"fit"`.
+        number: Int, `WorkerProgress.count` at its begin, the same on all workers.
+        begin: Float, seconds of the wall clock.
+        end: Float, seconds of the wall clock, or `None` if it has not ended.
+    """
+
+    loop: str
+    number: int
+    begin: float
+    end: float | None
 
 
 @dataclasses.dataclass
@@ -98,10 +115,11 @@ class ProgressRecorder:
         self._reductions: set[int] = set()
         self._num_answers = 0
         self._left_scopes: dict[str, int] = {}
-        # The last changes of progress: the time, the fields of the loop or `None`, and
-        # the topic of an all-gather. Names are formatted when they are read, since
-        # steps may take less than a millisecond.
-        self._places: collections.deque[tuple[float, tuple | None, str]]
+        self._restarted_at = float("-inf")
+        # The last changes of progress: the time, the fields of the loop or `None`, the
+        # topic of an all-gather, and the count. Names are formatted when they are read,
+        # since steps may take less than a millisecond.
+        self._places: collections.deque[tuple[float, tuple | None, str, int]]
         self._places = collections.deque(maxlen=_NUM_PLACES)
 
     @contextlib.contextmanager
@@ -213,6 +231,7 @@ class ProgressRecorder:
         """Reset all counters, as the other workers of a new cluster do."""
         self._count = self._num_answers = 0
         self._reductions, self._left_scopes = set(), {}
+        self._restarted_at = time.perf_counter()
 
     def reduction_traced(self, signature: str) -> None:
         """Record a reduction of a traced step; the order does not matter.
@@ -243,10 +262,25 @@ class ProgressRecorder:
         offset = wall_offset()
         found = [
             (_describe(_Loop(*fields) if fields else None, topic), begin + offset)
-            for begin, fields, topic in copy_of(self._places)
+            for begin, fields, topic, _ in copy_of(self._places)
         ]
         ends = [*(begin for _, begin in found[1:]), None]
         return [Span(*place, end) for place, end in zip(found, ends, strict=False)]
+
+    def steps(self) -> list[ComputedStep]:
+        """Return the last steps since `restart`, in order; thread-safe."""
+        places, offset = copy_of(self._places), wall_offset()
+        ends = [*(begin + offset for begin, *_ in places[1:]), None]
+        return [
+            ComputedStep(fields[0], count, begin + offset, end)
+            for (begin, fields, topic, count), end in zip(places, ends, strict=False)
+            if begin >= self._restarted_at and fields and fields[-1] and not topic
+        ]
+
+    @property
+    def loop(self) -> str:
+        """String, name of the innermost loop of Keras, or `""`."""
+        return self._loops[-1].name if self._loops else ""
 
     def _name(self) -> str:
         """Describe the present call: `"step 3 of epoch 1 of fit"`, after its topic."""
@@ -266,7 +300,7 @@ class ProgressRecorder:
             loop = self._loops[-1]
             fields = (loop.name, loop.epoch, loop.step, loop.computes)
         topic = self._topics[-1] if self._topics else ""
-        self._places.append((time.perf_counter(), fields, topic))
+        self._places.append((time.perf_counter(), fields, topic, self._count))
 
 
 def _describe(loop: _Loop | None, topic: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
@@ -12,12 +13,16 @@ from tfdp.communication.coordination.flight_record import (
     RecordedCollective,
     Span,
 )
+from tfdp.communication.coordination.flight_steps import TENSORFLOW
 from tfdp.features.monitor.time_intervals import Interval, seconds_covered
 from tfdp.features.monitor.trace import clock_offset
 
 # A worker is stuck if others have waited for it for this time: also in a running job,
 # records are written at slightly different times.
 STUCK_SECONDS = 1.0
+# A step whose collectives TensorFlow runs is stuck after this multiple of its usual
+# time: it also computes.
+_SLOW_STEP = 3.0
 # A worker is slow if the others wait for it during this fraction of the time, and this
 # fraction of all their waiting is for it. Fewer collectives than this decide nothing.
 _LATE_PART, _OWN_PART, _FEWEST_COLLECTIVES = 0.1, 0.8, 20
@@ -130,7 +135,9 @@ def completed(record: FlightRecord) -> dict[str, Interval]:
     return {
         f"{each.lane}/{each.number:020d}": (each.begin, each.end)
         for each in record.collectives
-        if each.end is not None and len(each.ranks) == record.num_workers
+        if each.end is not None
+        and len(each.ranks) == record.num_workers
+        and each.kind != TENSORFLOW  # replicas with local steps do not end it together
     }
 
 
@@ -169,10 +176,22 @@ def first_incomplete(records: Records, lanes: Lanes) -> Meeting | None:
     stuck = [
         meeting
         for meeting in meetings
-        if meeting.waited_seconds >= STUCK_SECONDS
+        if meeting.waited_seconds >= _stuck_seconds(records, meeting)
         or any(rank in lost or rank not in records for rank in meeting.missing)
     ]
     return min(stuck, key=lambda meeting: meeting.begin, default=None)
+
+
+def _stuck_seconds(records: Records, meeting: Meeting) -> float:
+    """Return the time after which workers in a collective are stuck."""
+    steps = [
+        each.end - each.begin
+        for rank in meeting.entries
+        for each in records[rank].collectives
+        if meeting.first.kind == each.kind == TENSORFLOW and each.end is not None
+    ]
+    usual = statistics.median(steps) if steps else 0.0
+    return max(STUCK_SECONDS, _SLOW_STEP * usual)
 
 
 def _incomplete(
@@ -218,6 +237,8 @@ def slowest_of(records: Records, lanes: Lanes) -> SlowWorker | None:
         for numbers in lanes.values()
         for entries in numbers.values()
         if len(entries) == len(records) == any_of(records).num_workers
+        # All begin a step when the one before has ended, however slow one of them is.
+        and TENSORFLOW not in (entry.kind for entry in entries.values())
     ]
     if len(common) < _FEWEST_COLLECTIVES or len(records) == 1:
         return None

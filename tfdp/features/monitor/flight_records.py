@@ -10,6 +10,7 @@ from tfdp.communication.coordination.flight_record import (
     FlightRecord,
     RecordedCollective,
 )
+from tfdp.communication.coordination.flight_steps import TENSORFLOW
 from tfdp.features.monitor.flight_meetings import (
     STUCK_SECONDS,
     Meeting,
@@ -174,7 +175,8 @@ def _activity(records: Records, rank: int) -> str:
         return (
             f"waits for a batch of {record.source} at {record.place or _NO_PLACE}{at}"
         )
-    if (entered := _open_collective(record)) is not None:
+    entered = _open_collective(record)
+    if entered is not None and entered.kind != TENSORFLOW:
         return f"waits in {_describe(entered)} at {record.place or _NO_PLACE}{at}"
     if record.lost == rank:
         return f"has not entered it: {record.reason}"
@@ -227,21 +229,24 @@ def _cells_of(record: FlightRecord | None) -> tuple[str, ...]:
     last = record.collectives[-1]
     seconds = record.written_at - (last.begin if last.end is None else last.end)
     state = f"{'waits' if last.end is None else 'complete'} since {seconds:.1f} s"
-    entered = f"{_name(last)} {_number(last)}"
+    number = "" if last.kind == TENSORFLOW else f" {_number(last)}"
+    entered = f"{_name(last)}{number}"
     return record.host, place, entered, state, record.user_line
 
 
 def _describe(entry: RecordedCollective) -> str:
     """Describe a collective: `"all_reduce 'logs' (number 17, ...)"`."""
     details = [f"number {_number(entry)}", _workers(entry.ranks)]
-    if entry.kind != TEXTS:
+    if entry.kind == TENSORFLOW:
+        details = [entry.name, *details[1:], pluralize(entry.num_bytes, "byte")]
+    elif entry.kind != TEXTS:
         details.append(f"{pluralize(entry.num_bytes, 'byte')} of {entry.dtype}")
     return f"{_name(entry)} ({', '.join(details)})"
 
 
 def _name(entry: RecordedCollective) -> str:
     """Name a collective by its kind and its scope, such as `"all_reduce 'logs'"`."""
-    scope = _OPERATION.split(entry.name)[0]
+    scope = "" if entry.kind == TENSORFLOW else _OPERATION.split(entry.name)[0]
     return f"{entry.kind} {scope!r}" if scope else entry.kind
 
 
@@ -252,7 +257,12 @@ def _number(entry: RecordedCollective) -> int:
 
 def _place(record: FlightRecord, entry: RecordedCollective) -> str:
     """Return the place of a worker when it entered a collective."""
-    before = [span for span in record.spans if span.begin <= entry.begin]
+    begin = entry.begin
+    if (
+        entry.kind == TENSORFLOW
+    ):  # it begins with a span, to within the clock's precision
+        begin += ((entry.end or record.written_at) - begin) / 2
+    before = [span for span in record.spans if span.begin <= begin]
     name = before[-1].name if before else record.place
     return name or _NO_PLACE
 

@@ -23,6 +23,10 @@ from tfdp.communication.coordination.flight_record import (
     file_name,
     record_folder,
 )
+from tfdp.communication.coordination.flight_steps import (
+    recorded_steps,
+    traced_collectives,
+)
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.watch.failure_detector import FailureDetector
 from tfdp.communication.coordination.watch.heartbeat import Heartbeat
@@ -111,9 +115,14 @@ class FlightRecorder:
         """Return the record without stacks, and the stacks by thread; reads no file."""
         stacks = _compat.thread_stacks(_MOST_FRAMES)
         own = self._heartbeat.progress
+        num_workers = len(self._detector.ranks()) + 1
+        steps = recorded_steps(
+            num_workers, bool(own.source), progress, traced_collectives
+        )
+        collectives = [*collective_ring.collectives(), *steps]
         record = FlightRecord(
             rank=self._heartbeat.rank,
-            num_workers=len(self._detector.ranks()) + 1,
+            num_workers=num_workers,
             host=socket.gethostname(),
             process=os.getpid(),
             reason=reason,
@@ -122,7 +131,7 @@ class FlightRecorder:
             written_at=time.time(),
             place=own.name,
             source=own.source,
-            collectives=collective_ring.collectives(),
+            collectives=sorted(collectives, key=lambda each: each.begin),
             spans=progress.spans(),
             threads=[],
             peers=self._detector.peers(),
