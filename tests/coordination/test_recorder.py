@@ -239,6 +239,21 @@ def test_another_order_of_collectives_is_in_the_records(launcher, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.full
+def test_another_order_of_collectives_of_tensorflow_is_in_the_records(
+    launcher, tmp_path
+):
+    line = ("-n", "2", "--log-dir", "logs", "--timeout", "40", SCRIPT)
+    result = launcher.run(*line, "order by TensorFlow")
+    assert result.returncode, result.stdout
+    assert explained(tmp_path / "logs") == (
+        "The workers run their collectives in different orders: as number 1 of a call "
+        "of TensorFlow, worker 0 has all_reduce of float32[4] and worker 1 has "
+        "all_reduce of float32[9]."
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("backend", "waits"),
     [

@@ -48,10 +48,13 @@ def reduce_in_own_order(strategy: tf.distribute.Strategy, rank: int) -> None:
 
 
 def main(kind: str, timeout_seconds: float | None = None) -> None:
-    options = tfdp.CommunicationOptions(timeout_seconds=timeout_seconds)
+    backend = "ring" if kind == "order by TensorFlow" else "auto"
+    options = tfdp.CommunicationOptions(
+        timeout_seconds=timeout_seconds, backend=backend
+    )
     strategy = tfdp.auto_strategy(communication=options)
     group = strategy.extended.worker_group
-    if kind == "order":
+    if kind.startswith("order"):
         reduce_in_own_order(strategy, group.rank)
         return
     with strategy.scope():

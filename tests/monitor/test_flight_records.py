@@ -269,6 +269,20 @@ def test_a_step_that_takes_its_usual_time_is_not_stuck(seconds, is_stuck):
     assert ("waits for worker 1" in explained(waits, record(1, *done))) == is_stuck
 
 
+def test_calls_that_tensorflow_has_traced_in_other_orders_name_the_first_difference():
+    def waits(rank: int, order: str) -> FlightRecord:
+        call = {"kind": TENSORFLOW, "lane": "calls", "dtype": "", "key": order}
+        call |= {"num_bytes": 13 + rank}  # of forms that are known only at run time
+        return record(rank, collective(0, NOW - 9.0, None, **call), place="", spans=[])
+
+    found = explained(waits(0, "a; all_reduce of float32[4]"), waits(1, "a"))
+    assert found == (
+        "The workers run their collectives in different orders: as number 2 of a call "
+        "of TensorFlow, worker 0 has all_reduce of float32[4] and worker 1 has no "
+        "further one."
+    )
+
+
 def test_the_records_of_an_earlier_attempt_are_left_out():
     newest = record(0, started_at=NOW - 10.0)
     earlier = record(1, written_at=NOW - 60.0)
@@ -367,10 +381,11 @@ def test_a_record_has_the_steps_whose_collectives_tensorflow_runs():
         with recorder.looping("evaluate"), recorder.computing():
             pass
         with recorder.computing():
-            assert recorded_steps(2, False, recorder, traced) == []
-            traced.add(recorder.loop, recorder, TracedCollective("all_reduce 'a'", 8))
-            first, last = recorded_steps(2, False, recorder, traced)
-            assert recorded_steps(2, True, recorder, traced) == [first]
+            assert recorded_steps(recorder.steps(), 2, False, traced) == []
+            collective = TracedCollective("all_reduce 'a'", "all_reduce", 8)
+            traced.add(recorder.loop, recorder, collective)
+            first, last = recorded_steps(recorder.steps(), 2, False, traced)
+            assert recorded_steps(recorder.steps(), 2, True, traced) == [first]
     numbers = [(each.number, each.end is None) for each in (first, last)]
     assert numbers == [(2, False), (9, True)]
     assert (last.kind, last.ranks, last.num_bytes) == (TENSORFLOW, (0, 1), 8)

@@ -142,9 +142,10 @@ def _register_trace(
     scope, _, _ = result.op.name.rpartition("/")
     name = f"{kind} {scope!r}" if scope else kind
     num_bytes = (tensor.shape.num_elements() or 0) * tensor.dtype.size
-    traced_collectives.add(
-        progress.loop, _compat.root_graph(), TracedCollective(name, num_bytes)
-    )
+    sizes = tensor.shape.as_list() if tensor.shape.rank is not None else "[...]"
+    form = f"{kind} of {tensor.dtype.name}{sizes}"
+    collective = TracedCollective(name, form, num_bytes)
+    traced_collectives.add(progress.loop, _compat.root_graph(), collective)
 
 
 def _as_real(

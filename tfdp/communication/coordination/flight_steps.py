@@ -2,19 +2,23 @@
 
 TensorFlow's collectives run inside a graph, in which each measurement would be another
 operation. A flight record has the steps of Keras's loops instead: when each has begun
-and ended, and the collectives that were traced for it.
+and ended, and the collectives that were traced for it. Outside of these loops it has
+the call of TensorFlow in which this worker waits.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tfdp.communication.coordination.flight_record import RecordedCollective
-from tfdp.communication.coordination.progress import ProgressRecorder
+from tfdp.communication.coordination.progress import ComputedStep
 
-# Kind of an entry that stands for all collectives of a step, and its lane.
-TENSORFLOW, _LANE = "collectives of TensorFlow", "steps"
+# Kind of an entry that stands for all collectives of a step, and the lanes of steps and
+# of calls outside of Keras's loops.
+TENSORFLOW, _STEPS, _CALLS = "collectives of TensorFlow", "steps", "calls"
+_SEPARATOR, _END = "; ", "no further one"
 
 
 class TracedCollective(NamedTuple):
@@ -22,10 +26,12 @@ class TracedCollective(NamedTuple):
 
     Args:
         name: String, its kind and name scope, such as `"all_reduce 'bucket_0'"`.
+        form: String, equal on all workers, such as `"all_reduce of float32[4]"`.
         num_bytes: Int, bytes of one replica's tensor; 0 if known only at run time.
     """
 
     name: str
+    form: str
     num_bytes: int
 
 
@@ -37,10 +43,14 @@ class TracedCollectives:
     >>> import threading
     >>> traced = TracedCollectives()
     >>> graph = threading.Lock()  # stands for a graph
-    >>> traced.add("fit", graph, TracedCollective("all_reduce 'bucket_0'", 64))
-    >>> traced.add("fit", graph, TracedCollective("all_gather 'rows'", 8))
+    >>> form = "all_reduce of float32[16]"
+    >>> traced.add("fit", graph, TracedCollective("all_reduce 'bucket_0'", form, 64))
+    >>> form = "all_gather of int32[2]"
+    >>> traced.add("fit", graph, TracedCollective("all_gather 'rows'", form, 8))
     >>> traced.describe("fit")
     ("all_reduce 'bucket_0' and 1 more", 72)
+    >>> traced.order("fit")
+    'all_reduce of float32[16]; all_gather of int32[2]'
     """
 
     def __init__(self) -> None:
@@ -62,53 +72,81 @@ class TracedCollectives:
     def describe(self, loop: str) -> tuple[str, int] | None:
         """Describe the collectives of a loop's step: the largest one, and the number.
 
-        Of all functions of the loop, the step is the one with most collectives.
-
         Args:
             loop: String, name of the loop.
 
         Returns:
             Tuple of a string and the sum of their bytes, or `None` without collectives.
         """
-        if loop not in self._plans:
-            return None
-        plan = max(list(self._plans[loop].values()), key=len, default=[])
-        if not plan:  # its functions were deleted
+        plan = self._plan(loop)
+        if not plan:
             return None
         largest = max(plan, key=lambda each: each.num_bytes)
         more = f" and {len(plan) - 1} more" if len(plan) > 1 else ""
         return largest.name + more, sum(each.num_bytes for each in plan)
 
+    def order(self, loop: str) -> str:
+        """Return the forms of the collectives of a loop's step, in order."""
+        return _SEPARATOR.join(each.form for each in self._plan(loop))
+
+    def _plan(self, loop: str) -> list[TracedCollective]:
+        """Return the collectives of a loop's step, the function that has most."""
+        plans = self._plans.get(loop)
+        return max(list(plans.values()), key=len, default=[]) if plans else []
+
+
+def first_in_other_order(orders: Mapping[int, str]) -> tuple[int, dict[int, str]]:
+    """Return the first collective that workers have traced in different orders.
+
+    Args:
+        orders: Dict from a rank to `TracedCollectives.order`; they differ.
+
+    Returns:
+        Tuple of its number in the step, from 1, and a dict from a rank to its form.
+
+    Example:
+
+    >>> first_in_other_order({0: "a; b; c", 1: "a; c; b"})
+    (2, {0: 'b', 1: 'c'})
+    """
+    ended = [[*order.split(_SEPARATOR), _END] for order in orders.values()]
+    plans = zip(*ended, strict=False)
+    for number, forms in enumerate(plans, 1):
+        if len(set(forms)) > 1:
+            return number, dict(zip(orders, forms, strict=True))
+    raise AssertionError(orders)
+
 
 def recorded_steps(
+    steps: Sequence[ComputedStep],
     num_workers: int,
     waits_for_data: bool,
-    recorder: ProgressRecorder,
     traced: TracedCollectives,
 ) -> list[RecordedCollective]:
     """Return the last steps with collectives of TensorFlow, as entries of a record.
 
     Args:
+        steps: Sequence of `ComputedStep` of this worker; outside of a loop, a call.
         num_workers: Int, number of workers of the job.
         waits_for_data: Bool, whether this worker waits for a batch: it has not entered
             the collectives of its step then.
-        recorder: `ProgressRecorder` of this worker.
         traced: `TracedCollectives` of this worker.
     """
     found = []
     ranks = tuple(range(num_workers))
-    for step in recorder.steps():
+    for step in steps:
         plan = traced.describe(step.loop)
         if plan is None or (step.end is None and waits_for_data):
             continue
         name, num_bytes = plan
         found.append(
             RecordedCollective(
-                lane=_LANE,
+                lane=_STEPS if step.loop else _CALLS,
                 ranks=ranks,
                 kind=TENSORFLOW,
                 dtype="",
-                key="",
+                # Any function of a loop may run, but a call that hangs is the largest.
+                key="" if step.loop else traced.order(step.loop),
                 name=name,
                 number=step.number,
                 num_bytes=num_bytes,

@@ -156,7 +156,8 @@ def first_differing(lanes: Lanes) -> dict[int, RecordedCollective] | None:
 
 def signature(entry: RecordedCollective) -> tuple:
     """Return what must be equal on all members of a collective."""
-    size = 0 if entry.kind in (TEXTS, "all_to_all") else entry.num_bytes
+    has_any_size = entry.kind in (TEXTS, TENSORFLOW, "all_to_all")
+    size = 0 if has_any_size else entry.num_bytes
     return entry.kind, entry.key, entry.dtype, size
 
 

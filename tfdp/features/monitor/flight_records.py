@@ -10,7 +10,10 @@ from tfdp.communication.coordination.flight_record import (
     FlightRecord,
     RecordedCollective,
 )
-from tfdp.communication.coordination.flight_steps import TENSORFLOW
+from tfdp.communication.coordination.flight_steps import (
+    TENSORFLOW,
+    first_in_other_order,
+)
 from tfdp.features.monitor.flight_meetings import (
     STUCK_SECONDS,
     Meeting,
@@ -129,6 +132,8 @@ def _sentence_of_difference(
     groups: dict[tuple, list[int]] = {}
     for rank, entry in entries.items():
         groups.setdefault(signature(entry), []).append(rank)
+    if all(entry.kind == TENSORFLOW for entry in entries.values()):
+        return _sentence_of_plans(groups, entries)
     parts = [
         f"{_workers(ranks)} {_be(ranks)} at {_describe(entries[ranks[0]])} "
         f"in {_place(records[ranks[0]], entries[ranks[0]])}"
@@ -138,6 +143,27 @@ def _sentence_of_difference(
     return (
         "The workers run their collectives in different orders: as number "
         f"{_number(entry)} in lane {entry.lane}, {' and '.join(parts)}."
+    )
+
+
+def _sentence_of_plans(
+    groups: Mapping[tuple, list[int]], entries: Mapping[int, RecordedCollective]
+) -> str:
+    """Format the sentence about workers in calls with different collectives.
+
+    Args:
+        groups: Dict whose values are lists of ranks with the same collectives.
+        entries: Dict from a rank to its `RecordedCollective`.
+    """
+    orders = {ranks[0]: entries[ranks[0]].key for ranks in groups.values()}
+    number, forms = first_in_other_order(orders)
+    parts = [
+        f"{_workers(ranks)} {_have(ranks)} {forms[ranks[0]]}"
+        for ranks in groups.values()
+    ]
+    return (
+        "The workers run their collectives in different orders: as number "
+        f"{number} of a call of TensorFlow, {' and '.join(parts)}."
     )
 
 
@@ -289,6 +315,11 @@ def _workers(ranks: Sequence[int]) -> str:
 def _sentence(text: str) -> str:
     """Return a text with its first letter capitalized."""
     return text[0].upper() + text[1:]
+
+
+def _have(ranks: Sequence[int]) -> str:
+    """Return the verb of possession for a number of workers."""
+    return "has" if len(ranks) == 1 else "have"
 
 
 def _be(ranks: Sequence[int]) -> str:

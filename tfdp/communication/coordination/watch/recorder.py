@@ -27,7 +27,7 @@ from tfdp.communication.coordination.flight_steps import (
     recorded_steps,
     traced_collectives,
 )
-from tfdp.communication.coordination.progress import progress
+from tfdp.communication.coordination.progress import ComputedStep, progress
 from tfdp.communication.coordination.watch.failure_detector import FailureDetector
 from tfdp.communication.coordination.watch.heartbeat import Heartbeat
 from tfdp.ground import _compat, forks, user_code
@@ -116,10 +116,13 @@ class FlightRecorder:
         stacks = _compat.thread_stacks(_MOST_FRAMES)
         own = self._heartbeat.progress
         num_workers = len(self._detector.ranks()) + 1
-        steps = recorded_steps(
-            num_workers, bool(own.source), progress, traced_collectives
+        steps = progress.steps()
+        if own.is_computing and not own.name:
+            call_begin = time.time() - self._heartbeat.call_seconds
+            steps.append(ComputedStep("", 0, call_begin, None))
+        collectives = collective_ring.collectives() + recorded_steps(
+            steps, num_workers, bool(own.source), traced_collectives
         )
-        collectives = [*collective_ring.collectives(), *steps]
         record = FlightRecord(
             rank=self._heartbeat.rank,
             num_workers=num_workers,
