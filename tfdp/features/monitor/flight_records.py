@@ -284,9 +284,8 @@ def _number(entry: RecordedCollective) -> int:
 def _place(record: FlightRecord, entry: RecordedCollective) -> str:
     """Return the place of a worker when it entered a collective."""
     begin = entry.begin
-    if (
-        entry.kind == TENSORFLOW
-    ):  # it begins with a span, to within the clock's precision
+    # A step begins with a span, to within the precision of the clock.
+    if entry.kind == TENSORFLOW:
         begin += ((entry.end or record.written_at) - begin) / 2
     before = [span for span in record.spans if span.begin <= begin]
     name = before[-1].name if before else record.place
