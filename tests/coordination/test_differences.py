@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tfdp.communication.coordination.checks import describe_difference
+from tfdp.communication.coordination.facts import describe_difference
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class Alike(WorkerGroup):
     def __init__(self, rank: int, num_workers: int) -> None:
         self.rank, self.num_workers = rank, num_workers
 
-    def all_gather(self, topic: str, value: Any) -> list[Any]:
+    def all_gather(self, topic: str, value: Any, *limits: Any) -> list[Any]:
         return [value] * self.num_workers
 
 

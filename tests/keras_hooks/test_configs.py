@@ -12,8 +12,8 @@ import pytest
 
 import tfdp
 from tests.harness import common
-from tfdp.communication.coordination.checks import describe_difference
-from tfdp.training.keras_hooks.configs import configs_of, fingerprint
+from tfdp.communication.coordination.facts import describe_difference, digest
+from tfdp.training.keras_hooks.configs import configs_of
 
 layers = keras.layers
 
@@ -31,7 +31,7 @@ def _difference(*models: keras.Model, name: str = "fit", callbacks=((), ())) -> 
         for model, given in zip(models, callbacks, strict=True)
     ]
     text = describe_difference(dict(enumerate(found)))
-    assert (fingerprint(found[0]) == fingerprint(found[1])) == (not text)
+    assert (digest(found[0]) == digest(found[1])) == (not text)
     assert json.loads(json.dumps(found)) == found
     return text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfdp.callbacks.bases import StrategyCallback
+from tfdp.communication.coordination.facts import compare
 from tfdp.features.replay.training import REPLAYS, check_replay
 from tfdp.ground import user_code
 from tfdp.ground.arguments import checked_integer, checked_number
@@ -12,8 +13,7 @@ from tfdp.ground.base import loops
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.text import pluralize, say
 from tfdp.training.data.batch_labels import LabelRecord
-from tfdp.training.data.fingerprints import ArrayValues
-from tfdp.training.data.same_datasets import check_same_values
+from tfdp.training.data.fingerprints import ArrayValues, values_fact
 from tfdp.training.replicas.assigned_values import recorded_weights
 from tfdp.training.replicas.drift import (
     check_weights,
@@ -186,8 +186,7 @@ class ConsistencyCheck(StrategyCallback):
             {f"{name} of batch {number}": arrays[name] for name in arrays}
         )
         topic = f"ConsistencyCheck(every={self.every}): labels"
-        fingerprints = worker_group.all_gather(topic, values.fingerprints())
-        check_same_values(worker_group, topic, fingerprints, values)
+        compare(worker_group, topic, [values_fact(worker_group, topic, values)])
 
     def _warn_about_sharded_weights(self) -> None:
         """Warn that sharded parameters are left out, if there are any."""

@@ -10,8 +10,6 @@ continue by `tfdp.features.elastic_state`.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import time
 import weakref
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.communication.coordination.facts import digest
 from tfdp.communication.coordination.watch import ClusterChanges, WorkerLost
 from tfdp.features.attempts import (
     continue_callbacks,
@@ -267,8 +266,7 @@ def _digest(fit: Fit) -> str:
         "directories": [c.directory for c in backup_callbacks(callbacks)],
         "data": [_described(fit.arguments.get(name)) for name in ("x", "y")],
     }
-    text = json.dumps(configs.comparable(described), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest(configs.comparable(described))[:16]
 
 
 def _described(data: Any) -> str:

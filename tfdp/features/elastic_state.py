@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +25,7 @@ from tfdp.checkpoint.random_state import gather_random_states, restore_random_st
 from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.run_schema import FACTS, RANDOM_STATES
 from tfdp.checkpoint.training_state import backup_tensors, plan_backup, run_facts
-from tfdp.communication.coordination.checks import require_equal
+from tfdp.communication.coordination.facts import Fact, compare, digest
 from tfdp.communication.coordination.preemption import PreemptionNotice, PreemptionWatch
 from tfdp.communication.coordination.watch import (
     ClusterChanges,
@@ -377,12 +375,9 @@ class ElasticState:
     def _check_arguments(self) -> None:
         """Raise on every worker if their arguments differ."""
         with self._explaining():
-            require_equal(
-                "All workers must create `ElasticState` with the same arguments.",
-                worker_group_of(self._model).all_gather(
-                    "`ElasticState`", self._arguments()
-                ),
-            )
+            problem = "All workers must create `ElasticState` with the same arguments."
+            fact = Fact("arguments", self._arguments(), problem)
+            compare(worker_group_of(self._model), "`ElasticState`", [fact])
 
     def _facts(self) -> dict[str, str]:
         """Return what a worker that joins must have in common with the others."""
@@ -390,9 +385,8 @@ class ElasticState:
             "configs": configs.configs_of("fit", self._model, [], has_trained=True),
             "arguments": self._arguments(),
         }
-        text = json.dumps(configs.comparable(described), sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return {"model or arguments of `ElasticState`": digest}
+        text = digest(configs.comparable(described))[:16]
+        return {"model or arguments of `ElasticState`": text}
 
 
 def _check_model(model: Any) -> None:

@@ -9,7 +9,8 @@ Reading order:
     worker_group: all-gather of texts over the job's store, and a mailbox
     join: start-up checks, and joining the cluster
     tensorflow_server: TensorFlow's server, where its collectives are used
-    checks: comparison of devices, versions, options, variables, plans and steps
+    facts: what must be the same on all workers, compared in one all-gather
+    checks: facts of devices, versions, options, variables, plans and steps
     watch: heartbeats, failure detection, shutdown
     survivors: agreement of the workers that are left after the loss of others
     preemption: signals that request a checkpoint and exit

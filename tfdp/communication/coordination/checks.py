@@ -1,26 +1,24 @@
 """Comparisons between workers, before collectives that would hang or sum wrongly.
 
 Workers compare their set-up after all have joined, variables when they are created and
-trained, and the buckets and operations of a first step. They exchange digests, and the
-compared values only if the digests differ; then all raise one error that names the
-first difference.
+trained, and the buckets and operations of a first step, as `facts` describes.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
+import functools
 import itertools
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdp.communication.cluster import topology_of
+from tfdp.communication.coordination.facts import Fact, compare
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat
 from tfdp.ground.options import CommunicationOptions
@@ -34,8 +32,6 @@ _LET_NOTHING_CHOOSE = (
     "What a step computes must not depend on anything that differs between workers, "
     "such as a rank or Python's `random`."
 )
-# Largest number of characters of a value in the description of a difference.
-_LONGEST_VALUE = 60
 
 
 def check_same_setup(
@@ -57,21 +53,31 @@ def check_same_setup(
         ValueError: If they differ; the message names the first worker that differs
             from worker 0.
     """
-    setup = {"devices": list(devices), "facts": facts}
-    messages = worker_group.all_gather("start-up", setup)
-    first = messages[0]["facts"]
-    for rank, message in enumerate(messages):
-        for name, value in message["facts"].items():
-            if value != first[name]:
-                raise ValueError(
-                    f"Workers have different {name}: worker 0 has {first[name]}, "
-                    f"worker {rank} has {value}. Use the same on all."
-                )
+    fact = Fact("set-up", facts, _explain_setup)
+    all_devices = compare(worker_group, "start-up", [fact], list(devices))
     return [
         _name_in_cluster(device, rank)
-        for rank, message in enumerate(messages)
-        for device in message["devices"]
+        for rank, of_worker in enumerate(all_devices)
+        for device in of_worker
     ]
+
+
+def _explain_setup(facts_by_rank: dict[int, dict[str, str]]) -> str:
+    """Return the error that names the first fact in which a worker's set-up differs.
+
+    The result is `""` if a worker only lacks facts, as one that joins may.
+    """
+    first = facts_by_rank[0]
+    return next(
+        (
+            f"Workers have different {name}: worker 0 has {first[name]}, worker {rank} "
+            f"has {value}. Use the same on all."
+            for rank, facts in facts_by_rank.items()
+            for name, value in facts.items()
+            if value != first[name]
+        ),
+        "",
+    )
 
 
 def setup_facts(
@@ -170,26 +176,24 @@ def check_same_variables(
     Raises:
         ValueError: If they do not; the message names the first variable that differs.
     """
+    fact = variables_fact(variables, verb)
+    return compare(worker_group, topic, [fact], beside, timeout_seconds=timeout_seconds)
+
+
+def variables_fact(variables: Sequence[Any], verb: str) -> Fact:
+    """Return a `Fact` of a sequence of variables, as for `check_same_variables`."""
     items = [(signature_of(variable), _describe(variable)) for variable in variables]
-    difference, values = _compare_items(
-        worker_group, topic, "variables", items, beside, timeout_seconds
-    )
-    if difference is None:
-        return values
-    rank, index, first, other = difference
-    text = (
-        f"First difference, variable {index}: worker 0 {verb} {first}, worker {rank} "
-        f"{verb} {other}."
-    )
-    if verb == "creates":
-        raise ValueError(
-            "Workers have different models. Build the same one on every worker; "
-            "create what only one of them needs outside of `strategy.scope()`. "
-            f"{text}"
+    outside = "; create what only one of them needs outside of `strategy.scope()`"
+
+    def explain(rank: int, index: int, first: str, other: str) -> str:
+        """Return the error that names the first variable that differs."""
+        return (
+            "Workers have different models. Build the same one on every worker"
+            f"{outside if verb == 'creates' else ''}. First difference, variable "
+            f"{index}: worker 0 {verb} {first}, worker {rank} {verb} {other}."
         )
-    raise ValueError(
-        f"Workers have different models. Build the same one on every worker. {text}"
-    )
+
+    return _fact_of_items("variables", items, explain)
 
 
 def left_scope_message(rank: int, line: str, signatures: list[list]) -> str:
@@ -229,15 +233,17 @@ def check_same_plan(worker_group: WorkerGroup, plan: BucketPlan) -> None:
         for number, bucket in enumerate(plan)
         for index, entry in zip(bucket.indices, bucket.entries, strict=True)
     ]
-    topic = "the buckets of the first step"
-    difference, _ = _compare_items(worker_group, topic, "gradients", order)
-    if difference is not None:
-        rank, position, first, other = difference
-        raise ValueError(
+
+    def explain(rank: int, position: int, first: str, other: str) -> str:
+        """Return the error that names the first gradient that differs."""
+        return (
             "Workers would reduce the gradients of a model in different orders. Call "
             "its layers in the same order on every worker. First difference, gradient "
             f"{position}: that of {first} on worker 0, of {other} on worker {rank}."
         )
+
+    fact = _fact_of_items("gradients", order, explain)
+    compare(worker_group, "the buckets of the first step", [fact])
 
 
 def check_same_program(
@@ -249,8 +255,6 @@ def check_same_program(
     available: int | None,
 ) -> int | None:
     """Raise on every worker if their steps compute different things.
-
-    Workers compare digests of all operations, and their lists only if digests differ.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
@@ -267,94 +271,97 @@ def check_same_program(
     Raises:
         ValueError: If they do; the message names the first operation that differs.
     """
-    if worker_group.num_workers == 1:
-        return available
-    compared = json.dumps([[what for what, _ in conversions], sorted(signatures)])
-    digest = hashlib.sha256(compared.encode()).hexdigest()
-    answers = worker_group.all_gather(topic, [digest, available])
-    if len({each for each, _ in answers}) == 1:
-        return min((n for _, n in answers if n is not None), default=None)
-    counts = collections.Counter(signatures)
-    answers = worker_group.all_gather(f"{topic}: operations", [conversions, counts])
-    steps, all_counts = zip(*answers, strict=True)
-    if (difference := _first_difference(steps)) is not None:
-        rank, _, first, other = difference
-        raise ValueError(
-            f"Workers would hang in {topic}, which differs between them. "
-            f"{_LET_NOTHING_CHOOSE} First operation that differs: {first} on worker 0, "
-            f"{other} on worker {rank}."
-        )
-    # The conversions are equal on all workers, so the operations of some worker differ.
-    rank = next(r for r, others in enumerate(all_counts) if others != all_counts[0])
-    compared = all_counts[0 if worker_group.rank else rank]
-    differing = next(
-        (i for i, s in enumerate(signatures) if counts[s] > compared.get(s, 0)), None
+
+    def whole() -> list:
+        """Return what `_explain_program` needs of this worker's step."""
+        counts = collections.Counter(signatures)
+        firsts = {s: i for i, s in reversed([*enumerate(signatures)])}
+        return [
+            conversions,
+            {s: [n, describe(firsts[s])] for s, n in counts.items()},
+        ]
+
+    fact = Fact(
+        "operations",
+        [[compared for compared, _ in conversions], sorted(signatures)],
+        functools.partial(_explain_program, topic),
+        whole,
     )
-    operations = worker_group.all_gather(
-        f"{topic}: first difference",
-        "nothing" if differing is None else describe(differing),
-    )
-    raise ValueError(
-        f"Workers would compute different things in {topic}. {_LET_NOTHING_CHOOSE} "
-        f"First operation that differs: {operations[0]} on worker 0, "
-        f"{operations[rank]} on worker {rank}."
-    )
+    known = compare(worker_group, topic, [fact], available)
+    return min((each for each in known if each is not None), default=None)
 
 
-def _compare_items(
-    worker_group: WorkerGroup,
-    topic: str,
-    what: str,
-    items: Sequence[tuple[Any, str]],
-    beside: Any = "",
-    timeout_seconds: float | None = None,
-) -> tuple[tuple[int, int, str, str] | None, list[Any]]:
-    """Compare lists between workers by digest; find the first item that differs.
+def _explain_program(topic: str, programs: dict[int, list]) -> str:
+    """Return the error that names the first operation in which two steps differ.
 
     Args:
-        worker_group: `WorkerGroup` between the workers.
-        topic: String, the point of the program.
-        what: String, noun for the items.
-        items: Sequence of pairs of a value to compare and its description.
-        beside: Value that is gathered with the digests. Defaults to `""`.
-        timeout_seconds: Float or `None`, as for `WorkerGroup.all_gather`. Defaults to
-            `None`.
-
-    Returns:
-        Tuple of the result of `_first_difference`, `None` if all lists are equal, and
-        of the list of each worker's `beside`.
+        topic: String, the step.
+        programs: Dict from the ranks of two workers to a list of their conversions and
+            a dict from each signature to the number of operations that have it and a
+            description of the first.
     """
-    if worker_group.num_workers == 1:
-        return None, [beside]
-    compared = json.dumps([each for each, _ in items])
-    own = hashlib.sha256(compared.encode()).hexdigest(), beside
-    answers = worker_group.all_gather(topic, own, timeout_seconds)
-    digests, values = zip(*answers, strict=True)
-    if len(set(digests)) == 1:
-        return None, list(values)
-    lists = worker_group.all_gather(f"{topic}: {what}", items)
-    return _first_difference(lists), list(values)
+    steps = {rank: conversions for rank, (conversions, _) in programs.items()}
+    (_, own), (rank, others) = ((r, counts) for r, (_, counts) in programs.items())
+    if (difference := _first_difference(steps)) is not None:
+        problem = f"Workers would hang in {topic}, which differs between them."
+        _, _, first, other = difference
+    else:
+        problem = f"Workers would compute different things in {topic}."
+        first, other = _first_excess(own, others), _first_excess(others, own)
+    return (
+        f"{problem} {_LET_NOTHING_CHOOSE} First operation that differs: {first} on "
+        f"worker 0, {other} on worker {rank}."
+    )
 
 
-def _first_difference(
-    lists: Sequence[Sequence[Any]],
-) -> tuple[int, int, str, str] | None:
+def _first_excess(own: dict[str, list], others: dict[str, list]) -> str:
+    """Describe the first operation that others have less often, or `"nothing"`."""
+    excess = (text for s, (n, text) in own.items() if n > others.get(s, [0])[0])
+    return next(excess, "nothing")
+
+
+def _fact_of_items(
+    name: str,
+    items: Sequence[tuple[Any, str]],
+    describe: Callable[[int, int, str, str], str],
+) -> Fact:
+    """Return a `Fact` of a sequence of items, whose first difference is an error.
+
+    Args:
+        name: String, noun for the items.
+        items: Sequence of pairs of a value to compare and its description.
+        describe: Callable, from the result of `_first_difference` to an error's text.
+    """
+
+    def explain(lists: dict[int, list]) -> str:
+        """Return the error that names the first item that differs."""
+        difference = _first_difference(lists)
+        return "" if difference is None else describe(*difference)
+
+    return Fact(name, [each for each, _ in items], explain, lambda: items)
+
+
+def _first_difference(lists: dict[int, list]) -> tuple[int, int, str, str] | None:
     """Find the first item in which a worker differs from worker 0.
 
     Args:
-        lists: Sequence of the items of each worker, as in `_compare_items`.
+        lists: Dict from the ranks of two workers to their items, as in
+            `_fact_of_items`.
 
     Returns:
-        Tuple of the rank of a worker that differs, the position of the item, and the
+        Tuple of the rank of the worker that differs, the position of the item, and the
         descriptions of the item on worker 0 and on that worker; or `None`.
     """
-    nothing = (None, "nothing")
-    for rank, items in enumerate(lists[1:], start=1):
-        pairs = itertools.zip_longest(lists[0], items, fillvalue=nothing)
-        for position, (first, other) in enumerate(pairs):
-            if first[0] != other[0]:
-                return rank, position, first[1], other[1]
-    return None
+    rank, nothing = max(lists), (None, "nothing")
+    pairs = itertools.zip_longest(lists[0], lists[rank], fillvalue=nothing)
+    return next(
+        (
+            (rank, position, first[1], other[1])
+            for position, (first, other) in enumerate(pairs)
+            if first[0] != other[0]
+        ),
+        None,
+    )
 
 
 def signature_of(variable: Any) -> list:
@@ -378,94 +385,3 @@ def _type(variable: Any) -> tuple[list, str]:
     """Return a variable's shape, as a list of ints, and the name of its dtype."""
     dtype = getattr(variable.dtype, "name", variable.dtype)
     return list(variable.shape), str(dtype)
-
-
-class _Missing:
-    """Placeholder for a value that a worker lacks and another worker has."""
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-_MISSING = _Missing()
-
-
-def require_equal(problem: str, values: Sequence[Any] | dict[int, Any]) -> None:
-    """Raise, with the first difference, if workers' values differ.
-
-    Args:
-        problem: String, the problem and its remedy; the difference is appended.
-        values: Sequence of a nest of dicts, lists and plain values for each worker, as
-            all-gathered; or a dict of nests by rank, for some workers.
-
-    Raises:
-        ValueError: If the values differ.
-    """
-    by_worker = values if isinstance(values, dict) else dict(enumerate(values))
-    difference = describe_difference(by_worker)
-    if difference:
-        raise ValueError(f"{problem} Received: {difference}")
-
-
-def describe_difference(values: Mapping[int, Any]) -> str:
-    """Describe the first difference between workers' nests, or return `""`.
-
-    Args:
-        values: Mapping from a worker's rank to a nest of dicts, lists and plain values.
-
-    Returns:
-        String: the path, and each worker's value at it.
-
-    Example:
-
-    >>> describe_difference({0: {"a": 1, "b": [2, 3]}, 1: {"a": 1, "b": [2]}})
-    'b/1: 3 on worker 0, nothing on worker 1'
-    """
-    first = values[min(values)]
-    paths = (_first_differing_path(first, other) for other in values.values())
-    path = next((found for found in paths if found is not None), None)
-    if path is None:
-        return ""
-    by_rank = ", ".join(
-        f"{_short_repr(_value_at(value, path))} on worker {rank}"
-        for rank, value in values.items()
-    )
-    return f"{'/'.join(map(str, path))}: {by_rank}"
-
-
-def _first_differing_path(first: Any, other: Any) -> tuple | None:
-    """Return the path of the first difference between two nests, or `None`.
-
-    Returns:
-        Tuple of keys of dicts and indices of lists, the outermost first.
-    """
-    keys: list[Any]
-    if isinstance(first, dict) and isinstance(other, dict):
-        keys = [*first, *(key for key in other if key not in first)]
-    elif isinstance(first, list) and isinstance(other, list):
-        keys = list(range(max(len(first), len(other))))
-    else:
-        # NaN counts as equal to NaN.
-        is_same = first == other or (first != first and other != other)
-        return None if is_same else ()
-    for key in keys:
-        path = _first_differing_path(_value_at(first, (key,)), _value_at(other, (key,)))
-        if path is not None:
-            return (key, *path)
-    return None
-
-
-def _value_at(value: Any, path: tuple) -> Any:
-    """Return the value at a path in a nest, or `_MISSING` if there is none."""
-    for key in path:
-        try:
-            value = value[key]
-        except (KeyError, IndexError, TypeError):
-            return _MISSING
-    return value
-
-
-def _short_repr(value: Any) -> str:
-    """Format a value, shortened to `_LONGEST_VALUE` characters."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import logging
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.communication.coordination.facts import digest
 from tfdp.communication.coordination.watch import PeerStepFailed
 from tfdp.features.micro_batches.descent import Descent
 from tfdp.features.micro_batches.division import MicroBatches
@@ -261,7 +261,7 @@ def _key(model: Any) -> str:
         (tuple(variable.shape), str(variable.dtype)) for variable in model.variables
     ]
     parts = (
-        hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
+        digest(shapes)[:16],
         None if loop is None else loop.batch_rows,
         strategy.num_replicas_in_sync,
         sorted({_compat.device_type(d) for d in strategy.extended.worker_devices}),

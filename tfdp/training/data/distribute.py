@@ -17,12 +17,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.cluster.islands import Island
+from tfdp.communication.coordination.facts import compare
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
 from tfdp.training.data.batch_sizes import batch_size_of, sizes_of_batches
 from tfdp.training.data.early_rows import Division, batch_local_rows, divide_early
-from tfdp.training.data.element_specs import describe_spec
 from tfdp.training.data.file_shards import FileShard
+from tfdp.training.data.fingerprints import ArrayValues, values_fact
 from tfdp.training.data.other_rows import places_of_other_rows
 from tfdp.training.data.per_replica_dataset import (
     PREFETCHED_STEPS,
@@ -36,9 +37,8 @@ from tfdp.training.data.rows import divide_batches, flatten_local_replicas, has_
 from tfdp.training.data.same_datasets import (
     ENDLESS,
     Length,
-    check_same_elements,
-    check_same_values,
     compare_datasets,
+    elements_fact,
     list_by_worker,
     values_of_sources,
     warn_of_shards,
@@ -165,20 +165,14 @@ def _distribute_by_policy(
         stock: `super()` of the strategy, see `distribute`.
     """
     worker_group = strategy.extended.worker_group
-    values = values_of_sources(dataset)
-    facts = [
-        _compat.shards_of(dataset),
-        describe_spec(dataset.element_spec),
-        values.fingerprints() if policy == _POLICY.FILE else {},
-    ]
+    is_by_file = policy == _POLICY.FILE
+    values = values_of_sources(dataset) if is_by_file else ArrayValues({})
     topic = "a dataset's shards"
-    gathered = worker_group.all_gather(topic, facts)
-    shards, specs, sources = zip(*gathered, strict=True)
-    check_same_elements(specs)
+    facts = [elements_fact(dataset), values_fact(worker_group, topic, values)]
+    shards = compare(worker_group, topic, facts, _compat.shards_of(dataset))
     if policy == _POLICY.OFF:
         return _distribute_own_batches(strategy, dataset, options)
     warn_of_shards(shards)
-    check_same_values(worker_group, topic, sources, values)
     # The records are batched one by one, because their shapes may differ.
     records = _records_of(dataset).batch(1)
     probe = stock.experimental_distribute_dataset(records, options)
@@ -254,14 +248,9 @@ def _check_shards(
     # Any policy but `AUTO` and `OFF` would divide the files again.
     conflicting_policy = "" if policy in (_POLICY.AUTO, _POLICY.OFF) else str(policy)
     length = None if local_batches is None else int(local_batches.cardinality())
-    facts = [
-        shard.name,
-        conflicting_policy,
-        describe_spec(dataset.element_spec),
-        length,
-    ]
-    gathered = group.all_gather("own files", facts)
-    names, policies, specs, lengths = zip(*gathered, strict=True)
+    beside = [shard.name, conflicting_policy, length]
+    gathered = compare(group, "own files", [elements_fact(dataset)], beside)
+    names, policies, lengths = zip(*gathered, strict=True)
     if any(policies):
         raise ValueError(
             "`shard_files` has divided the files among workers, and a policy would "
@@ -278,7 +267,6 @@ def _check_shards(
             "`shard_files` with the same arguments on every worker, for the strategy "
             f"that trains. Received: {list_by_worker(names)}",
         )
-    check_same_elements(specs)
     return list(lengths)
 
 

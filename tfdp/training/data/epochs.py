@@ -13,6 +13,7 @@ import keras
 
 from tfdp.communication.cluster.islands import Island
 from tfdp.communication.coordination.data_wait import data_wait
+from tfdp.communication.coordination.facts import compare
 from tfdp.communication.coordination.progress import progress
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops, stand_in_seed
@@ -29,7 +30,7 @@ from tfdp.training.data.distribute import (
     rows_of_island,
     warn_not_split_early,
 )
-from tfdp.training.data.fingerprints import ArrayValues
+from tfdp.training.data.fingerprints import ArrayValues, values_fact
 from tfdp.training.data.loader_rows import rows_of_loader
 from tfdp.training.data.own_rows import (
     StoredArraysAdapter,
@@ -42,7 +43,6 @@ from tfdp.training.data.per_replica_dataset import PerReplicaDataset, ReadOption
 from tfdp.training.data.same_datasets import (
     Length,
     agreed_steps,
-    check_same_values,
     dropped_batches,
     list_by_worker,
     stops_at_shortest,
@@ -279,10 +279,8 @@ def _gather_lengths(strategy: Any, adapter: Any) -> list[Length]:
     length = length_of(strategy, adapter)
     values = ArrayValues(class_labels(_compat.first_batch_of(adapter)))
     worker_group, topic = strategy.extended.worker_group, "the number of batches"
-    gathered = worker_group.all_gather(topic, [length, values.fingerprints()])
-    lengths, labels = zip(*gathered, strict=True)
-    check_same_values(worker_group, topic, labels, values)
-    return [Length(*each) for each in lengths]
+    facts = [values_fact(worker_group, topic, values)]
+    return [Length(*each) for each in compare(worker_group, topic, facts, length)]
 
 
 def _warn_of_dropped_batches(extended: Any, lengths: list[Length]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.cluster import count_workers
+from tfdp.communication.coordination.facts import Fact, compare, digest
 from tfdp.communication.coordination.worker_group import WorkerGroup, latest_group
 from tfdp.ground import _compat, user_code
 from tfdp.ground.arguments import is_integer, plain
@@ -88,7 +87,7 @@ class Listing:
     def digest(self, seed: int | None) -> str:
         """Return a digest of the base names and sizes of the files, and of the seed."""
         names = [os.path.basename(name) for name in self.names]
-        return _digest([names, self.sizes, seed])
+        return digest([names, self.sizes, seed])[:16]
 
     def __str__(self) -> str:
         files = pluralize(len(self.names), "file")
@@ -248,52 +247,62 @@ def _check_same_files(
     Raises:
         ValueError: If files or seeds differ, or if a worker has a problem.
     """
-    facts = [files.problem, str(files), _digest([files.names, files.sizes]), seed]
-    gathered = group.all_gather("the files of `shard_files`", facts)
-    problems, counts, digests, seeds = zip(*gathered, strict=True)
-    worker = next((rank for rank, problem in enumerate(problems) if problem), None)
-    if worker is not None:
-        where = f" on worker {worker}" if group.num_workers > 1 else ""
-        raise ValueError(
-            f"`pattern` of `shard_files` {problems[worker]}{where}; it must match at "
-            "least one file, and no file twice. Received: "
-            f"pattern={_patterns_text(patterns)}",
-        )
-    if len(set(digests)) > 1:
-        difference = _describe_difference(group, files)
-        raise ValueError(
-            "Workers see different files, so that some would be read twice or not at "
-            f"all. `shard_files` needs the same ones on every worker. {difference}"
-            f"Received: {list_by_worker(counts)}",
-        )
-    if len(set(seeds)) > 1:
-        raise ValueError(
-            "Workers give `shard_files` different seeds, so that their orders differ. "
-            f"Give every worker the same seed. Received: seed={list_by_worker(seeds)}",
-        )
+
+    def check(problems: Sequence[str]) -> None:
+        """Raise the problem of the first worker that has one."""
+        worker = next((rank for rank, each in enumerate(problems) if each), None)
+        if worker is not None:
+            where = f" on worker {worker}" if group.num_workers > 1 else ""
+            raise ValueError(
+                f"`pattern` of `shard_files` {problems[worker]}{where}; it must match "
+                "at least one file, and no file twice. Received: "
+                f"pattern={_patterns_text(patterns)}",
+            )
+
+    entries = list(zip(files.names, files.sizes, strict=True))
+    facts = [
+        Fact(
+            "names",
+            entries,
+            _explain_files,
+            lambda: [str(files), entries[:_MAX_SENT_NAMES]],
+        ),
+        Fact(
+            "seed",
+            seed,
+            lambda seeds: (
+                "Workers give `shard_files` different seeds, so that their orders "
+                "differ. Give every worker the same seed. Received: "
+                f"seed={list_by_worker(seeds.values())}"
+            ),
+        ),
+    ]
+    compare(group, "the files of `shard_files`", facts, files.problem, before=check)
 
 
-def _digest(value: Any) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of a value for JSON."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+def _explain_files(seen: dict[int, list]) -> str:
+    """Return the error that two workers see different files.
 
+    It names a file that differs, if it is among the first of a long list.
 
-def _describe_difference(group: WorkerGroup, files: Listing) -> str:
-    """Name a file that differs between workers, among the first of a long list.
-
-    The sentence ends in a space, and is empty if no difference is found.
+    Args:
+        seen: Dict from the rank to a list of the text of a `Listing` and of pairs of a
+            name and a size.
     """
-    entries = list(zip(files.names, files.sizes, strict=True))[:_MAX_SENT_NAMES]
-    first, *others = map(dict, group.all_gather("the names of files", entries))
-    for rank, other in enumerate(others, start=1):
-        for name in sorted(first.keys() | other.keys()):
-            if first.get(name) != other.get(name):
-                sizes = [_describe_size(each.get(name)) for each in (first, other)]
-                return (
-                    f"'{name}' has {sizes[0]} on worker 0 and {sizes[1]} on worker "
-                    f"{rank}. "
-                )
-    return ""
+    rank, (count, entries) = max(seen), seen[0]
+    first, other = dict(entries), dict(seen[rank][1])
+    names = sorted(first.keys() | other.keys())
+    differing = (
+        f"{name!r} has {_describe_size(first.get(name))} on worker 0 and "
+        f"{_describe_size(other.get(name))} on worker {rank}. "
+        for name in names
+        if first.get(name) != other.get(name)
+    )
+    return (
+        "Workers see different files, so that some would be read twice or not at all. "
+        f"`shard_files` needs the same ones on every worker. {next(differing, '')}"
+        f"Received: {count} on worker 0, {seen[rank][0]} on worker {rank}"
+    )
 
 
 def _describe_size(num_bytes: int | None) -> str:

@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 import tensorflow as tf
 
+from tfdp.communication.coordination.facts import Fact
 from tfdp.communication.coordination.worker_group import WorkerGroup
 
 # The maximum number of bytes that are hashed of all arrays together. SHA-256 takes
@@ -236,6 +237,33 @@ class _ArrayPart:
         if values.dtype.kind != "O":
             return False
         return any(b"/" in _encode(item) for item in values.ravel().tolist())
+
+
+def values_fact(
+    worker_group: WorkerGroup, topic: str, values: ArrayValues, verb: str = "have data"
+) -> Fact:
+    """Return a `Fact` of values that may differ by no more than rounding.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        topic: String, what is compared, for messages.
+        values: `ArrayValues` of this worker.
+        verb: String, for the error, what workers do with the values. Defaults to
+            `"have data"`.
+    """
+
+    def explain(fingerprints: dict[int, dict]) -> str:
+        """Return the error if values differ by more than rounding. All call it."""
+        by_worker = list(fingerprints.values())
+        difference = find_difference(worker_group, topic, by_worker, values)
+        return difference and (
+            f"Workers {verb} of different values, so that some rows would be read "
+            "twice and others never. Draw, shuffle, split and list data alike on every "
+            "worker, by one seed and in sorted order, or give each a `tf.data.Dataset` "
+            f"of its own with `AutoShardPolicy.OFF`. Received: {difference}"
+        )
+
+    return Fact("values", values.fingerprints(), explain)
 
 
 def find_difference(

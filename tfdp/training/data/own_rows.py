@@ -14,9 +14,7 @@ kinds of data tfdp creates an adapter that reads only this worker's rows:
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.communication.coordination.checks import require_equal
+from tfdp.communication.coordination.facts import Fact, compare, digest
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
 from tfdp.ground.text import pluralize
@@ -99,19 +97,24 @@ def _build_and_compare(strategy: Any, kind: str, describe: Callable[[], tuple]) 
     dataset = None
     try:
         dataset, told = describe()
-        outcome = {"told": told}
+        problem = None
     except ValueError as error:
-        outcome = {"problem": str(error)}
-    facts = worker_group.all_gather(f"the batches of {kind}", outcome)
-    for rank, fact in enumerate(facts):
-        if "problem" in fact:
-            problem = fact["problem"]
-            raise ValueError(f"Worker {rank} cannot read its rows: {problem}")
-    problem = (
+        told, problem = None, str(error)
+
+    def raise_first(problems: Sequence[str | None]) -> None:
+        """Raise the problem of the first worker that has one."""
+        for rank, text in enumerate(problems):
+            if text is not None:
+                raise ValueError(f"Worker {rank} cannot read its rows: {text}")
+
+    fact = Fact(
+        "batches",
+        told,
         f"Workers have different {kind}. Each reads its own rows of every batch, so "
-        "that all need the same batches."
+        "that all need the same batches.",
     )
-    require_equal(problem, [fact["told"] for fact in facts])
+    moment = f"the batches of {kind}"
+    compare(worker_group, moment, [fact], problem, before=raise_first)
     return dataset
 
 
@@ -225,11 +228,10 @@ def describe_batches(dataset: LocalRowsDataset) -> dict[str, Any]:
     num_batches = dataset.num_batches
     known = 2 if num_batches is None else min(num_batches, _COMPARED_BATCHES)
     rows = [_num_rows_of(dataset.source, index) for index in range(known)]
-    digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     return {
         "number of batches": num_batches,
         "number of rows": sum(rows),
-        "digest of the rows of each batch": digest,
+        "digest of the rows of each batch": digest(rows),
     }
 
 

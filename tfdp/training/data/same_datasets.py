@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdp.communication.coordination.checks import require_equal
-from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.communication.coordination.facts import Fact, compare, explain
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
 from tfdp.training.data.batch_sizes import describe_sizes, sizes_of_batches
 from tfdp.training.data.element_specs import describe_spec, without_unknown_sizes
-from tfdp.training.data.fingerprints import ArrayValues, find_difference
+from tfdp.training.data.fingerprints import ArrayValues, values_fact
 from tfdp.training.data.per_replica_dataset import ReadOptions
 from tfdp.training.data.stages import gathers_array_rows
 
@@ -39,21 +38,20 @@ def compare_datasets(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
     worker_group = strategy.extended.worker_group
     if worker_group.num_workers == 1:
         return ReadOptions(syncs_end_of_data=False)
-    values = values_of_sources(dataset)
-    facts = [
+    beside = [
         _compat.shuffle_seeds(dataset),
         int(dataset.cardinality().numpy()),
         sizes_of_batches(dataset),
         _compat.shards_of(dataset),
-        describe_spec(dataset.element_spec),
-        values.fingerprints(),
     ]
-    gathered = worker_group.all_gather(_TOPIC, facts)
-    seeds, lengths, sizes, shards, specs, sources = zip(*gathered, strict=True)
-    check_same_elements(specs)
+    facts = [
+        elements_fact(dataset),
+        values_fact(worker_group, _TOPIC, values_of_sources(dataset)),
+    ]
+    gathered = compare(worker_group, _TOPIC, facts, beside)
+    seeds, lengths, sizes, shards = zip(*gathered, strict=True)
     _check_same_shuffle(list(seeds))
     warn_of_shards(shards)
-    check_same_values(worker_group, _TOPIC, sources, values)
     if _lengths_differ(strategy, list(lengths)):
         return ReadOptions(syncs_end_of_data=True, same_rows=False)
     return ReadOptions(syncs_end_of_data=False, same_rows=_have_same_rows(sizes))
@@ -87,53 +85,27 @@ def values_of_sources(dataset: tf.data.Dataset) -> ArrayValues:
     return ArrayValues(sources, are_sources=True)
 
 
-def check_same_values(
-    worker_group: WorkerGroup,
-    topic: str,
-    fingerprints: Sequence[dict],
-    values: ArrayValues,
-) -> None:
-    """Raise if data that should be the same on all workers has different values.
+def elements_fact(dataset: tf.data.Dataset) -> Fact:
+    """Return a `Fact` of the structure, dtypes and shapes of a dataset's elements.
 
-    Args:
-        worker_group: `WorkerGroup` between the workers.
-        topic: String, what is compared, for messages.
-        fingerprints: Sequence of dicts, the fingerprints of each worker's values.
-        values: `ArrayValues` of this worker.
-
-    Raises:
-        ValueError: If the values differ by more than rounding.
-    """
-    difference = find_difference(worker_group, topic, fingerprints, values)
-    if difference:
-        raise ValueError(
-            "Workers have data of different values, so that some rows would be read "
-            "twice and others never. Draw, shuffle, split and list data alike on every "
-            "worker, by one seed and in sorted order, or give each a `tf.data.Dataset` "
-            f"of its own with `AutoShardPolicy.OFF`. Received: {difference}",
-        )
-
-
-def check_same_elements(specs: Sequence[dict]) -> None:
-    """Raise if the workers' elements differ in structure, dtype or shape.
-
-    Args:
-        specs: Sequence of dicts, the description of each worker's elements.
-
-    Raises:
-        ValueError: If they differ. Workers would run different steps, whose
-            collectives would wait for each other indefinitely.
+    If they differed, workers would run different steps, whose collectives would wait
+    for each other indefinitely.
     """
     problem = (
         "Workers have datasets whose elements differ in structure, type or shape. "
         "Build the same pipeline on every worker."
     )
-    parts = without_unknown_sizes(specs)
-    parts_by_path = [
-        {f"batch{where}": part for where, part in described.items()}
-        for described in parts
-    ]
-    require_equal(problem, parts_by_path)
+
+    def explain_elements(specs: dict[int, dict]) -> str:
+        """Return the error, or `""` if only sizes that a worker knows differ."""
+        parts = without_unknown_sizes(list(specs.values()))
+        parts_by_path = [
+            {f"batch{where}": part for where, part in described.items()}
+            for described in parts
+        ]
+        return explain(problem, dict(enumerate(parts_by_path)))
+
+    return Fact("elements", describe_spec(dataset.element_spec), explain_elements)
 
 
 def _check_same_shuffle(seeds: list) -> None:

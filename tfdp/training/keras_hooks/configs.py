@@ -9,7 +9,6 @@ without a config.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
 import json
 import re
@@ -90,11 +89,6 @@ def _without_rates(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_rates(each) for each in value]
     return value
-
-
-def fingerprint(configs: dict[str, Any]) -> str:
-    """Return the SHA-256 digest of configs, in hexadecimal digits."""
-    return hashlib.sha256(json.dumps(configs, sort_keys=True).encode()).hexdigest()
 
 
 def comparable(value: Any) -> Any:

@@ -3,27 +3,25 @@
 Workers that differ would wait for each other indefinitely, or silently train on wrong
 data. Any difference is an error on all workers, described in one sentence.
 
-Each worker sends its facts about the call: a dict with its settings, the shapes of its
-arrays, and digests of its configs and values. In the functions below `gathered` is the
-list of all workers' facts, ordered by rank, `name` is the method of Keras that was
-called, and `topic` names the all-gather in timeout errors.
+Each worker sends its facts about the call: its settings, the shapes of its arrays, and
+digests of its configs and values. In the functions below `name` is the method of Keras
+that was called.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdp.communication.coordination.checks import require_equal
+from tfdp.communication.coordination.facts import Fact, compare, digest, explain
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.training.data.checks import describe_arrays, named_arrays
-from tfdp.training.data.fingerprints import ArrayValues, find_difference
+from tfdp.training.data.fingerprints import ArrayValues, values_fact
 from tfdp.training.keras_hooks import configs
 from tfdp.training.keras_hooks.worker_callbacks import (
     callback_list,
@@ -76,21 +74,22 @@ def agree_on_loop(
         ValueError: The message names the first difference, or a problem with callbacks.
     """
     arguments = bound.arguments
-    facts: dict[str, Any] = {
+    own: dict[str, Any] = {
         "settings": _settings_of(model, bound),
         "arrays": _describe_data(arguments),
     }
     callbacks: list = []
+    beside: dict[str, Any] = {}
     if name == "fit":
         callbacks = callback_list(arguments.get("callbacks"))
         if strategy.extended.worker_group.is_chief:
-            facts["problem"] = find_callback_problem(callbacks, arguments)
-        facts["callbacks"] = tfdp_callback_names(callbacks)
-        facts["each_batch"] = decide_per_batch(callbacks)
+            beside["problem"] = find_callback_problem(callbacks, arguments)
+        own["callbacks"] = tfdp_callback_names(callbacks)
+        beside["each_batch"] = decide_per_batch(callbacks)
     has_trained = strategy.extended.generation > 0
-    own_configs = configs.configs_of(name, model, callbacks, has_trained=has_trained)
+    own["configs"] = configs.configs_of(name, model, callbacks, has_trained=has_trained)
     gathered = _compare_workers(
-        strategy, name, model, facts, own_configs, _values_of(arguments)
+        strategy, name, model, own, _values_of(arguments), beside
     )
     return any(each.get("each_batch") for each in gathered)
 
@@ -117,20 +116,19 @@ def agree_on_batch(
     arrays = describe_arrays({part: arguments.get(part) for part in _DATA_ARGUMENTS})
     calls = _batch_calls.setdefault(model, {})
     number, before = calls.get(name, (0, ""))
-    digest = hashlib.sha256(f"{before} {json.dumps(arrays)}".encode()).hexdigest()
+    so_far = digest([before, arrays])
     # `number` counts earlier calls, so this call is the first, second, fourth, eighth
     # and so on.
     if number & (number + 1) == 0:
-        own_configs = configs.configs_of(name, model, []) if number == 0 else {}
         named = named_arrays({part: arguments.get(part) for part in _DATA_ARGUMENTS})
-        facts = {
+        own = {
             "settings": _model_settings(model)
             | {"class_weight": configs.comparable(arguments.get("class_weight"))},
-            "arrays": [arrays, {"all batches so far": digest}],
+            "arrays": [arrays, {"all batches so far": so_far}],
+            "configs": configs.configs_of(name, model, []) if number == 0 else {},
         }
-        values = ArrayValues(named or {})
-        _compare_workers(strategy, name, model, facts, own_configs, values)
-    calls[name] = (number + 1, digest)
+        _compare_workers(strategy, name, model, own, ArrayValues(named or {}), {})
+    calls[name] = (number + 1, so_far)
 
 
 def _settings_of(model: Any, bound: inspect.BoundArguments) -> dict[str, Any]:
@@ -198,84 +196,74 @@ def _compare_workers(
     strategy: Any,
     name: str,
     model: Any,
-    facts: dict[str, Any],
-    own_configs: dict[str, Any],
+    own: dict[str, Any],
     values: ArrayValues,
+    beside: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Gather facts about a call from all workers, and raise on all if they differ.
+    """Compare facts about a call between workers, and raise on all if they differ.
 
     Args:
         strategy: A tfdp strategy of several workers.
         name: String, name of the loop or of the method for a batch.
         model: The Keras model.
-        facts: Dict for JSON, this worker's settings and the description of its data.
-        own_configs: Dict that `configs_of` returned on this worker.
+        own: Dict of this worker's `"settings"`, the description of its `"arrays"`, its
+            `"configs"`, and the names of its `"callbacks"`, if any.
         values: `ArrayValues` of this worker.
+        beside: Dict for JSON, gathered in the same exchange.
 
     Returns:
-        List of dicts, the facts of each worker.
+        List of dicts, `beside` of each worker.
     """
     worker_group: WorkerGroup = strategy.extended.worker_group
     topic = f"the settings of {name}"
     created = strategy.extended.new_variables.take()
-    facts = facts | {
-        "configs": configs.fingerprint(own_configs),
+
+    def before(gathered: Sequence[dict[str, Any]]) -> None:
+        """Synchronize new variables, even if the workers differ in other facts."""
+        synchronize_created(strategy, created, [each["created"] for each in gathered])
+        if problem := gathered[0].get("problem"):
+            raise ValueError(problem)
+
+    facts = [
+        Fact("callbacks", own.get("callbacks", []), describe_mismatch),
+        Fact(
+            "settings",
+            own["settings"],
+            f"Workers call `{name}` with different settings. Give every worker the "
+            "same arguments, and compile the model alike.",
+        ),
+        *_array_facts(name, own["arrays"]),
+        values_fact(worker_group, topic, values, f"give `{name}` arrays"),
+        Fact(
+            "configs",
+            own["configs"],
+            "Workers have models, optimizers, losses, metrics or callbacks with "
+            "different settings. Make them alike on every worker.",
+            lambda: own["configs"],
+        ),
+    ]
+    beside = beside | {
         "created": created.summary,
         "assigned": _digest_of_assignments(model),
-        "values": values.fingerprints(),
     }
-    gathered = worker_group.all_gather(topic, facts)
-    synchronize_created(strategy, created, [each["created"] for each in gathered])
-    problem = gathered[0].get("problem") or describe_mismatch(
-        [each.get("callbacks", []) for each in gathered]
-    )
-    if problem:
-        raise ValueError(problem)
-    require_equal(
-        f"Workers call `{name}` with different settings. Give every worker the same "
-        "arguments, and compile the model alike.",
-        [each["settings"] for each in gathered],
-    )
-    _check_arrays(name, gathered)
-    _check_values(worker_group, name, gathered, values)
-    _check_configs(worker_group, topic, gathered, own_configs)
+    gathered = compare(worker_group, topic, facts, beside, before=before)
     _check_assignments(worker_group, topic, gathered, model)
     return gathered
 
 
-def _check_arrays(name: str, gathered: list[dict]) -> None:
-    """Raise if names, rows, shapes or dtypes of arrays differ between workers.
+def _array_facts(name: str, arrays: list[dict[str, Any] | None]) -> list[Fact]:
+    """Return a `Fact` of the names, rows, shapes and dtypes of each part of arrays."""
 
-    Args:
-        name: String, name of the called method, for the message.
-        gathered: List of dicts, the facts of each worker, ordered by rank.
-    """
+    def explain_arrays(parts: dict[int, Any]) -> str:
+        """Return the error, unless a worker has a dataset, which is compared later."""
+        return "" if None in parts.values() else explain(problem, parts)
+
     problem = (
         f"Workers give `{name}` different arrays. Give every worker the same arrays, "
         "which tfdp divides, or a `tf.data.Dataset` of its own with "
         "`AutoShardPolicy.OFF`."
     )
-    for parts in zip(*(each["arrays"] for each in gathered), strict=True):
-        # `None` stands for a dataset, which is compared when it is distributed.
-        if None not in parts:
-            require_equal(problem, parts)
-
-
-def _check_values(
-    worker_group: WorkerGroup, name: str, gathered: list[dict], values: ArrayValues
-) -> None:
-    """Raise if values of arrays differ by more than rounding."""
-    fingerprints = [each["values"] for each in gathered]
-    topic = f"the settings of {name}"
-    difference = find_difference(worker_group, topic, fingerprints, values)
-    if difference:
-        raise ValueError(
-            f"Workers give `{name}` arrays of different values, so that some rows "
-            "would be read twice and others never. Draw, shuffle, split and list data "
-            "alike on every worker, by one seed and in sorted order, or give each a "
-            "`tf.data.Dataset` of its own with `AutoShardPolicy.OFF`. "
-            f"Received: {difference}"
-        )
+    return [Fact("arrays", part, explain_arrays) for part in arrays]
 
 
 def _digest_of_assignments(model: Any) -> str:
@@ -287,8 +275,7 @@ def _digest_of_assignments(model: Any) -> str:
     records = [weight.value.assigned for weight in recorded_weights(model)]
     if not any(record.digest or record.is_mixed for record in records):
         return ""
-    text = json.dumps([[record.digest, record.is_mixed] for record in records])
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest([[record.digest, record.is_mixed] for record in records])
 
 
 def _check_assignments(
@@ -301,7 +288,7 @@ def _check_assignments(
     Args:
         worker_group: `WorkerGroup` between the workers.
         topic: String, the name of the all-gather in messages.
-        gathered: List of dicts, the facts of each worker, ordered by rank.
+        gathered: List of dicts, what `_compare_workers` has gathered.
         model: The Keras model.
     """
     if not any(each["assigned"] for each in gathered):
@@ -331,25 +318,3 @@ def _check_assignments(
         record.compared(are_alike=are_alike)
     if problem:
         raise ValueError(problem)
-
-
-def _check_configs(
-    worker_group: WorkerGroup,
-    topic: str,
-    gathered: list[dict],
-    own_configs: dict[str, Any],
-) -> None:
-    """Raise if configs differ; workers send them only if their digests differ."""
-    digests = [each["configs"] for each in gathered]
-    other = next((r for r, each in enumerate(digests) if each != digests[0]), None)
-    if other is None:
-        return
-    is_compared = worker_group.rank in (0, other)
-    configs_by_worker = worker_group.all_gather(
-        f"{topic}: configs", own_configs if is_compared else {}
-    )
-    require_equal(
-        "Workers have models, optimizers, losses, metrics or callbacks with different "
-        "settings. Make them alike on every worker.",
-        {0: configs_by_worker[0], other: configs_by_worker[other]},
-    )

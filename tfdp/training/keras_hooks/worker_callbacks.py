@@ -139,20 +139,15 @@ def callback_list(callbacks: Any) -> list:
     return callbacks.callbacks if is_list else keras.tree.flatten(callbacks or [])
 
 
-def describe_mismatch(names: list[list[str]]) -> str:
-    """Describe how the workers' tfdp callbacks differ.
+def describe_mismatch(names: dict[int, list[str]]) -> str:
+    """Describe how the workers' tfdp callbacks differ, in sentences for an error.
 
     Args:
-        names: List with a list of class names for each worker.
-
-    Returns:
-        String, sentences for an error, or `""` if they do not differ.
+        names: Dict from the rank of each worker to a list of class names.
     """
-    if all(own == names[0] for own in names):
-        return ""
     return (
         "tfdp's callbacks must run on all workers. Give every worker the same ones, in "
-        f"the same order. Received: {names}, by worker"
+        f"the same order. Received: {list(names.values())}, by worker"
     )
 
 

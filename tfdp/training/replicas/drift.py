@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import collections
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import tensorflow as tf
 
+from tfdp.communication.coordination.facts import digest
 from tfdp.ground import _compat
 from tfdp.ground.text import pluralize
 from tfdp.training.replicas.assigned_values import recorded_weights
@@ -50,9 +49,7 @@ def check_weights(strategy: Any, weights: Sequence[Any], topic: str, when: str) 
         RuntimeError: Naming the replicas and the first variable that differs.
     """
     tables = _local_checksums(strategy, weights)
-    digests = [
-        hashlib.sha256(json.dumps(table).encode()).hexdigest() for table in tables
-    ]
+    digests = [digest(table) for table in tables]
     totals = _all_gather(strategy, topic, digests)
     if len(set(totals)) > 1:
         _raise_drift(strategy, weights, when, totals, tables)

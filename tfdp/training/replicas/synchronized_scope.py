@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import inspect
-import json
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +18,7 @@ from tfdp.communication.coordination.checks import (
     left_scope_message,
     signature_of,
 )
+from tfdp.communication.coordination.facts import digest
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat, user_code
@@ -115,8 +114,8 @@ class CreatedVariables:
         both = zip(self.signatures, self._variables, strict=True)
         alive = [signature for signature, variable in both if variable is not None]
         return {
-            "created": _digest(self.signatures),
-            "alive": _digest(alive),
+            "created": digest(self.signatures),
+            "alive": digest(alive) if alive else "",
             "gone": gone,
         }
 
@@ -351,13 +350,6 @@ def synchronize_created(
         group: WorkerGroup = strategy.extended.worker_group
         check_same_variables(group, _TOPIC, variables, "creates")
     broadcast_variables(strategy, created.without(gone))
-
-
-def _digest(signatures: list) -> str:
-    """Return the SHA-256 digest of signatures, in hexadecimal; `""` for none."""
-    if not signatures:
-        return ""
-    return hashlib.sha256(json.dumps(signatures).encode()).hexdigest()
 
 
 def broadcast_variables(strategy: Any, variables: Sequence[Any]) -> None:

@@ -8,10 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.coordination.checks import (
-    check_same_variables,
-    require_equal,
-)
+from tfdp.communication.coordination.checks import variables_fact
+from tfdp.communication.coordination.facts import Fact, compare
 from tfdp.ground import _compat
 from tfdp.ground.base.context import in_replica_thread, replica_context
 from tfdp.ground.base.param_groups import entry_of, innermost, is_elementwise
@@ -103,10 +101,9 @@ class ShardedState:
         plans = {id(part): self._plan_of(part) for part in _trained_parts(optimizer)}
         # Workers with different variables would run different collectives below, and
         # wait for each other indefinitely.
-        check_same_variables(
-            extended.worker_group, "sharding the optimizer", every, "shards"
-        )
-        self._check_alike(options, _trained_parts(optimizer), plans)
+        how = self._how(options, _trained_parts(optimizer), plans)
+        facts = [variables_fact(every, "shards"), how]
+        compare(extended.worker_group, "sharding the optimizer", facts)
         if extended.worker_group.num_workers > 1:
             state = optimizer.variables if was_built else []
             self._check_values(strategy, variables, state)
@@ -156,24 +153,26 @@ class ShardedState:
             if isinstance(value, MirroredVariable) and value.assigned is None:
                 value.assigned = AssignedValues()
 
-    def _check_alike(
+    def _how(
         self, options: ShardingOptions, parts: list[Any], plans: dict[int, ShardPlan]
-    ) -> None:
-        """Raise on every worker if options, optimizers or plans differ between workers.
+    ) -> Fact:
+        """Return a `Fact` of the options, optimizers and plans.
 
         Args:
             options: `ShardingOptions`.
             parts: List of the inner optimizers.
             plans: Dict from the `id` of an inner optimizer to its `ShardPlan`.
         """
-        worker_group = self._extended.worker_group
-        kinds = [type(part).__name__ for part in parts]
-        fingerprints = [plans[id(part)].fingerprint for part in parts]
-        how = {"options": options.text, "optimizers": kinds, "plans": fingerprints}
-        require_equal(
+        how = {
+            "options": options.text,
+            "optimizers": [type(part).__name__ for part in parts],
+            "plans": [plans[id(part)].fingerprint for part in parts],
+        }
+        return Fact(
+            "how",
+            how,
             "Workers shard their optimizers differently. Give every worker the same "
             "optimizer, communication options, and options of sharding.",
-            worker_group.all_gather("sharding the optimizer: how", how),
         )
 
     def state(self, part: ShardedParamGroup) -> list[StateTensor]:
