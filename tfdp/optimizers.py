@@ -208,7 +208,7 @@ class LARS(keras.optimizers.Optimizer):
         }
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Update one variable and its velocity."""
+        """Update one variable and its velocity, as in the class's formula."""
         index = self._get_variable_index(variable)
         dtype = _norm_dtype(variable.dtype)
         gradient = _densify(gradient, variable, dtype)
@@ -256,7 +256,7 @@ class LARS(keras.optimizers.Optimizer):
     def _trust_ratio(
         self, weights: tf.Tensor, gradient: tf.Tensor, decay: float
     ) -> tf.Tensor:
-        """Return the trust ratio, 1 if a norm is zero."""
+        """Return the trust ratio of a variable, a scalar; 1 if a norm is zero."""
         weight_norm, gradient_norm = _norm(weights), _norm(gradient)  # [], []
         ratio = (self.trust_coefficient * weight_norm) / (
             gradient_norm + decay * weight_norm + self.epsilon
@@ -276,7 +276,7 @@ def _norm_dtype(dtype: Any) -> tf.DType:
 
 
 def _densify(gradient: Any, variable: Any, dtype: tf.DType) -> tf.Tensor:
-    """Convert a gradient to a dense tensor: a norm needs duplicate rows summed."""
+    """Convert a gradient to a dense tensor of a dtype, and sum duplicate rows."""
     if isinstance(gradient, tf.IndexedSlices):
         values = tf.cast(gradient.values, dtype)
         return tf.math.unsorted_segment_sum(values, gradient.indices, variable.shape[0])

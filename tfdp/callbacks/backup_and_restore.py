@@ -166,14 +166,16 @@ class BackupAndRestore(StrategyCallback):
             memory_every = checked_integer("memory_every", memory_every, 1)
         self.memory_every = memory_every
         self._others: list[Any] = []
-        # The backups that this run has resumed from.
+        # Where the backup lies that this run has resumed from: in storage or in memory.
         self._source: Place
         self._pending_load: tuple[Index, LoadPlan] | None = None
         self._change: BatchChange | None = None
-        # Whether `fit` runs again within one call, and whether a state exists: then it
-        # must be found again, since the weights may be those of an interrupted step.
+        # `is_again`: `fit` runs again within one call of the user. `_has_state`: this
+        # run has saved or loaded a state, which must be found again then, since the
+        # weights may be those of an interrupted step.
         self.is_again = self._has_state = False
-        # Whether this callback has begun in the present attempt: then all others have.
+        # Whether `on_train_begin` of this callback has run in the present attempt of
+        # `fit`. It is called last, so the other callbacks have then begun, too.
         self.has_begun = False
 
     def listen(self, position: DataPosition) -> None:
@@ -191,7 +193,12 @@ class BackupAndRestore(StrategyCallback):
     # Hooks that Keras calls, after those of all other callbacks.
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Find the newest backup; load it if it was made between two epochs."""
+        """Find the newest backup, and load it if it was made between two epochs.
+
+        Raises:
+            WorkersJoin: On a worker that joins a running job.
+            RuntimeError: If `fit` runs again, and no worker has a state.
+        """
         self._worker_group = worker_group_of(self.model)
         self._backups = Backups(
             self._folder(),
@@ -208,8 +215,9 @@ class BackupAndRestore(StrategyCallback):
         self._has_state = must_resume = self.is_again and (self._has_state or is_empty)
         strategy = strategy_of(self.model)
         if strategy is not None and strategy.extended.is_applicant:
-            # Everything is built, and nothing trained: `fit` begins again in the job.
-            # New metrics have not been reset yet, while those of other workers have.
+            # This worker joins a running job. Its model is built but not trained, and
+            # `fit` begins again together with the job. The other workers have reset
+            # their metrics already.
             self.model.reset_metrics()
             raise WorkersJoin
         self._watch = PreemptionWatch(
@@ -241,12 +249,13 @@ class BackupAndRestore(StrategyCallback):
         if goes_back or self.save_freq != "epoch" or self.memory_every is not None:
             self._warn_about_position(self._position.nondeterminism)
         if goes_back:
-            # The initial weights are in no file, and step 1 may be the one to repeat.
+            # A feature may repeat step 1 from a backup, and no file has the initial
+            # weights yet.
             self._save_to_continue(0, 0, {})
             self._has_state = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Load a backup made within this epoch, after the other callbacks began it."""
+        """Load the backup that `on_train_begin` deferred to this epoch, if any."""
         self._epoch, self._last_batch = epoch, -1
         self._position.last_logs = None
         self._begin = self._position.snapshot()
@@ -261,7 +270,7 @@ class BackupAndRestore(StrategyCallback):
         self._position.last_logs = from_json(index.run["logs"])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Save if a backup is due, or on a preemption notice."""
+        """Save if a backup is due; exit on a preemption notice; admit new workers."""
         before = self._total
         self._total += batch - self._last_batch
         self._last_batch = batch
@@ -291,7 +300,7 @@ class BackupAndRestore(StrategyCallback):
             self._save(self._epoch, batch + 1, logs, places)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Save if a backup is due, or on a preemption notice."""
+        """Save if a backup is due; save and exit on a preemption notice."""
         is_preempted = self._watch.is_given(self._total, must_ask=True)
         if is_preempted:
             self._answer_notice(epoch + 1, 0, {})
@@ -310,7 +319,8 @@ class BackupAndRestore(StrategyCallback):
         They also stay on a preemption notice: the process may end before the script
         has saved the trained model.
         """
-        # Training is complete, so that the loss of a worker is ignored.
+        # The training of all workers is complete, so the error about a lost worker is
+        # ignored.
         with contextlib.suppress(*[WorkerLost] * self._continues_after_loss()):
             self._end()
 
@@ -329,7 +339,7 @@ class BackupAndRestore(StrategyCallback):
     def _save(
         self, epoch: int, batches: int, logs: Any, places: Sequence[Place]
     ) -> None:
-        """Add a backup.
+        """Add a backup of the present state to each of some places.
 
         Args:
             epoch: Int, the epoch in which a resumed run continues.
@@ -358,7 +368,10 @@ class BackupAndRestore(StrategyCallback):
             place.save(self._total, tensors, run)
 
     def _new_memory(self) -> MemoryBackups | None:
-        """Return the states in memory, or `None` if this run saves none there."""
+        """Return the `MemoryBackups` of this run, or `None` without `memory_every`.
+
+        In this case states of an earlier run are removed from the memory of the host.
+        """
         if self.memory_every is None:
             HostMemory(self._folder()).remove()
             return None
@@ -374,12 +387,15 @@ class BackupAndRestore(StrategyCallback):
         return memory
 
     def _continues_after_loss(self) -> bool:
-        """Return whether `fit` continues from here after the loss of a worker."""
+        """Return whether this `fit` continues with the other workers after a loss."""
         strategy = strategy_of(self.model)
         return strategy is not None and strategy.extended.continues_after_loss
 
     def _reason_to_go_back(self) -> str:
-        """Return the feature that goes back to a backup within `fit`, or `""`."""
+        """Return the option for which `fit` goes back to a backup by itself.
+
+        It is a clause for messages, or `""` if there is no such option.
+        """
         if self._continues_after_loss():
             return '`on_loss="continue"`'
         reasons = (getattr(other, "goes_back_for", "") for other in self._others)
@@ -393,7 +409,7 @@ class BackupAndRestore(StrategyCallback):
         return f"{self.directory.rstrip('/')}/island-{island.index}"
 
     def _save_to_continue(self, epoch: int, batches: int, logs: Any) -> None:
-        """Add a backup from which this call of `fit` continues with other workers.
+        """Add a backup, in memory if possible, from which this `fit` continues.
 
         The arguments are those of `_save`.
         """
@@ -444,7 +460,7 @@ class BackupAndRestore(StrategyCallback):
     # Resuming from backups.
 
     def _plan_load(self, index: Index) -> LoadPlan:
-        """Plan what to read of a backup.
+        """Plan what to read of a backup, after a check that it is of this run.
 
         Raises:
             IncompatibleBackup: If the backup is not of this run.
@@ -476,7 +492,7 @@ class BackupAndRestore(StrategyCallback):
         )
 
     def _resume(self, index: Index, load_plan: LoadPlan) -> None:
-        """Set epoch, step and data position from a backup, and load it or defer that.
+        """Set epoch, step and data position from a backup, and load it now or later.
 
         A backup made within an epoch is loaded when that epoch begins.
         """
@@ -487,10 +503,10 @@ class BackupAndRestore(StrategyCallback):
         epochs = self.params.get("epochs", run["epoch"] + 1)
         is_over = run["is_stopped"] or run["epoch"] >= epochs
         if run["epoch"]:
-            # Keras resets metrics when an epoch begins, so that a run past its first
-            # epoch has none of their initial values.
+            # Keras resets metrics at the beginning of an epoch, so this run would have
+            # reset them in its first epoch.
             self.model.reset_metrics()
-        # A run that is over begins no epoch, so that loading cannot be deferred.
+        # A run that is over begins no epoch, in which it could load the backup.
         if difference is None and run["batches"] and not is_over:
             self._pending_load = index, load_plan
         else:
@@ -513,7 +529,8 @@ class BackupAndRestore(StrategyCallback):
         )
         if change := cpu_kernels.change_since(index.versions):
             self._say(change)
-        # Keras would start the next `fit` at the same initial epoch.
+        # Without a reset at the end, the next `fit` of Keras would begin at this epoch,
+        # too.
         self._position.exit_stack.callback(_compat.set_initial_epoch, self.model, 0)
 
     def _load(self, index: Index, load_plan: LoadPlan) -> None:
@@ -559,7 +576,10 @@ class BackupAndRestore(StrategyCallback):
             )
 
     def _build_model(self) -> None:
-        """Build metrics and optimizer, which Keras builds late without a strategy."""
+        """Build metrics and optimizer before training, for a model on one device.
+
+        Keras would build them in the first step, too late to restore them.
+        """
         if not _compat.is_one_device(self.model.distribute_strategy):
             return
         spec = _compat.local_element_spec(self._position.dataset)

@@ -26,7 +26,8 @@ from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.files import problem_of_folder
 from tfdp.ground.base.finalizers import finalizers
 
-# The latest steps of this worker that `CommunicationMonitor.recent` can average.
+# Number of the latest steps of this worker whose readings are kept, for
+# `CommunicationMonitor.recent`.
 _KEPT_STEPS = 200
 
 
@@ -215,7 +216,7 @@ class CommunicationMonitor(MeasuringCallback):
         self._finalizer.detach()
 
     def _print_notices(self) -> None:
-        """Print the stragglers that the thread has found in completed epochs."""
+        """Print, on the first worker, the stragglers found in completed epochs."""
         while self._run_report is not None and self._run_report.notices:
             print(f"\nCommunicationMonitor: {self._run_report.notices.popleft()}")
 

@@ -130,20 +130,24 @@ class ConsistencyCheck(StrategyCallback):
         self._last_batch = -1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Add assignments since the last step to the checksum of sharded weights."""
+        """Include what was assigned to sharded weights since the previous step."""
         if self._probe is not None:
             self._probe.update_assigned()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Read the result of the check, if one was due."""
+        """Compare the checksums of replicas, and the labels, if a check was due.
+
+        Raises:
+            RuntimeError: On every worker, if replicas differ.
+        """
         before = self._step
         self._step += batch - self._last_batch
         self._last_batch = batch
         if self._probe is None or self._step // self.every == before // self.every:
             return
         step, numbers = self._probe.read()
-        # All workers raise together: the checksums are summed with the logs, whose sum
-        # is the same on all workers.
+        # The checksums were summed with the logs, and the sum is the same on all
+        # workers. So all workers raise the error together.
         if len({number for number in numbers if number}) > 1:
             strategy = strategy_of(self.model)
             raise_difference(strategy, self.model, f"at step {step} of `fit`", numbers)
@@ -178,7 +182,7 @@ class ConsistencyCheck(StrategyCallback):
         return record
 
     def _check_labels(self, labels: LabelRecord) -> None:
-        """Compare the labels of the batch that all workers have trained on."""
+        """Compare the last batch's labels between workers; raise if they differ."""
         worker_group = strategy_of(self.model).extended.worker_group
         number = self._last_batch + 1 if labels.restarts else self._step
         arrays = labels.labels_of(number)
@@ -206,8 +210,8 @@ class ConsistencyCheck(StrategyCallback):
         Args:
             when: String for the error, such as `"before the first step"`.
         """
-        # The topic has `every`, so that workers with different settings get an error
-        # that names it.
+        # The name of the exchange contains `every`, so that workers with different
+        # settings get an error that shows the difference.
         replay = "" if self.replay is None else f", replay={self.replay:g}"
         topic = f"ConsistencyCheck(every={self.every}{replay})"
         weights = compared_weights(self.model)

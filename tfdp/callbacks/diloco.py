@@ -141,7 +141,10 @@ class DiLoCo(LocalStepsCallback):
         self._island: IslandTraining | None = None
 
     def set_model(self, model: Any) -> None:
-        """Enable local steps; or, on an island, prepare its exchanges."""
+        """Set the model, and enable local steps, or the exchanges of an island.
+
+        An island is one of the separate jobs under `tfdp run --islands`.
+        """
         island = Island.from_environment()
         if island is not None:
             self._island = IslandTraining(model, self.options, self.settings, island)
@@ -153,7 +156,7 @@ class DiLoCo(LocalStepsCallback):
             super().switch_on(optimizer)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Start local steps when due; on an island, join the others at first batch."""
+        """Start local steps when they are due; connect an island to the others."""
         if self._island is None:
             super().on_train_batch_begin(batch, logs)
         else:
@@ -161,7 +164,7 @@ class DiLoCo(LocalStepsCallback):
             self._last_batch = batch - 1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """On an island, count batches, and exchange when that is due."""
+        """Count the batches of an island, and exchange weights when that is due."""
         if self._island is not None:
             self._island.end_batches(batch - self._last_batch)
 
@@ -175,7 +178,7 @@ class DiLoCo(LocalStepsCallback):
             self._island.begin_fit()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Return to synchronous training; an island leaves the others."""
+        """Return to synchronous training; disconnect an island from the others."""
         super().on_train_end(logs)
         if self._island is not None:
             self._island.leave()
@@ -205,12 +208,12 @@ class DiLoCo(LocalStepsCallback):
             logs["staleness"] = int(exchanges.staleness.numpy())
 
     def _exchanges(self) -> Any:
-        """Return the exchanges of the model's optimizer, if they are delayed."""
+        """Return the outer exchanges of the optimizer; `None` without `delay`."""
         local_steps = self.options.delay and self.optimizer.features.local_steps
         return local_steps.exchanges if local_steps else None
 
     def _share_steps(self) -> None:
-        """Agree with all workers on the fraction of inner steps that each makes."""
+        """Set each worker's fraction of inner steps, by its speed. All call it."""
         if self.optimizer.accumulation_steps > 1:
             raise ValueError(
                 "`dynamic_steps` skips batches, so each batch must be one update. "

@@ -91,7 +91,11 @@ class GradientAccumulation(OptimizerCallback):
         optimizer.accumulation_plan = steps
 
     def _divide_rows(self, optimizer: DistributedOptimizer) -> None:
-        """Have steps compute their rows in micro-batches, as many as memory needs."""
+        """Have steps compute their rows in as many micro-batches as memory needs.
+
+        Raises:
+            ValueError: If the step cannot be divided, such as an eager one.
+        """
         strategy = self.model.distribute_strategy
         problems = [
             (strategy_of(self.model) is None, "no tfdp strategy"),
@@ -116,7 +120,7 @@ class GradientAccumulation(OptimizerCallback):
         optimizer.features.install(MicroBatches, num_local=strategy.extended.num_local)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Set the number of batches of this epoch."""
+        """Set the number of batches per update of this epoch."""
         if not isinstance(self.steps, str):
             self.optimizer.accumulation_steps = steps_at_epoch(self.steps, epoch)
 
@@ -132,7 +136,7 @@ class GradientAccumulation(OptimizerCallback):
         self._flush()
 
     def _flush(self) -> None:
-        """Make an update of the leftover batches, if the user asks for it."""
+        """Make an update of the leftover batches, if `flush` is set."""
         if self.flush and self.is_in_fit and self.optimizer.accumulated_steps:
             self.optimizer.flush()
             sync_islands_after_flush(self.model)

@@ -84,7 +84,7 @@ class InputProbe(MeasuringCallback):
         self._write()
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Record the times of a step, and end the script after enough steps."""
+        """Record the times of a step, and raise `EnoughSteps` after the last one."""
         if reading is None or self.meter is None:
             return
         sample = self.meter.sample(reading)
@@ -129,7 +129,7 @@ def _problem_of(model: Any, strategy: Any) -> str:
 
 
 def measure_fits(probe: InputProbe) -> None:
-    """Measure each `fit` of this process, without the callbacks that write files.
+    """Replace Keras's `fit` by one with a probe, without callbacks that write files.
 
     Args:
         probe: `InputProbe` that is added to each `fit`.

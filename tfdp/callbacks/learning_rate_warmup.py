@@ -170,7 +170,7 @@ class LearningRateWarmup(OptimizerCallback):
 
 
 def _positive(name: str, value: Any) -> float | None:
-    """Return an argument, checked to be a positive number or `None`."""
+    """Return an optional argument as a float; raise unless it is positive."""
     if value is None:
         return None
     return checked_number(name, value, "a positive number", above=0)

@@ -82,11 +82,15 @@ class ResumedBatches:
     def resume_position(
         self, run: dict[str, Any], change: BatchChange | None
     ) -> tuple[dict[str, Any], int]:
-        """Return the data position at the start of the epoch, and the batches since.
+        """Return where the data of a resumed run begin.
 
         Args:
             run: Dict, the run's metadata in the backup.
             change: `BatchChange` since the backup, or `None`.
+
+        Returns:
+            Tuple of the data position at the start of the epoch, and the number of
+            batches of this epoch that are not trained again.
         """
         batches = run["batches"]
         if change is None:
@@ -132,7 +136,7 @@ class ResumedBatches:
         )
 
     def _scale_rates(self, change: BatchChange, saved: dict[str, Any] | None) -> str:
-        """Scale the learning rates in proportion to the batch.
+        """Multiply the learning rates by the ratio of the batch sizes.
 
         Args:
             change: `BatchChange` since the backup.
@@ -150,7 +154,7 @@ class ResumedBatches:
         )
 
     def _change(self, run: dict[str, Any]) -> BatchChange | None:
-        """Return the change of the batch alone, without a check of the run's identity.
+        """Compare only the batch with that of a backup, not the run's identity.
 
         Returns:
             `BatchChange`, or `None` if the batch is the same.
@@ -178,7 +182,10 @@ class ResumedBatches:
             raise IncompatibleBackup(str(error)) from error
 
     def _identity(self) -> dict[str, Any]:
-        """Return what a resumed run must share: optimizers, and arguments of `fit`."""
+        """Return the settings that a resumed run must have in common with a backup.
+
+        They are the classes of the optimizers, and the arguments of `fit`.
+        """
         optimizer: Any = self._model.optimizer
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         names = [] if inner is None else [type(p).__name__ for p in innermost(inner)]
@@ -272,7 +279,7 @@ def _are_rates_variables(model: Any) -> bool:
 
 
 def _schedule_config(optimizer: Any) -> str | None:
-    """Return a learning-rate schedule's config as text, or `None` without one."""
+    """Return the config of the schedule as JSON; `None` for a rate in a variable."""
     if _compat.has_rate_variable(optimizer):
         return None
     try:

@@ -59,8 +59,8 @@ class ShardedOptimizer(OptimizerCallback):
     https://arxiv.org/abs/2306.10209, for compressed gathers.
     """
 
-    # Marks sharded state: saving gathers it, so that callbacks that write files must
-    # run on every worker.
+    # Marks callbacks that shard state. To save it, workers gather it together, so
+    # callbacks that write files must run on every worker.
     shards = True
 
     # Settings that must be the same on all workers.

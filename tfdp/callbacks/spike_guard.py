@@ -16,7 +16,8 @@ from tfdp.ground.text import pluralize, say
 from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 _WINDOW = 200
-# Batches between two reads of the number of skips in a row: a read waits for the step.
+# Batches between two reads of the number of consecutive skips: a read waits for the
+# running step to end.
 _BATCHES_BETWEEN_CHECKS = 10
 
 
@@ -100,7 +101,11 @@ class SpikeGuard(OptimizerCallback):
         self._goes_back = False
 
     def find_problem(self, num_steps: int | None) -> str:
-        """Return what is wrong in a `fit` of `num_steps` steps, or `""`."""
+        """Return what is wrong with the settings, or `""`.
+
+        Args:
+            num_steps: Int, steps of the training, or `None` if unknown.
+        """
         if num_steps is None or self.window == _WINDOW or self.window <= num_steps:
             return ""
         return (
@@ -109,7 +114,7 @@ class SpikeGuard(OptimizerCallback):
         )
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Install the guard that decides on each update."""
+        """Install the `StepGuard` that decides on each update of the optimizer."""
         optimizer.features.install(
             StepGuard,
             threshold=self.threshold,
@@ -120,7 +125,7 @@ class SpikeGuard(OptimizerCallback):
 
     @property
     def goes_back_for(self) -> str:
-        """String, the feature for which `fit` goes back to a backup, or `""`."""
+        """String, the name of a rollback, if `fit` may go back to a backup; or `""`."""
         return ROLLBACK if self.action == "rollback" else ""
 
     @property
@@ -129,7 +134,7 @@ class SpikeGuard(OptimizerCallback):
         return self.optimizer.features.installed[StepGuard]
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin a new table, unless training continues after a rollback."""
+        """Start an empty table of updates, unless `fit` begins again by a rollback."""
         super().on_train_begin(logs)
         self._is_local = self.optimizer.features.uses_local_steps
         if self.action != "skip" and self._is_local:
@@ -145,7 +150,8 @@ class SpikeGuard(OptimizerCallback):
         self._guard.num_in_a_row.assign(0)
         found = [self._excluded]
         if self.action == "rollback":
-            # A worker may have been lost before all workers had excluded a spike.
+            # Workers exclude the union of their batches: one may have been lost before
+            # all others had excluded a spike.
             found = worker_group_of(self.model).all_gather("spikes", self._excluded)
         self._exclude([number for each in found for number in each])
 
@@ -155,7 +161,7 @@ class SpikeGuard(OptimizerCallback):
         self._batches_before = int(self._guard.num_batches.numpy())
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stop or roll back after a spike; check for too many in a row."""
+        """Stop or roll back after a spike; raise after too many skips in a row."""
         if self._is_local:
             return  # workers are not at the same batch, and do not decide alike
         self._act()
@@ -164,7 +170,7 @@ class SpikeGuard(OptimizerCallback):
             self._check()
 
     def _act(self) -> None:
-        """Stop training or roll back, if a spike is pending."""
+        """Stop training or roll back, as `action` says, if there was a spike."""
         if self.action != "skip" and (number := int(self._guard.waiting.numpy())):
             if self.action == "rollback":
                 self._check()
@@ -220,18 +226,19 @@ class SpikeGuard(OptimizerCallback):
         self._num_read = int(self._guard.num_skipped.numpy())
 
     def _read(self) -> None:
-        """Read the updates that were left out since the last call."""
+        """Add the updates that were left out since the last call to the table."""
         number = int(self._guard.num_skipped.numpy())
         if number == self._num_read:
             return
         new, self._num_read = range(self._num_read, number), number
         found = read_left_out(self._guard, new, self._epoch, self._batches_before)
-        # After a rollback, the update of the spike is left out a second time.
+        # After a rollback, the update of the spike is left out again, and is in the
+        # table already.
         known = {row.step for row in self._rows}
         self._rows += [row for row in found if row.step not in known]
 
     def _exclude(self, numbers: list[int]) -> None:
-        """Add numbers of batches to those that the step leaves out."""
+        """Have the step leave out further batches, by their numbers in all epochs."""
         self._excluded = sorted({*self._excluded, *numbers})
         if len(self._excluded) > MOST_EXCLUDED:
             raise RuntimeError(

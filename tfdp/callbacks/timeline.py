@@ -102,13 +102,13 @@ class Timeline(MeasuringCallback):
         self.meter.start()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Notify the meter when the selected steps begin."""
+        """Start the meter's trace when the selected steps begin."""
         if self.meter is not None and self.step >= self.steps[0] - 1:
             self.meter.trace_begins()
         super().on_train_batch_begin(batch, logs)
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Store the readings of the selected steps."""
+        """Store readings of the selected steps; write the file after the last."""
         first, last = self.steps
         if reading is not None and self.step >= first:
             self._readings.append((self.step, reading))
@@ -126,7 +126,7 @@ class Timeline(MeasuringCallback):
         self._write()
 
     def _write(self) -> None:
-        """Send this worker's trace to the first worker, which merges and writes all."""
+        """Send this worker's trace to the first worker, which writes the file."""
         meter, self.meter = self.meter, None
         assert meter is not None
         assert self._mailbox is not None

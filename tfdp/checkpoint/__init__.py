@@ -40,7 +40,7 @@ __all__ = ["PendingSave", "restore", "save"]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Import the public names at their first use."""
+        """Import `PendingSave`, `restore` or `save` at its first use."""
         # `api` imports TensorFlow, and the command line reads indexes without it.
         if name in __all__:
             return getattr(importlib.import_module("tfdp.checkpoint.api"), name)

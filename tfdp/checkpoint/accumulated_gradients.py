@@ -123,7 +123,10 @@ def per_replica_sums(model: keras.Model) -> list[tuple[str, Any]]:
 
 
 def clear_accumulated(model: keras.Model) -> None:
-    """Set accumulated gradients and their counter to zero on all local replicas."""
+    """Set accumulated gradients and their counter to zero on all local replicas.
+
+    Replicas of other processes are unchanged.
+    """
     count = accumulation_counter(model)
     if count is None:
         return
@@ -141,7 +144,7 @@ def _shards_gradients(model: keras.Model) -> bool:
 
 
 def accumulation_counter(model: keras.Model) -> Any:
-    """Return the counter of accumulated micro-batches.
+    """Return the counter of the micro-batches accumulated since the last update.
 
     Returns:
         Keras variable, or an object that is read and assigned like one; or `None` if
@@ -160,7 +163,7 @@ def accumulation_counter(model: keras.Model) -> Any:
     steps = groups[0].gradient_accumulation_steps
 
     def write(value: Any) -> None:
-        """Set the number of accumulated micro-batches in all of Keras's counters."""
+        """Set the number of accumulated micro-batches, `value`, in Keras's counters."""
         for counter in counters:
             updates = int(counter.numpy()) // steps
             counter.assign(updates * steps + int(np.asarray(value)))
@@ -171,7 +174,10 @@ def accumulation_counter(model: keras.Model) -> Any:
 
 
 def _named_accumulators(model: keras.Model) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the accumulator of each trained variable that has one."""
+    """Yield the name of each trained variable, and the accumulator of its gradient.
+
+    Variables without an accumulator are left out.
+    """
     optimizer: Any = model.optimizer
     trained = _compat.trained_by(_without_loss_scaling(optimizer))
     if hasattr(optimizer, "as_keras"):
@@ -192,7 +198,7 @@ def _without_loss_scaling(optimizer: Any) -> Any:
 
 
 def _accumulating_groups(optimizer: Any) -> list[Any]:
-    """Return the Keras optimizers that accumulate gradients themselves."""
+    """Return the Keras optimizers that accumulate gradients, within an optimizer."""
     inner = _without_loss_scaling(optimizer)
     groups = [] if inner is None else innermost(inner)
     return [group for group in groups if _compat.has_accumulators(group)]
@@ -224,8 +230,8 @@ def _scaled(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
             # A product in place would change the accumulator, with which `values` may
             # share memory.
             values = values * np.asarray(factor(), values.dtype)
-            # The loss scale skips overflows. A run that restores them may have no loss
-            # scale, and would not skip them.
+            # Sums that overflowed are saved as zero: with a loss scale, the update that
+            # has them is skipped, but a run that restores them may have none.
             values[~np.isfinite(values)] = 0
             return values
 

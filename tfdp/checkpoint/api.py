@@ -40,7 +40,7 @@ from tfdp.training.keras_hooks.file_hooks import plain_optimizer
 from tfdp.training.replicas.synchronized_scope import synchronize_new_variables
 from tfdp.training.sharding.state_tensors import StateTensor
 
-# Sentences of error messages on the state after a failure.
+# Sentences of error messages on the state after a failed save or restore.
 _INTACT = "The previous contents of the directory are intact."
 _NOTHING_LOADED = "Nothing was loaded."
 _PARTLY_LOADED = (
@@ -118,7 +118,10 @@ def save(
 
 
 def _equalize_state(model: keras.Model) -> None:
-    """Make the state equal on all replicas, so that any worker can write a share."""
+    """Make the state equal on all replicas, so that any worker can write it.
+
+    Accumulated gradients become an equal fraction of their sum on each replica.
+    """
     strategy = strategy_of(model)
     if strategy is not None:
         synchronize_new_variables(strategy)  # `save` may run inside the scope
@@ -242,7 +245,7 @@ def _write_checkpoint(metadata: _Metadata, read: Read, worker_group: Any) -> Non
     act = functools.partial(run_on_all_workers, worker_group, path, "saved", _INTACT)
 
     def begin() -> tuple[Storage, str]:
-        """Open the storage, and create the data folder on worker 0."""
+        """Open the storage; on worker 0, create a data folder, and return its name."""
         storage = open_storage(path)
         token = writing.make_data_folder(storage) if worker_group.is_chief else ""
         return storage, token
@@ -254,7 +257,7 @@ def _write_checkpoint(metadata: _Metadata, read: Read, worker_group: Any) -> Non
     folder = storage.below(token)
 
     def publish() -> None:
-        """Write the index on worker 0, and remove older checkpoints there."""
+        """On worker 0, write the index, and remove the folders of older checkpoints."""
         if worker_group.is_chief:
             shards = writing.collect_shard_lists(folder, worker_group.num_workers)
             index = Index(
@@ -304,7 +307,7 @@ def restore_state(
     room = memory_room(worker_group)
 
     def find() -> tuple[Index, LoadPlan]:
-        """Read the index, plan what to load, and read the files."""
+        """Read the index, plan what to load, and read this worker's shards."""
         storage = open_storage(path)
         index = load_index(path)
         load_plan = make_plan(index)

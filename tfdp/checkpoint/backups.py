@@ -33,8 +33,8 @@ from tfdp.training.sharding.state_tensors import StateTensor
 # Names of the directories of backups, and of damaged backups that were renamed.
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _DAMAGED_NAME = re.compile(rf"{_NAME.pattern}\.damaged")
-# File that marks the directory as that of the states in memory. Without it they are
-# dropped.
+# File in the directory of backups with the identity of the run's states in memory.
+# Without it, these states are dropped.
 OWNER_FILE = "memory-id"
 _NOTHING_LOADED = "Nothing was loaded."
 # Verdicts on a backup, which workers exchange: it is intact; a file is missing or was
@@ -77,7 +77,7 @@ class Backups:
 
     @property
     def source(self) -> str:
-        """String, the place of the backups, for messages."""
+        """String, the directory or URL of the backups, for messages."""
         return self.directory
 
     @functools.cached_property
@@ -105,7 +105,7 @@ class Backups:
         probe = self._worker_group.all_gather("a backup: its directory", probe)[0]
 
         def remove() -> None:
-            """Remove the probe, and temporary files of processes that were killed."""
+            """On worker 0, remove the probe and temporary files of killed processes."""
             if self._worker_group.is_chief:
                 self._storage.remove_file(probe)
                 with contextlib.suppress(OSError):  # the next run tries again
@@ -154,7 +154,7 @@ class Backups:
         )
 
     def finish(self) -> None:
-        """Wait until the present save has ended, and free the memory of its copy.
+        """Wait for a save in the background to end, and free the memory of its copy.
 
         Raises:
             OSError: On every worker, if one could not write the backup.
@@ -162,7 +162,7 @@ class Backups:
         self._saves.finish()
 
     def close(self) -> None:
-        """Wait until the present save has ended; print its error, if any."""
+        """Wait until the save in the background has ended; print its error, if any."""
         try:
             self.finish()
         except WorkerLost:
@@ -181,7 +181,10 @@ class Backups:
         group = self._worker_group
 
         def find() -> list[int]:
-            """List the steps of the backups on worker 0, and drop states in memory."""
+            """List the steps on worker 0; remove `OWNER_FILE` if no states are kept.
+
+            Other workers return an empty list.
+            """
             if not group.is_chief:
                 return []
             names = self._storage.names()
@@ -270,8 +273,18 @@ class Backups:
             self._storage.remove_if_empty()
 
     def _make_directory(self) -> str:
-        """Create the directory on worker 0, and return the name of a probe file."""
-        # This fails on a worker that lacks the package of the object store.
+        """Create the directory and a probe file in it on worker 0.
+
+        Returns:
+            String, name of the probe file; `""` on other workers.
+
+        Raises:
+            OSError: If a file cannot be written.
+            ValueError: If a file has the directory's path, or this worker lacks the
+                package of the object store.
+        """
+        # Opening the storage fails on a worker that lacks the package of the object
+        # store.
         storage = self._storage
         if not self._worker_group.is_chief:
             return ""
@@ -302,7 +315,7 @@ class Backups:
         backup, room = self._storage.below(name), memory_room(self._worker_group)
 
         def find() -> tuple[Index, LoadPlan]:
-            """Read the index, plan what to load, and read the files."""
+            """Read the index, plan what to load, and read this worker's shards."""
             index = load_index(backup.path)
             folder = backup.below(index.token)
             # The plan allocates arrays of the sizes in the index, so the sizes are

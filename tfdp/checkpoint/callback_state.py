@@ -94,7 +94,7 @@ def check_value(value: Any, where: str) -> Any:
 
 
 def check_callback_states(states: Any, where: str) -> None:
-    """Raise `Malformed` unless a value is a dict as `callback_states` returns first.
+    """Raise `Malformed` unless a value is a dict of states, as of `callback_states`.
 
     Args:
         states: Value from a file, as JSON has it.
@@ -122,7 +122,7 @@ def _check_state(state: Any, where: str) -> None:
 
 
 def _is_allowed_value(name: str, value: Any) -> bool:
-    """Return whether an attribute of a Keras callback may have this value."""
+    """Return whether an attribute, by its name, may have this decoded value."""
     if value is None:
         return name in _MAY_BE_NONE
     if name == "history":
@@ -278,7 +278,7 @@ def _encode_array(value: Any) -> dict[str, list]:
 
 
 def _array_specs(arrays: Iterable[Any]) -> list:
-    """Return a list of the shape and the name of the dtype for each array."""
+    """Return for each array the list of its sizes and the name of its dtype."""
     return [[list(a.shape), np.dtype(a.dtype).name] for a in map(np.asarray, arrays)]
 
 

@@ -40,10 +40,10 @@ except ImportError:  # Windows lacks `fcntl`, and `ROOT` too
 # File system in memory that Linux mounts for POSIX shared memory.
 ROOT = "/dev/shm"
 _NAME = re.compile(r"tfdp-memory-([0-9]+)-[0-9a-f]{16}")
-# Name of a file of a part: stem, rank and ending. A `.new` file was incomplete when its
-# process ended.
+# Matches the name of a file of a part: its stem, the rank in it, and its ending. A
+# `.new` file was incomplete when its process ended.
 _FILE = re.compile(r"(part-([0-9]+)-[01])\.(json|data)(?:\.new)?")
-# Age after which the memory of a run that was never resumed is freed.
+# Seconds after which the memory of a run that was not resumed is freed.
 _LONGEST_UNUSED_SECONDS = 86400.0
 
 
@@ -115,13 +115,18 @@ class HostMemory:
                     os.unlink(os.path.join(self.path, file[0]))
 
     def _files(self) -> list[re.Match]:
-        """Return files of parts, as matches of `_FILE`; none if there is no folder."""
+        """List the files of parts in the folder; a missing folder has none.
+
+        Returns:
+            List of matches of `_FILE`, whose groups are the stem, the rank and the
+            ending.
+        """
         with contextlib.suppress(OSError):
             return [*filter(None, map(_FILE.fullmatch, os.listdir(self.path)))]
         return []
 
     def _header(self, file: str) -> PartHeader | None:
-        """Return the header in a file, or `None` if it is missing or damaged."""
+        """Return the header in a file, by its name; `None` if missing or damaged."""
         with contextlib.suppress(OSError, ValueError):
             text = read_text(os.path.join(self.path, file), INDEX_BYTES)
             return PartHeader.from_text(text)
@@ -211,7 +216,7 @@ class HostMemory:
             self._lock = None
 
     def _allocate(self, rank: int, slot: int, num_bytes: int) -> np.ndarray:
-        """Allocate the memory of a slot; return its bytes as an array.
+        """Allocate a slot's file in memory; return its bytes as a writable array.
 
         Without the allocation, a write to memory that is lacking would kill the
         process.
@@ -225,13 +230,13 @@ class HostMemory:
             os.close(number)
 
     def _num_bytes(self, rank: int, slot: int) -> int:
-        """Return the size of a slot's file in bytes, 0 if it is missing."""
+        """Return the size in bytes of a rank's file in a slot, 0 if it is missing."""
         with contextlib.suppress(OSError):
             return os.lstat(self._path(rank, slot, "data")).st_size
         return 0
 
     def _path(self, rank: int, slot: int, ending: str) -> str:
-        """Return the path of a slot's file with an ending: `"data"` or `"json"`."""
+        """Return the path of a rank's file in a slot, by its ending (data or json)."""
         return os.path.join(self.path, f"{_stem(rank, slot)}.{ending}")
 
 
@@ -245,18 +250,28 @@ def room_bytes() -> int:
 
 
 def _stem(rank: int, slot: int) -> str:
-    """Return the name of a slot's files without the ending."""
+    """Return the name, without ending, of the files of a worker's part in a slot."""
     return f"part-{rank}-{slot}"
 
 
 def _open_to_write(path: str) -> int:
-    """Open or create a file of this user, and return its descriptor."""
+    """Open a file for reading and writing, and return its descriptor.
+
+    A missing file is created for its owner only. `OSError` for a symbolic link.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     return os.open(path, flags, 0o600)
 
 
 def _map(number: int, num_bytes: int, protection: int) -> np.ndarray:
-    """Map the first bytes of a file as an array, shared with other processes."""
+    """Map the first bytes of a file as an array, shared with other processes.
+
+    Args:
+        number: Int, descriptor of the open file.
+        num_bytes: Int, size of the array.
+        protection: Int, `mmap.PROT_READ`, or with `mmap.PROT_WRITE` for a writable
+            array.
+    """
     if not num_bytes:
         return np.empty(0, np.uint8)
     mapped = mmap.mmap(number, num_bytes, mmap.MAP_SHARED, protection)

@@ -85,14 +85,14 @@ class MemoryBackups:
         # Sizes of all workers' parts when the memory was last checked.
         self._sizes: list[int] = []
         self._pending: Future[None] | None = None
-        # Error of a save on this worker, after which no worker saves in memory any
-        # more.
+        # Error of saving in memory on this worker; the next save sends it to all
+        # workers, which then stop saving in memory.
         self._fault = ""
         self._held: HeldState | None = None
         self._headers: Sequence[PartHeader] = []
 
     def prepare(self) -> None:
-        """Open the memory, and choose the worker that keeps the copy of each part."""
+        """Open the memory, and choose which worker keeps a copy of which part."""
         self._owner, token = self._agree_on_names()
         self._token = f"{token}-{self._group.num_workers}"
         key, fault = "", ""
@@ -157,7 +157,12 @@ class MemoryBackups:
         return newest
 
     def load(self, index: Index, load_plan: LoadPlan) -> None:
-        """Read the found state into this worker's variables, as `Backups.load` does."""
+        """Read the found state into this worker's variables, as all workers do.
+
+        Raises:
+            ValueError: On every worker, if a part is wrong on one of them.
+            OSError: On every worker, if one of them cannot read a part.
+        """
         assert self._held is not None
         act = functools.partial(
             run_on_all_workers,
@@ -169,7 +174,11 @@ class MemoryBackups:
         reader = PartsReader(self._held, self._headers, index, self._group.rank)
 
         def plan() -> list[list[PartRange]]:
-            """Map the parts on this host; return the pieces that this worker lacks."""
+            """Map the parts on this host; return the pieces that this worker lacks.
+
+            Returns:
+                List of lists of `PartRange`, the result of `PartsReader.requests`.
+            """
             reader.map_parts(self._memory)
             return reader.requests(load_plan.tensors)
 
@@ -262,7 +271,7 @@ class MemoryBackups:
         self._slot = 1 - self._slot
 
     def finish(self) -> None:
-        """Wait until the copies are sent; the next save reports an error of theirs."""
+        """Wait until the copies are sent; keep an error for the next save."""
         if self._pending is None:
             return
         error = self._pending.exception()
@@ -289,10 +298,17 @@ class MemoryBackups:
                 open_storage(self._directory).remove_file(OWNER_FILE)
 
     def _agree_on_names(self) -> list[str]:
-        """Agree on the identity of the directory and on a random name of this `fit`."""
+        """Agree on the identity of the backups' directory and on a name of this `fit`.
+
+        Returns:
+            List of two strings: the content of `OWNER_FILE`, and a random name.
+        """
 
         def names() -> list[str]:
-            """Read or write the identity of the directory on worker 0."""
+            """Read or write the identity on worker 0; return it with a random name.
+
+            Other workers return two empty strings.
+            """
             if not self._group.is_chief:
                 return ["", ""]
             storage, owner = open_storage(self._directory), uuid.uuid4().hex
@@ -460,12 +476,15 @@ class MemoryBackups:
         step: int,
         make_plan: Callable[[Index], LoadPlan],
     ) -> tuple[Index, LoadPlan]:
-        """Return the index of a state in memory, and the load plan for it.
+        """Return the index of a state in memory, and this worker's load plan for it.
 
         Args:
             headers: Dict from ranks to the headers of all parts.
             step: Int, the number of batches that the parts' names have.
             make_plan: Callable, as in `find_newest`.
+
+        Raises:
+            ValueError: If the parts are incomplete, or their metadata has another step.
         """
         self._headers = [headers[rank] for rank in sorted(headers)]
         index = index_of_parts(self._headers)

@@ -68,7 +68,7 @@ class PartName(NamedTuple):
 
     @property
     def order(self) -> tuple[int, bool]:
-        """Tuple that is larger for the part of a later save."""
+        """Tuple by which parts are compared: it is larger for that of a later save."""
         return self.step, not self.in_epoch
 
 

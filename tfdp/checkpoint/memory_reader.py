@@ -52,14 +52,16 @@ class PartsReader:
         self._offsets = [header.offsets() for header in headers]
         self._arrays: dict[int, np.ndarray] = {}
         self._communicator: Communicator | None = None
-        # Pieces that each worker requests, by exchange and worker.
+        # Pieces to send and receive: a list by exchange of lists by worker that
+        # requests them.
         self._rounds: list[list[list[PartRange]]] = []
 
     def map_parts(self, memory: HostMemory) -> None:
-        """Map the parts that are in the memory of this host.
+        """Map the parts in the memory of this host, to read them without a copy.
 
-        Args:
-            memory: `HostMemory`.
+        Raises:
+            ValueError: If the file of a part is shorter than its header says.
+            OSError: If a file cannot be read.
         """
         for part, header in enumerate(self._headers):
             if self._rank in self._held.holders[part]:

@@ -115,7 +115,7 @@ def replicated(
         variable.assign(reshaped(values, shape))
 
     def read_range(first: int, last: int) -> Any:
-        """Return elements of this worker's share, counted from its first."""
+        """Return elements `first` to `last` of this worker's share, a flat array."""
         return read(start + first, start + last)
 
     everything = LocalShard(0, size, lambda: read(0, size), write)

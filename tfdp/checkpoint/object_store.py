@@ -139,7 +139,7 @@ class ObjectStore(Storage):
         return self.read_bytes(name, num_bytes).decode()
 
     def read_bytes(self, name: str, most_bytes: int) -> bytes:
-        """Read the object with this name, whole, whatever its size."""
+        """Read the object with this name, whole; `most_bytes` is ignored."""
         return self._request("read", lambda s, path: s.cat_file(f"{path}/{name}"), name)
 
     def write_text(self, name: str, text: str) -> None:
@@ -155,7 +155,11 @@ class ObjectStore(Storage):
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[tuple[str, Publish]]:
-        """Yield a temporary folder, and a function that uploads files from it."""
+        """Yield a temporary folder, and a function that uploads files from it.
+
+        Returns:
+            Context manager that yields the path of the folder, and a `Publish`.
+        """
         with TemporaryFolder("store") as folder:
 
             def publish(names: Sequence[str]) -> None:
@@ -184,7 +188,11 @@ class ObjectStore(Storage):
                 self.remove_file(name)
 
     def remove(self) -> None:
-        """Remove the objects of this folder, without those of its subfolders."""
+        """Remove the objects of this folder, but not those of its subfolders.
+
+        Raises:
+            StoreError: If the store refuses, or an object still exists afterwards.
+        """
         names = self.sizes()
         if not names:
             return
@@ -289,7 +297,7 @@ class ObjectStore(Storage):
 
 
 def _with_timeout(request: Callable[[], Any]) -> Any:
-    """Return the result of a request in a thread; stop waiting after the timeout.
+    """Run a request in a thread; stop waiting after `_REQUEST_SECONDS`.
 
     Raises `TimeoutError` at the timeout.
 
@@ -304,9 +312,12 @@ def _with_timeout(request: Callable[[], Any]) -> Any:
 
 
 def _check_protocol(protocol: str) -> None:
-    """Raise `ValueError` unless a protocol is one of an object store and can be used.
+    """Raise `ValueError` unless a protocol is that of an object store, and can be used.
 
     fsspec and its package for the protocol must be installed.
+
+    Args:
+        protocol: String, part of the URL before `://`, such as `"s3"`.
     """
     if protocol in _FILE_SYSTEMS or "::" in protocol:
         raise ValueError(

@@ -12,10 +12,10 @@ from tfdp.checkpoint import files
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground.base.context import strategy_of
 
-# Least timeout in seconds for file operations: the timeout of a worker group is meant
-# for messages, and a slow disk or store may take longer.
+# Least timeout in seconds of exchanges that wait for file operations: the worker
+# group's own timeout is meant for messages, and a slow disk or store may take longer.
 _STORAGE_SECONDS = 3600.0
-# Worker groups of models without a strategy, by model.
+# Worker groups of a single worker, for models without a strategy, by model.
 _alone: weakref.WeakKeyDictionary[keras.Model, WorkerGroup]
 _alone = weakref.WeakKeyDictionary()
 
@@ -68,7 +68,11 @@ def run_on_all_workers(
 
 
 def storage_timeout(worker_group: Any) -> float | None:
-    """Return the timeout of file operations in seconds, or `None` for no limit."""
+    """Return the timeout in seconds of an exchange that waits for file operations.
+
+    Returns:
+        Float, or `None` if the worker group has no timeout.
+    """
     seconds = worker_group.timeout_seconds
     return seconds and max(seconds, _STORAGE_SECONDS)
 

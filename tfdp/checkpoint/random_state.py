@@ -45,7 +45,10 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def _tensorflow_state() -> dict[str, Any]:
-    """Return TensorFlow's state; `stands_in`: tfdp, not the user, has set the seed."""
+    """Return the state of TensorFlow's global generators, as a dict for JSON.
+
+    Its field `stands_in` is true if tfdp, and not the user, has set the global seed.
+    """
     state = _compat.tensorflow_random_state()
     seed = state["seed"]
     return {**state, "stands_in": seed is not None and seed == stand_in_seed.seed()}

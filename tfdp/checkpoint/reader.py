@@ -118,7 +118,7 @@ def assign_values(load_plan: LoadPlan) -> None:
 
 
 def _num_bytes(state: Sequence[StateTensor]) -> int:
-    """Return the size in bytes of the values that this process reads."""
+    """Return the bytes of all local shards of a state, which this process reads."""
     return sum(
         (local.stop - local.start) * files.dtype_of(tensor).size
         for tensor in state

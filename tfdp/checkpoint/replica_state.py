@@ -55,7 +55,10 @@ class LocalReplicas:
 
 
 def local_replicas(model: Any) -> LocalReplicas:
-    """Return the ranks of this process's replicas in a model's strategy."""
+    """Return the ranks of this process's replicas, of all in a model's strategy.
+
+    Without a strategy there is one replica, of rank 0.
+    """
     strategy = strategy_of(model)
     if strategy is None:
         return LocalReplicas()
@@ -123,7 +126,7 @@ def tensor_of_replica(
 
 
 def zero_local_values(variable: Any, replicas: LocalReplicas) -> None:
-    """Set a variable to zero on each local replica."""
+    """Set a mirrored variable to zero on each replica of this process."""
     for replica in range(replicas.num_local):
         component = _compat.local_value(variable, replica)
         with tf.device(component.device):
@@ -141,11 +144,11 @@ def _shard_of(item: PerReplicaVariable, local: int, *, merges: bool) -> LocalSha
     component = _compat.local_value(item.variable, local)
 
     def read() -> np.ndarray:
-        """Return the value of the replica, flat."""
+        """Return the value of the replica as a flat array."""
         return component.numpy().reshape(-1)
 
     def write(values: Any) -> None:
-        """Set the value of the replica, or merge the new value into it."""
+        """Set the value of the replica, or merge a saved replica's value into it."""
         values = np.reshape(values, component.shape)
         if merges:
             values = _MERGES[item.merge](component.numpy(), values)

@@ -113,7 +113,7 @@ def _finish(model: Any, restored: RestoredResiduals, reason: str) -> None:
 
 
 def _positions(model: Any) -> dict[int, int]:
-    """Return the positions of trainable variables in a model, by `id`."""
+    """Return the position of each trainable variable in a model, by `id(variable)`."""
     return {id(v): position for position, v in enumerate(model.trainable_variables)}
 
 
@@ -130,7 +130,7 @@ def _identity(name: tuple) -> str:
 
 
 def _compresses(model: Any) -> bool:
-    """Return whether gradients, or the exchanges of local steps, are compressed now."""
+    """Return whether this run compresses gradients, or exchanges of local steps."""
     strategy = strategy_of(model)
     if strategy is None:
         return False
@@ -157,7 +157,7 @@ def _tensor_to_write(
     array = state.initial[name]
 
     def shard(local: int) -> LocalShard:
-        """Return the shard of a local replica, which can only be read."""
+        """Return the array of a local replica, by its index, as a read-only shard."""
         read = functools.partial(_compat.elements_of, state.replicas[local][name])
         everything = functools.partial(read, 0, array.size)
         return LocalShard(0, array.size, everything, _raise_unsupported, read)
@@ -188,10 +188,10 @@ def _tensor_to_read(
     """
 
     def shard(local: int) -> LocalShard:
-        """Return the shard of a local replica, which can only be written."""
+        """Return the shard of a local replica, by its index, which is only written."""
 
         def write(values: Any) -> None:
-            """Store the values in `restored`, by identity, name and local replica."""
+            """Store the values in `restored`, by identity, array and local replica."""
             by_name = restored.values.setdefault(identity, {})
             by_name.setdefault(name, {})[local] = np.array(values)
 
@@ -203,5 +203,5 @@ def _tensor_to_read(
 
 
 def _raise_unsupported(*unused: Any) -> Any:
-    """Raise for a read or write that neither saving nor restoring makes."""
+    """Raise `NotImplementedError`: a shard is either only read or only written."""
     raise NotImplementedError

@@ -8,13 +8,13 @@ from tfdp.checkpoint import schema
 from tfdp.checkpoint.callback_state import check_callback_states, check_value
 from tfdp.checkpoint.schema import COUNT, POSITIVE, optional
 
-# Bounds of the words and the seeds of random generators.
+# Bounds of a word of the Mersenne twister's state, and of a seed.
 _WORD = range(2**32)
 _SEED = range(-(2**63), 2**64 + 1)
 
 
 def _check_words_and_position(value: Any, where: str) -> None:
-    """Raise `Malformed` unless a value is the state of a Mersenne twister in Python.
+    """Raise `Malformed` unless a value is a Mersenne twister's words and position.
 
     Args:
         value: Value, as JSON has it.
@@ -74,8 +74,8 @@ def _check_logs(value: Any, where: str) -> None:
         schema.refuse(value, where, "the logs of a batch")
 
 
-# Schemas of random states by worker, and of the facts on which a backup's tensors
-# depend.
+# Schema of the random states by worker, and of what a backup's tensors depend on: the
+# number of replicas, and how each metric variable is merged.
 RANDOM_STATES = schema.list_of(_RANDOM, least=1)
 FACTS = {"replicas": POSITIVE, "merges": [{"sum", "max", "min"}]}
 # `rates` and `accumulation` are optional: the first versions did not write them.

@@ -21,7 +21,8 @@ from tfdp.ground.base.files import (
 )
 from tfdp.ground.base.temporary import remove_left_over
 
-# Function that moves named files from a local folder to the storage.
+# Function that takes the names of files in a local folder, and moves them to the
+# storage.
 Publish = Callable[[Sequence[str]], None]
 
 
@@ -50,11 +51,16 @@ class Storage:
         return os.path.islink(self.path)
 
     def below(self, name: str) -> Storage:
-        """Return the subfolder with this name."""
+        """Return the `Storage` of a subfolder, by its name."""
         return Storage(self._path(name))
 
     def make(self, *, exist_ok: bool = True) -> None:
-        """Create the folder for its owner only; `ValueError` if a file has its path."""
+        """Create the folder for its owner only; with `exist_ok` it may exist.
+
+        Raises:
+            ValueError: If a file has the folder's path.
+            FileExistsError: If the folder exists, and `exist_ok` is false.
+        """
         if exist_ok and os.path.exists(self.path) and not os.path.isdir(self.path):
             raise ValueError("there is a file of that name; give a directory")
         make_private_folder(self.path, exist_ok=exist_ok)
@@ -104,7 +110,7 @@ class Storage:
         return read_text(self._path(name), most_bytes)
 
     def read_bytes(self, name: str, most_bytes: int) -> bytes:
-        """Read the first bytes of a file.
+        """Read the first bytes of a file, at most `most_bytes`.
 
         Raises:
             NotRegularFile: If it is not a regular file; nothing is read.
@@ -140,7 +146,7 @@ class Storage:
         sync_folder(self.path)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Rename a subfolder of this folder."""
+        """Rename a subfolder of this folder; both names are relative to it."""
         os.rename(self._path(name), self._path(new_name))
 
     def remove_file(self, name: str) -> None:

@@ -118,7 +118,10 @@ def plan_checkpoint(model: keras.Model, index: Index) -> LoadPlan:
 
 
 def run_facts(model: Any) -> dict[str, Any]:
-    """Return facts on which a backup's tensors depend, as a dict for JSON."""
+    """Return what a backup's tensors depend on, as a dict for JSON.
+
+    Its fields are the number of replicas, and the function that merges each metric.
+    """
     return {
         "replicas": local_replicas(model).count,
         "merges": [item.merge for item in metric_variables(model)],
@@ -150,7 +153,11 @@ class IncompatibleBackup(ValueError):
 
 @contextlib.contextmanager
 def _as_incompatible() -> Iterator[None]:
-    """Raise `IncompatibleBackup` for a backup that is valid, but not of this model."""
+    """Raise `IncompatibleBackup` in place of a `ValueError` other than `Malformed`.
+
+    `Malformed` means that the backup is damaged, and all others that it is of another
+    model.
+    """
     try:
         yield
     except schema.Malformed:
@@ -303,7 +310,7 @@ def _common_tensors(model: Any, arrays: dict[str, np.ndarray]) -> list[StateTens
 
 
 def _accumulated_tensors(model: Any, saved_count: int) -> list[StateTensor]:
-    """Return the tensors of the accumulated sums, as multiplied by the loss scale.
+    """Return the tensors of accumulated gradients for a backup, with the loss scale.
 
     Args:
         model: Built Keras model.
@@ -340,7 +347,8 @@ def metric_variables(
     kinds = traced if merges is None or len(merges) != len(traced) else merges
     for variable, kind in zip(variables, kinds, strict=True):
         if hasattr(variable.value, "merge"):
-            # A resumed run may not trace a step that finds it.
+            # A run that resumes in the middle may not trace the step that finds the
+            # merge function.
             variable.value.merge = kind
     return [
         PerReplicaVariable(f"{_METRICS}/{number}", variable, kind)
@@ -349,7 +357,10 @@ def metric_variables(
 
 
 def _counters(model: Any) -> dict[str, Any]:
-    """Return the counters that only logs show, by name; only backups save them."""
+    """Return the optimizer's counters for the logs, by name; only backups save them.
+
+    They are variables, such as the number of steps skipped for a loss scale.
+    """
     features = getattr(model.optimizer, "features", None)
     if features is None:
         return {}

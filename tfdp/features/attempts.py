@@ -21,7 +21,7 @@ from tfdp.training.keras_hooks.worker_callbacks import backup_callbacks, callbac
 
 # Prefix of the modules of tfdp's callbacks, which begin anew in each attempt of `fit`.
 _OWN = "tfdp."
-# The `fit` that has read a dataset, for datasets with a new order in each iteration.
+# The first `fit` that has read a dataset whose order changes with each iteration.
 _readers: weakref.WeakKeyDictionary[Any, weakref.ref[Fit]] = weakref.WeakKeyDictionary()
 
 
@@ -60,7 +60,7 @@ def why_not_read_again(fit: Fit) -> str:
 
 
 def restart_data(arguments: dict[str, Any]) -> None:
-    """Replace datasets, so that their order is that of a first reading.
+    """Replace datasets in arguments by ones that are read in their first order again.
 
     Args:
         arguments: Dict, the arguments of the call by name; changed in place.
@@ -93,7 +93,7 @@ def continue_callbacks(
 
 
 def is_of_user(callback: Any) -> bool:
-    """Return whether a callback is not tfdp's."""
+    """Return whether a callback is the user's or Keras's, and not one of tfdp."""
     return not type(callback).__module__.startswith(_OWN)
 
 

@@ -60,8 +60,8 @@ class Elastic(Feature):
 
     def __init__(self) -> None:
         self._num_calls = 0
-        # Whether the block of an `ElasticState` runs, which continues after a loss, and
-        # not a loop of Keras in it.
+        # Whether the `with` block of an `ElasticState` runs: after a loss the block
+        # recovers, and not a loop of Keras in it.
         self.is_in_loop = False
         # The user's callbacks that have begun on this worker in the present `fit`.
         self._begun: list[weakref.ref[Any]] = []
@@ -201,12 +201,12 @@ def change_cluster(model: Any, change: ClusterChanges, goes_on: str) -> str:
 
 
 def continues(strategy: Any) -> bool:
-    """Return whether training continues after a loss, with a strategy or `None`."""
+    """Return whether training with a strategy continues after the loss of workers."""
     return strategy is not None and strategy.extended.continues_after_loss
 
 
 def _obstacle(fit: Fit) -> str:
-    """Return why `fit` could not continue after a loss, or `""`."""
+    """Return why `fit` could not continue after the loss of a worker, or `""`."""
     callbacks = callback_list(fit.arguments.get("callbacks"))
     if not backup_callbacks(callbacks):
         return (
@@ -246,7 +246,7 @@ def _can_begin_again(model: Any, data: Any) -> bool:
 
 
 def _is_divided(data: Any) -> bool:
-    """Return whether each worker has its own part of a dataset."""
+    """Return whether each worker already has its own part of a dataset."""
     if isinstance(data, tf.distribute.DistributedDataset):
         return True
     if not isinstance(data, tf.data.Dataset):
@@ -258,7 +258,11 @@ def _is_divided(data: Any) -> bool:
 
 
 def _digest(fit: Fit) -> str:
-    """Return a digest of what a worker that joins must have in common."""
+    """Return a digest of what a joining worker must have in common with others.
+
+    These are the configs of the model and the callbacks, arguments of `fit`, the
+    directories of backups, and the kind and shapes of the data.
+    """
     callbacks = callback_list(fit.arguments.get("callbacks"))
     described = {
         "configs": configs.configs_of("fit", fit.model, callbacks, has_trained=True),
@@ -349,7 +353,8 @@ def _renew_weights(
     if sharded:
         FEATURE.discarded.add(model)
     discard_values(list(sharded.values()), strategy)
-    # A worker that joins has whole weights until then: nothing may read them before.
+    # Building an optimizer divides its parameters. A worker that joins has whole ones
+    # until then, and nothing may read them before.
     for optimizer, trained in divides:
         with strategy.scope():
             optimizer.build(trained)

@@ -41,7 +41,8 @@ from tfdp.ground.base.feature import equalize_replicas
 from tfdp.training.keras_hooks import configs
 from tfdp.training.optimizer.arguments import check_strategy
 
-# Commits that stay in the directory; an earlier one is read if the last is damaged.
+# Number of commits that stay in the directory: if the last one is damaged, an earlier
+# one is read.
 _NUM_KEPT = 2
 _RUN = {
     "steps": schema.COUNT,
@@ -206,17 +207,17 @@ class ElasticState:
         raise WorkersChanged(self._continue_after(change)) from error
 
     def _set_entered(self, is_entered: bool) -> None:
-        """Set whether the block of this state runs, in which no other loop recovers."""
+        """Set whether the block `with state:` runs, in which no other loop recovers."""
         self._is_entered = elastic.FEATURE.is_in_loop = is_entered
 
     def _explaining(self) -> contextlib.AbstractContextManager:
-        """Return a context that names the lost worker in errors of TensorFlow."""
+        """Return a context that raises the change of workers behind an error."""
         if self._strategy is None:
             return contextlib.nullcontext()
         return self._strategy.extended.explaining()
 
     def _is_recoverable(self, change: ClusterChanges) -> bool:
-        """Return whether this worker continues after a change."""
+        """Return whether this worker may continue after a change of the workers."""
         return self._continues and not elastic.is_given_up(self._strategy, change)
 
     def _change_behind(self, error: Exception) -> ClusterChanges | None:
@@ -224,7 +225,8 @@ class ElasticState:
         cause: BaseException | None = error
         # `WorkersChanged` ends the chain: its change has been handled.
         while cause is not None and not isinstance(cause, WorkersChanged):
-            # AutoGraph replaces an error that a traced function has raised.
+            # The causes are searched, since AutoGraph replaces an error of a traced
+            # function.
             if isinstance(cause, ClusterChanges):
                 return cause
             cause = cause.__cause__ or cause.__context__
@@ -324,7 +326,7 @@ class ElasticState:
         return True
 
     def _close(self) -> None:
-        """Close the connections of backups in memory, which the first load opens."""
+        """Close the connections of states in memory, if a load has opened them."""
         if "_memory" in vars(self):
             self._memory.close()
 
@@ -348,7 +350,11 @@ class ElasticState:
 
     @activities.during(activities.SAVE)
     def _save(self) -> None:
-        """Save the state in memory, and in the directory if that is due."""
+        """Save the state in memory, and in the directory if that is due.
+
+        The directory is due after `disk_every` commits, or always if states cannot be
+        saved in memory.
+        """
         equalize_replicas(self._model)
         run = {
             "steps": self._num_commits,
@@ -373,14 +379,14 @@ class ElasticState:
         }
 
     def _check_arguments(self) -> None:
-        """Raise on every worker if their arguments differ."""
+        """Raise on every worker if the arguments of `ElasticState` differ."""
         with self._explaining():
             problem = "All workers must create `ElasticState` with the same arguments."
             fact = Fact("arguments", self._arguments(), problem)
             compare(worker_group_of(self._model), "`ElasticState`", [fact])
 
     def _facts(self) -> dict[str, str]:
-        """Return what a worker that joins must have in common with the others."""
+        """Return a digest of what a joining worker must share, by its description."""
         described = {
             "configs": configs.configs_of("fit", self._model, [], has_trained=True),
             "arguments": self._arguments(),

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def is_integer(value: object, least: int | None = None) -> bool:
-    """Return whether a value is an integer, of at least `least`.
+    """Return whether a value is an integer, and at least `least` if that is given.
 
     Example:
 

@@ -204,8 +204,8 @@ def _call_in_owner(owner: Owner, function: Callable, args: tuple, kwargs: dict) 
 
 def _enter_fork() -> None:
     """Discard the parent's exit functions and connections, and run the hooks."""
-    # A freeze also keeps the parent's garbage: deleting a function of TensorFlow needs
-    # threads that do not exist in a forked process.
+    # The parent's garbage is kept, too: deleting a function of TensorFlow needs threads
+    # that do not exist in a forked process.
     gc.freeze()
     for function in _exit_functions:
         atexit.unregister(function)
@@ -244,7 +244,10 @@ def _close_servers(ports: set[int]) -> None:
 
 
 def _local_port(descriptor: int) -> int | None:
-    """Return the local port of an internet socket, `None` for other sockets."""
+    """Return the local port of an internet socket, `None` for other sockets.
+
+    Raise `OSError` for a descriptor that is not a socket.
+    """
     sock = socket.socket(fileno=descriptor)
     try:
         is_internet = sock.family in (socket.AF_INET, socket.AF_INET6)

@@ -188,7 +188,7 @@ class CommunicationOptions:
 
     @property
     def reduce_dtypes(self) -> tuple[str | None, str | None]:
-        """Tuple of the names of communication dtypes inside and across nodes."""
+        """Tuple of names of communication dtypes inside and across nodes, or `None`."""
         inner, outer = (
             COMMUNICATION_DTYPES.get(given) if isinstance(given, str) else None
             for given in self.compression_levels
@@ -234,7 +234,7 @@ class CommunicationOptions:
 
 
 def _check_algorithm(value: object) -> None:
-    """Check one name for both levels, or a dict from level to name."""
+    """Raise `ValueError` unless a value names an algorithm, or one for each level."""
     if not isinstance(value, Mapping):
         check_choice("algorithm", value, ALGORITHMS)
         return

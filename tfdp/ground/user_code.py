@@ -165,6 +165,8 @@ def check_process_of_tensorflow(call: str) -> None:
 def _watch(module: Any) -> None:
     """Replace `ensure_initialized` until its first call, to record its caller.
 
+    If TensorFlow has started already, record the line that imports tfdp instead.
+
     Args:
         module: The module `tensorflow.python.eager.context`.
     """

@@ -73,7 +73,11 @@ def canonical_address(address: str) -> tuple[str, int]:
 
 
 def canonical_host(host: str) -> str:
-    """Return the host name that `canonical_address` returns for a host."""
+    """Return one spelling of a host: `"localhost"` for loopback names and addresses.
+
+    The unspecified addresses count as loopback ones. Other IP addresses are normalized,
+    and other names are in lower case.
+    """
     host = host.lower().rstrip(".")
     address = ip_address(host)
     if address is None:

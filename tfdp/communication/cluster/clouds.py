@@ -37,7 +37,7 @@ def read_sagemaker(environ: Mapping[str, str]) -> dict[str, Any] | None:
         job of one host.
 
     Raises:
-        ValueError: If the name of this host is not among the hosts.
+        ValueError: If the list of hosts is malformed, or this host is not in it.
 
     Source: https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
     and https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
@@ -66,7 +66,7 @@ def read_sagemaker(environ: Mapping[str, str]) -> dict[str, Any] | None:
         )
     if len(hosts) == 1:
         return None
-    hosts = sorted(hosts)  # the same order on all hosts
+    hosts = sorted(hosts)  # all hosts need the same order
     workers = [f"{host}:{PORT}" for host in hosts]
     return {"workers": workers, "task_index": hosts.index(own)}
 
@@ -120,7 +120,7 @@ def _with_job_names(spec: Any) -> Any:
 
 
 def _parse(text: str, name: str, cloud: str) -> Any:
-    """Parse JSON; an error names the variable or file and the cloud.
+    """Parse JSON; raise `ValueError` that names the variable or file and the cloud.
 
     Args:
         text: String, JSON.

@@ -20,7 +20,8 @@ from tfdp.ground.onednn import VARIABLE, cpu_flags, is_left_off
 _NAME = "oneDNN"
 # A gradient that takes this many times as long as the forward pass has a slow kernel.
 _SLOW_FACTOR = 3.0
-# Batch rows and units of the measured dense layer: some milliseconds if it is slow.
+# Batch rows and units of the dense layer that is measured. The measurement takes some
+# milliseconds if its kernel is slow.
 _ROWS, _UNITS = 32, 1024
 _REPEATS = 5
 # Names of x86 processor flags in /proc/cpuinfo: vector widths, the widest first, and

@@ -12,7 +12,8 @@ from tfdp.ground.arguments import is_integer
 
 # Cores that a replica needs to speed up training, for the default number of replicas.
 _CORES_PER_REPLICA = 2
-# Limit of the default: more replicas have fewer rows each, but communicate as much.
+# Limit of the default number of replicas: with more, each one has fewer rows, but
+# communicates as many bytes.
 _MAX_DEFAULT_REPLICAS = 8
 
 
@@ -134,7 +135,7 @@ def default_cpus(count: int | None) -> None:
 
 
 def _device_names(kind: str) -> list[str]:
-    """List the local devices of a kind, such as `"GPU:0"`."""
+    """List the local logical devices of a type, `"GPU"` or `"CPU"`, as `"GPU:0"`."""
     return [f"{kind}:{index}" for index in range(_compat.num_local_devices(kind))]
 
 

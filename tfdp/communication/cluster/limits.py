@@ -24,7 +24,8 @@ _NUM_LANES = 5
 # /proc/self/status shows at most 35 in a `fit` over the direct transport, and 129 with
 # the server (TensorFlow 2.21).
 _THREADS, _THREADS_PER_CORE, _SERVER_THREADS = 24, 8, 96
-# Files that Python opens at its start; and a data file, a log and a few more.
+# File descriptors that Python opens at its start, and an estimate of those for a data
+# file, a log and the like.
 _PYTHON_FILES = _OTHER_FILES = 8
 
 
@@ -102,11 +103,15 @@ def limit_of_threads() -> int | None:
 
 
 def _check_threads(*, connects: bool) -> None:
-    """Raise `ValueError` if one more worker exceeds this user's limit of threads."""
+    """Raise `ValueError` if one more worker exceeds this user's limit of threads.
+
+    Args:
+        connects: Bool, whether tfdp connects the workers, as in `needed_files`.
+    """
     limit, needed = limit_of_threads(), needed_threads(connects=connects)
     if limit is None:
         return
-    # Benchmarks import this package in environments without psutil.
+    # The import is here, since benchmarks import this package without psutil.
     import psutil
 
     used = sum(
@@ -123,7 +128,13 @@ def _check_threads(*, connects: bool) -> None:
 
 
 def _check_files(num_workers: int, *, one_host: bool, connects: bool) -> None:
-    """Raise `ValueError` if the limit of open files is below what a worker needs."""
+    """Raise `ValueError` if the limit of open files is below what a worker needs.
+
+    Args:
+        num_workers: Int, number of workers of the job.
+        one_host: Bool, whether all workers are on one host, as in `needed_files`.
+        connects: Bool, whether tfdp connects the workers, as in `needed_files`.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return

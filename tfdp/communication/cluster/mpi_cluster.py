@@ -73,8 +73,8 @@ def find_cluster(timeout_seconds: float | None = None) -> Cluster | None:
     if launched is None or _uses_other_source(launched):
         return Cluster.from_environment()
     if not has_mpi4py():
-        # Slurm's variables, if set, are inherited from the `srun` that mpiexec has
-        # used.
+        # Without mpi4py the ranks cannot agree. Slurm's variables, if set, do not help:
+        # they are inherited from the `srun` by which mpiexec has started its helpers.
         return None
     with _lock:
         if not _agreed:
@@ -188,7 +188,7 @@ def agree_on_cluster(job: MpiJob, timeout_seconds: float | None = None) -> Clust
 
 
 def _first_ranks(placements: Sequence[ProcessPlacement]) -> dict[str, int]:
-    """Return the lowest rank of each host, by the host's key."""
+    """Return the lowest rank of each host, by its key; placements are by rank."""
     firsts: dict[str, int] = {}
     for rank, place in enumerate(placements):
         firsts.setdefault(place.host, rank)
@@ -278,7 +278,14 @@ def _unreachable(
 
 
 def _divide_gpus(rank: int, placements: Sequence[ProcessPlacement]) -> None:
-    """Give this process its part of the host's GPUs, if all processes see the same."""
+    """Set `CUDA_VISIBLE_DEVICES` to this process's part of the GPUs of its host.
+
+    Do nothing unless all processes of the host see the same GPUs.
+
+    Args:
+        rank: Int, rank of this process.
+        placements: Sequence of `ProcessPlacement`, in the order of ranks.
+    """
     peers = [
         r for r, place in enumerate(placements) if place.host == placements[rank].host
     ]

@@ -19,8 +19,8 @@ import time
 from collections.abc import Iterable, Iterator
 
 _POLL_SECONDS = 0.5
-# First shared memory file of an MPICH job. The pattern ends at the line's end, because
-# Linux appends "(deleted)" to a file that was removed.
+# Path of the first shared memory file of an MPICH job, in /proc/PID/maps. The pattern
+# ends at the line's end, because Linux appends "(deleted)" to a removed file.
 _SHARED_MEMORY = re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_0$", re.MULTILINE)
 
 
@@ -76,7 +76,7 @@ def unlink(paths: Iterable[str]) -> None:
 
 def main() -> None:
     """Run the guard: kill the parent process if MPI has not started at the deadline."""
-    # Ctrl-C is for the process; if it cannot handle it, it still needs its guard.
+    # Ctrl-C is for the guarded process, which needs the guard if it cannot handle it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process, limit, sentence = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
     memory: set[str] = set()

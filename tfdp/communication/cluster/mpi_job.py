@@ -21,7 +21,8 @@ _WARN_AFTER_SECONDS = 10.0
 _EXCHANGE_TAG = 1
 # Longest pause between tests of requests in waits that are not time-critical.
 LONGEST_PAUSE_SECONDS = 0.01
-# Time at the start of a wait without pauses, since waking from a pause takes longer.
+# Time at the start of a wait in which a loop polls without pauses, because waking from
+# a pause would take longer.
 _SPIN_SECONDS = 30e-6
 _SHORTEST_SECONDS = 20e-6
 # A pause lasts this fraction (1/8) of the time waited, so that it adds little to it.
@@ -55,11 +56,11 @@ class Backoff:
         return time.monotonic() - self._start
 
     def reset(self) -> None:
-        """Return to short pauses, after progress."""
+        """Begin the wait anew, with short pauses; called after progress."""
         self._start = time.monotonic()
 
     def pause(self) -> None:
-        """Sleep for the next pause, unless the wait has just begun."""
+        """Sleep for an eighth of the time waited, unless the wait has just begun."""
         waited = self.waited_seconds
         if waited > _SPIN_SECONDS:
             pause = max(_SHORTEST_SECONDS, waited / _WAITED_PER_PAUSE)
@@ -89,7 +90,7 @@ class _Pending:
         return all(done)
 
     def stop_receiving(self) -> None:
-        """Cancel the receives whose message has not arrived; sends are completed."""
+        """Cancel the receives whose message has not arrived, but no sends."""
         if not self.is_stopped:
             self.is_stopped = True
             for request in self.receives:
@@ -119,7 +120,8 @@ class MpiJob:
 
     def __post_init__(self) -> None:
         self._communicators: set[Any] = set()
-        # Two threads never test one request, whatever level of threads MPI allows.
+        # Guards the requests: two threads must never test one, whatever level of
+        # threads MPI allows.
         self._pending_lock = threading.Lock()
         # Requests that may still be pending when their caller has stopped waiting.
         self._pending: list[_Pending] = []
@@ -222,7 +224,7 @@ class MpiJob:
             timeout_seconds: Float or `None`, no limit. Defaults to `None`.
             ranks: Sequence of int, the MPI ranks that take part. Defaults to `None`,
                 all.
-            tag: Int, MPI tag of the messages. Defaults to one for all ranks.
+            tag: Int, MPI tag of the messages. Defaults to the one that all ranks use.
 
         Returns:
             List of dicts, in the order of `ranks`.
@@ -267,6 +269,9 @@ class _Inbox:
 
         Returns:
             Dict from rank to message.
+
+        Raises:
+            TimeoutError: If a message has not arrived in time.
         """
         backoff = Backoff(LONGEST_PAUSE_SECONDS)
         begin = time.monotonic()

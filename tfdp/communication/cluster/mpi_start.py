@@ -81,8 +81,8 @@ def _start(timeout_seconds: float | None) -> MpiJob:
     try:
         found = job.exchange({"program": _program()}, timeout_seconds, tag=_WORLD_TAG)
     finally:
-        # The file of MPICH's shared memory can go: all ranks of the host have mapped
-        # it.
+        # The name of MPICH's shared memory is not needed any more: all ranks of the
+        # host have mapped its file.
         unlink(shared_memory_of(os.getpid()))
     _check_programs([each["program"] for each in found])
     # `Dup` is collective, and returns soon since all ranks have joined the exchange.
@@ -131,9 +131,9 @@ def library_of(mpi: Any) -> str:
 
 
 def _check_library(launched: LaunchedRank | None, vendor: str, library: str) -> None:
-    """Raise for an MPI library whose processes the launcher does not connect.
+    """Raise `ValueError` if the launcher belongs to another MPI than the library.
 
-    Such processes abort, or each runs alone.
+    Such a launcher does not connect the processes: they abort, or each runs alone.
 
     Args:
         launched: `LaunchedRank` of this process, or `None`.
@@ -206,9 +206,16 @@ def _initialize(
 
 
 def _lock_of(mpi: Any, library: str) -> contextlib.AbstractContextManager:
-    """Return the lock that a thread must hold to call MPI; raise if threads may not.
+    """Return the lock that a thread must hold to call MPI.
 
     It does nothing if MPI itself allows concurrent calls (`MPI_THREAD_MULTIPLE`).
+
+    Args:
+        mpi: The module `mpi4py.MPI`, initialized.
+        library: String, name and version of the MPI library, for the error.
+
+    Raises:
+        ValueError: If MPI allows calls from one thread only.
     """
     level = mpi.Query_thread()
     if level == mpi.THREAD_MULTIPLE:

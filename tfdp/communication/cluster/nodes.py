@@ -75,7 +75,11 @@ def topology_of(
 
 
 def _group(labels: Sequence[Hashable]) -> Topology:
-    """Group the ranks with equal labels, in order of first appearance."""
+    """Return the topology of nodes of ranks with equal labels, by first appearance.
+
+    Args:
+        labels: Sequence of hashables, in the order of global ranks.
+    """
     nodes: dict[Hashable, list[int]] = {}
     for rank, label in enumerate(labels):
         nodes.setdefault(label, []).append(rank)

@@ -16,8 +16,8 @@ from tfdp.communication.cluster.address import ip_address
 from tfdp.ground.base.process_identity import boot_id
 
 _NETWORK_FILE = "/proc/self/ns/net"
-# Limit of the addresses of a host: one with many containers has more, which other hosts
-# hardly ever reach.
+# Largest number of addresses of a host. A host with many containers has more, which
+# other hosts hardly ever reach.
 _MOST_ADDRESSES = 16
 _TOKEN_BYTES = 16
 _PROBE_SECONDS = 3.0
@@ -113,7 +113,8 @@ def is_own(address: str) -> bool:
     Returns:
         Bool.
     """
-    # An unspecified address means all addresses of a host.
+    # An unspecified address stands for all addresses of a host, so that a socket can be
+    # bound to it on every host.
     if parse_address(address).is_unspecified:
         return False
     try:

@@ -63,7 +63,7 @@ def reap_children(others: Collection[int]) -> None:
 
 
 def kill_children(others: Collection[int], keep_zombies: Collection[int]) -> None:
-    """Kill and reap all descendants; requires `adopt_orphans`.
+    """Kill and reap all descendants, in at most five seconds; needs `adopt_orphans`.
 
     Args:
         others: Ids of children that are not killed.
@@ -151,7 +151,7 @@ def _tf_config_of(process: psutil.Process) -> str:
 
 
 def kill_processes(sessions: Collection[int], job: str = "") -> None:
-    """Kill processes with SIGKILL until none is left.
+    """Kill processes with SIGKILL until none is left, for at most five seconds.
 
     Args:
         sessions: Ids of sessions, as for `find_processes`.
@@ -177,7 +177,7 @@ def main() -> None:
     job = sys.argv[1]
     sessions = [int(line) for line in sys.stdin]
     kill_processes(sessions, job)
-    # A worker that was being started at that moment may not have been visible yet.
+    # A worker that the launcher was starting when it died may not have been found.
     time.sleep(0.3)
     kill_processes(sessions, job)
 

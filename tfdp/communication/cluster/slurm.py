@@ -115,7 +115,10 @@ def _base_port(environ: Mapping[str, str], tasks_per_node: int) -> int:
 
 
 def _read_int(environ: Mapping[str, str], name: str, default: int) -> int:
-    """Parse an environment variable as an int, `default` if it is not set."""
+    """Parse the environment variable `name`; return `default` if it is not set.
+
+    Raise `ValueError` unless its value is an int of at least 0.
+    """
     text = environ.get(name, str(default))
     if not text.isdecimal():
         raise ValueError(

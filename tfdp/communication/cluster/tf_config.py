@@ -146,7 +146,14 @@ def _read_tfdp_key(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_object(config: dict[str, Any], key: str, kind: str) -> dict[str, Any]:
-    """Return the object at a key of a configuration, empty by default."""
+    """Return the object at a key of a configuration, empty by default.
+
+    Args:
+        config: Dict, the parsed `TF_CONFIG`.
+        key: String, the key.
+        kind: String, description of the object, for the `ValueError` that any other
+            value raises.
+    """
     value = config.get(key)
     if not isinstance(value, dict | None):
         raise ValueError(

@@ -49,7 +49,7 @@ def adasum(
         group: A `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
         sizes: Sequence of ints, numbers of elements of the gradients in `tensor`.
-        channel: Int, the chain of the launch order. Defaults to `0`.
+        channel: Int, index of a chain of the `LaunchOrder`. Defaults to `0`.
         is_alone: Bool, as for `collectives.ring`; it makes no difference.
         reduce_dtype: `tf.DType` in which elements travel, or `None`, their own.
             Defaults to `None`.
@@ -86,7 +86,7 @@ def adasum_across_nodes(
         group: A `ProcessGroup` with equally large `nodes`.
         replica: Int, index of the calling replica among the local ones.
         sizes: As for `adasum`.
-        channel: Int, the chain of the launch order. Defaults to `0`.
+        channel: Int, index of a chain of the `LaunchOrder`. Defaults to `0`.
         is_alone: Bool, as for `collectives.ring`; it makes no difference.
         inner_dtype: `tf.DType` in which elements travel inside nodes, or `None`.
             Defaults to `None`.
@@ -103,7 +103,7 @@ def adasum_across_nodes(
     scatter, gather = PHASES["ring"]
 
     def scatter_and_combine(flat: tf.Tensor, member: Member) -> tf.Tensor:
-        """Reduce-scatter in the node; combine slices of all nodes by Adasum."""
+        """Reduce-scatter in the node; return a slice, combined across nodes."""
         piece = scatter(flat, member)
         assert piece is not None
         size = piece.shape[0]
@@ -201,7 +201,7 @@ def _combine(flat: tf.Tensor, sizes: Sequence[int], groups: _Groups) -> tf.Tenso
     missing = -length % core
     if missing:
         flat = tf.pad(flat, [[0, missing]])
-    # The padding counts as one more gradient.
+    # The sizes must add up to all elements, so the padding counts as a gradient.
     sizes = [*sizes, flat.shape[0] - sum(sizes)]
     if groups.member >= core:
         _send(flat, groups, core, from_lower=False)
@@ -253,7 +253,7 @@ def _exchange_halves(
 def _send(
     flat: tf.Tensor, groups: _Groups, distance: int, *, from_lower: bool
 ) -> tf.Tensor:
-    """Broadcast in the caller's pair at a distance, from the lower or upper member.
+    """Broadcast one member's tensor in the caller's pair; return it on both members.
 
     Args:
         flat: Flat tensor; only that of the sending member is used.

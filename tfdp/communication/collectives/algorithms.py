@@ -50,7 +50,8 @@ def in_two_phases(
     with tf.device(member.group.devices[member.replica]):
         flat = tf.reshape(tensor, [-1])  # [length]
         length = flat.shape.num_elements()
-        # The ring needs one shard per replica; halving, a power of two of shards.
+        # The padded length suits all algorithms: the ring needs one shard per replica,
+        # and halving a power of two of shards.
         size = member.group.size
         missing = -length % math.lcm(size, power_of_two_in(size))
         if missing:
@@ -60,7 +61,12 @@ def in_two_phases(
 
 
 def _tree_reduce(flat: tf.Tensor, member: Member) -> tf.Tensor | None:
-    """Reduce up a binomial tree: position 0 gets the sum, all other replicas `None`."""
+    """Reduce up a binomial tree: position 0 gets the sum, all other replicas `None`.
+
+    Args:
+        flat: Flat, padded tensor of the calling replica.
+        member: `Member`, the calling replica.
+    """
     pairs = pairs_of("tree", member.group)
     for distance in powers_below(member.group.size):
         if member.position % (2 * distance) == distance:
@@ -113,6 +119,10 @@ def _send(flat: tf.Tensor, member: Member, pairs: Pairs, *, upwards: bool) -> tf
 
 def _halve(flat: tf.Tensor, member: Member) -> tf.Tensor | None:
     """Reduce-scatter by recursive halving, over the largest power of two.
+
+    Args:
+        flat: Flat, padded tensor of the calling replica.
+        member: `Member`, the calling replica.
 
     Returns:
         Flat tensor, the replica's shard of the sum; or `None` for a replica beyond the
@@ -223,7 +233,7 @@ def ring(
         tensor: Tensor of known shape, the same on every replica.
         group: A `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
-        channel: Int, the chain of the launch order. Defaults to `0`.
+        channel: Int, index of a chain of the `LaunchOrder`. Defaults to `0`.
         is_alone: Bool, whether hardly any other collective runs at the same
             time. Defaults to `True`.
         reduce_dtype: `tf.DType` in which elements travel, or `None`, their own.
@@ -310,7 +320,7 @@ def hierarchical(
         tensor: Tensor of known shape, the same on every replica.
         group: A `ProcessGroup` with equally large `nodes`.
         replica: Int, index of the calling replica among the local ones.
-        channel: Int, the chain of the launch order. Defaults to `0`.
+        channel: Int, index of a chain of the `LaunchOrder`. Defaults to `0`.
         is_alone: Bool, as for `ring`. Defaults to `True`.
         inner: `Level` inside a node.
         outer: `Level` across nodes.

@@ -26,12 +26,14 @@ from tfdp.ground.base.threads import start_thread
 _CLOSE_SECONDS = 2.0
 # Capacity of a queue: the next call may be launched before results are collected.
 _CAPACITY = 2
-# Number in the results of a failed call. No call has this number.
+# Number in the results of a failed call. No call has this number, so that a step that
+# collects these results fails.
 _FAILED = tf.int64.max
 
 _backgrounds: weakref.WeakSet[Background] = weakref.WeakSet()
 
-# Takes a list of tensors of each local replica; returns a list of results for each.
+# Function that takes a list of tensors of each local replica, and returns a list of
+# results for each.
 Function = Callable[[list[list[tf.Tensor]]], Sequence[Sequence[tf.Tensor]]]
 
 
@@ -63,7 +65,8 @@ class Background:
         self._thread = start_thread(
             name, _serve, self._replica_queues, function, self._num_served
         )
-        # The thread keeps the queues alive until they are closed.
+        # The thread keeps the queues alive until they are closed, so they are closed
+        # when this object is deleted.
         finalizers.register(self, _close, self._replica_queues)
         _backgrounds.add(self)
 
@@ -167,11 +170,11 @@ class _ReplicaQueues(Queues):
         return self._requests.dequeue()
 
     def give(self, number: tf.Tensor, results: Sequence[tf.Tensor]) -> None:
-        """Enqueue the results of the call with a number."""
+        """Enqueue the results of a call, together with the call's number."""
         self._results.enqueue([number, *results])
 
     def fail(self, failure: Failure) -> None:
-        """Enqueue results with the number `_FAILED`: a step that gets them fails."""
+        """Keep a failure, and enqueue results numbered `_FAILED`: the step fails."""
         self._failure = failure
         zeros = [
             tf.zeros([size or 0 for size in spec.shape], spec.dtype)

@@ -36,7 +36,8 @@ _CAPACITY = 4
 # An element of a queue has two components: bytes, and a head, which is the ticket (the
 # number of the traced collective) and the number of the request.
 _COMPONENTS = [tf.uint8, tf.int64]
-# The lower bits of a number count requests, the bits above them are its generation.
+# Number of the lower bits of a request's number, which count requests. The bits above
+# them are its generation.
 _COUNT_BITS = 32
 _OUTDATED_REQUEST = (
     "An earlier step ended with an error on some replicas of a worker only"
@@ -48,8 +49,9 @@ _queues_by_handle: weakref.WeakValueDictionary[int, Queues] = (
     weakref.WeakValueDictionary()
 )
 
-# Runs one collective: from its ticket, which is the number of the traced collective,
-# the number of the request and the local replicas' data to a result for each replica.
+# Function that runs one collective. It takes the ticket, which is the number of the
+# traced collective, the number of the request, and the data of the local replicas. It
+# returns a result for each replica.
 Run = Callable[[int, int, list[np.ndarray]], list[tf.Tensor]]
 
 
@@ -96,7 +98,7 @@ class _Request(NamedTuple):
 
     @property
     def generation(self) -> int:
-        """Int, the generation of the request's number."""
+        """Int, number of graph calls that had failed before the request."""
         return generation_of(self.number)
 
 
@@ -206,7 +208,7 @@ class Bridge:
             queues.give(result, request)
 
     def _take(self) -> list[_Request]:
-        """Wait for a request of each replica; answer outdated ones with a failure.
+        """Wait for a request of each replica; fail those of an earlier generation.
 
         Returns:
             List of `_Request`, one of each replica, all of one generation.
@@ -238,7 +240,14 @@ class Bridge:
         return [failure] * len(requests)
 
     def _run_collective(self, requests: list[_Request]) -> list[tf.Tensor]:
-        """Run the collective of the replicas' requests, which must agree."""
+        """Run the collective that all local replicas request; return their results.
+
+        Args:
+            requests: List of `_Request`, one of each local replica.
+
+        Raises:
+            RuntimeError: If the requests are for different collectives.
+        """
         heads = {(request.ticket, request.number) for request in requests}
         if len(heads) > 1:
             raise RuntimeError("replicas of one process are at different collectives")
@@ -259,7 +268,7 @@ class Queues:
         self, device: str, requests: tf.queue.FIFOQueue, results: tf.queue.FIFOQueue
     ) -> None:
         self._requests, self._results = requests, results
-        # Counts the requests; equal on all replicas, since their programs are.
+        # Counts the requests. All local replicas count alike, as their programs agree.
         self._number = _compat.plain_variable(0, tf.int64, device)
         # Failure that ends this replica's step with an error, or `None`.
         self._failure: Failure | None = None
@@ -330,7 +339,7 @@ class _CollectiveQueues(Queues):
         return _Request(data, head, *head.numpy().tolist())
 
     def give(self, result: tf.Tensor | Failure, request: _Request) -> None:
-        """Enqueue a result, or a failure of the step, unless the step has ended."""
+        """Enqueue a request's result, or its failure, unless the step has ended."""
         head = request.head
         with self._lock:
             if request.generation < self.generation:
@@ -343,7 +352,7 @@ class _CollectiveQueues(Queues):
             )
 
     def end_call(self) -> Failure | None:
-        """Begin a generation, without results; return the previous one's failure."""
+        """Begin a generation, drop queued results, and return the call's failure."""
         with self._lock, tf.init_scope():
             self.generation += 1
             self._number.assign(self.generation << _COUNT_BITS)

@@ -22,7 +22,7 @@ from tfdp.communication.collectives.instance_keys import InstanceKeys
 from tfdp.ground import _compat
 from tfdp.ground.text import pluralize
 
-# Far above TensorFlow's group keys, which count sets of devices from 1.
+# The first group key is far above TensorFlow's own, which count sets of devices from 1.
 _FIRST_GROUP_KEY = 1 << 24
 _KEYS_PER_STRATEGY = 1 << 18
 # The index of the next strategy, in a list so that functions can change it.
@@ -57,7 +57,7 @@ class Call:
     Args:
         group: `ProcessGroup` of at least two replicas.
         replica: Int, index of the calling replica among the local ones.
-        channel: Int, the chain of the launch order.
+        channel: Int, index of the chain of `LaunchOrder` that the call belongs to.
         size: Scalar int32 tensor, index into `SIZES` of a length that is known only at
             run time, or `None`. Defaults to `None`.
         is_alone: Bool, whether hardly any other collective runs at the same time.
@@ -119,6 +119,9 @@ class Transport(Protocol):
             tensor: Tensor that is not empty.
             call: `Call`.
             source: Int, the position of a broadcast's source. Defaults to `0`.
+
+        Returns:
+            Tensor, the result on the calling replica.
         """
 
 
@@ -228,7 +231,10 @@ class LaunchOrder:
         self._lock = threading.Lock()
 
     def token(self, replica: int, channel: int) -> tf.Tensor:
-        """Return the ordering token of a channel on a local replica's device."""
+        """Return the ordering token of a channel on a local replica's device.
+
+        It is the handle of a variable, an input of TensorFlow's collectives there.
+        """
         return self._tokens[replica][channel % self.num_channels].handle
 
     def new_group_key(self) -> int:

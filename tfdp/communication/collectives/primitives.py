@@ -26,7 +26,7 @@ class Member:
     Args:
         group: `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
-        channel: Int, the chain of the launch order. Defaults to `0`.
+        channel: Int, index of a chain of the `LaunchOrder`. Defaults to `0`.
         reduce_dtype: `tf.DType` in which elements travel in `reduce_scatter`,
             `all_gather` and `broadcast`, or `None`, their own. Defaults to `None`.
     """
@@ -38,7 +38,7 @@ class Member:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Dict, arguments of an all-reduce function such as `ring`, but the tensor."""
+        """Dict, all arguments of an all-reduce function like `ring` but `tensor`."""
         return vars(self)
 
     @property
@@ -205,7 +205,7 @@ def padded_length(length: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 def _to_sent_dtype(
     tensor: tf.Tensor, reduce_dtype: tf.DType | None
 ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """Cast a tensor to the dtype that is sent; return it and the inverse function.
+    """Cast a tensor to the dtype that is sent: `reduce_dtype`, or its own for `None`.
 
     Returns:
         Tuple of the cast tensor, and a function from a received tensor to the dtype of
@@ -240,13 +240,13 @@ def _split_shape(tensor: tf.Tensor, count: int) -> tf.Tensor | list[int]:
 
 
 def _joined_shape(tensor: tf.Tensor, count: int) -> tf.TensorShape:
-    """Return the shape of `count` tensors concatenated along the first axis."""
+    """Return the static shape of `count` tensors of one shape, joined on axis 0."""
     rows = tensor.shape[0]
     return tf.TensorShape([None if rows is None else count * rows, *tensor.shape[1:]])
 
 
 def _sum_of_rows(rows: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Sum over the first axis, and cast to `dtype`; half precision adds in float32."""
+    """Sum `rows` over axis 0, and cast to `dtype`; half precision adds in float32."""
     wide = tf.float32 if dtype.is_floating and dtype.size < 4 else dtype
     return tf.cast(tf.reduce_sum(tf.cast(rows, wide), axis=0), dtype)
 

@@ -72,7 +72,10 @@ class ProcessCollectives:
         return [start * (length // self.size) for start in self.starts]
 
     def all_reduce(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Sum the arrays; all replicas get the same sum. `source` is not used."""
+        """Sum the arrays; all replicas get the same sum. `source` is not used.
+
+        Arguments and result are described in the class.
+        """
         result, total = _new_array(len(arrays[0]), arrays[0].dtype)
         if self.communicator is None or len(arrays) > 1:
             sum_into(total, arrays)
@@ -84,7 +87,10 @@ class ProcessCollectives:
         return [result] * len(arrays)
 
     def reduce_scatter(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Sum the arrays; each replica gets its slice. `source` is not used."""
+        """Sum the arrays; each replica gets its slice. `source` is not used.
+
+        Arguments and result are described in the class.
+        """
         length, dtype = len(arrays[0]) // self.size, arrays[0].dtype
         outputs = [_new_array(length, dtype) for _ in arrays]
         if self.communicator is not None and len(arrays) == 1:
@@ -104,7 +110,7 @@ class ProcessCollectives:
     def all_gather(self, arrays: Arrays, source: int, tag: int) -> Tensors:
         """Concatenate all replicas' arrays, ordered by their positions in the group.
 
-        `source` is not used; `tag` is that of `Communicator`.
+        Arguments and result are described in the class. `source` is not used.
         """
         size = self.size
         result, data = _new_array(size * len(arrays[0]), arrays[0].dtype)
@@ -117,7 +123,10 @@ class ProcessCollectives:
         return [result] * len(arrays)
 
     def all_to_all(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Send slice i of each array to position i. `source` is not used."""
+        """Send slice i of each array to position i. `source` is not used.
+
+        Arguments and result are described in the class.
+        """
         outputs = [_new_array(len(array), array.dtype) for array in arrays]
         sent = [array.reshape(self.size, -1) for array in arrays]
         received = [array.reshape(self.size, -1) for _, array in outputs]
@@ -136,7 +145,10 @@ class ProcessCollectives:
         return [tensor for tensor, _ in outputs]
 
     def broadcast(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Copy the array of the replica at position `source` to all replicas."""
+        """Copy the array of the replica at position `source` to all replicas.
+
+        Arguments and result are described in the class.
+        """
         result, data = _new_array(len(arrays[0]), arrays[0].dtype)
         if source in self.positions:
             data[:] = arrays[self.positions.index(source)]

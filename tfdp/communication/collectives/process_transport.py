@@ -259,6 +259,10 @@ class _Lane:
 
         Returns:
             List of tensors, the result of each local replica.
+
+        Raises:
+            StepEnded: If only the current step has failed, on this or another worker.
+            RuntimeError: If all later collectives will fail, too.
         """
         operation, generation = self._operations[ticket], generation_of(number)
         tag = new_tag(generation, f"{operation.key} {number}")
@@ -296,7 +300,11 @@ class _Lane:
         )
 
     def _connect(self) -> None:
-        """Create the communicator, unless this process has one or has all replicas."""
+        """Create the communicator, unless this process has one or has all replicas.
+
+        Raises:
+            NotConnected: If the first communicator cannot be created.
+        """
         collectives = self._collectives
         if collectives.communicator is not None or len(collectives.ranks) == 1:
             return
@@ -313,7 +321,8 @@ class _Lane:
                 raise
             raise NotConnected(None, None, str(error)) from error
         collectives.communicator = communicator
-        # `abort` may have been called while the communicator was created.
+        # `abort` may have been called while the communicator was created, and then
+        # could not close it.
         if self._end_reason is not None:
             communicator.close(self._end_reason)
 

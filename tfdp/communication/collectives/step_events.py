@@ -118,6 +118,9 @@ def record_loss(loss: tf.Tensor) -> None:
 
     XLA has no clock: in a step that it compiles, the time is recorded only after the
     backward pass.
+
+    Args:
+        loss: Tensor, which is computed at the end of the forward pass.
     """
     if xla.is_tracing():
         return
@@ -149,8 +152,10 @@ def record_batch(samples: tf.Tensor | None) -> None:
 def record_squared_norm(compute: Callable[[], tf.Tensor]) -> None:
     """Record this replica's part of the gradient's squared norm, every few steps.
 
+    The number of steps is the least `norm_every` of the active recorders.
+
     Args:
-        compute: Callable that returns a scalar tensor.
+        compute: Callable that returns a scalar tensor, this part.
     """
     if not timing.is_active():
         return

@@ -170,6 +170,9 @@ def _check_loop(num_local: int) -> None:
 
     TensorFlow matches collectives also by the name of their loop, which differs between
     the replicas of a process, so that the collective would deadlock.
+
+    Args:
+        num_local: Int, number of replicas of this process.
     """
     if num_local > 1 and _compat.in_loop_of_replica():
         raise ValueError(

@@ -41,7 +41,8 @@ class Collective:
             bytes, or the time of the first use of the result.
         label: String, what is communicated, such as `"bucket 0"`.
         group_size: Int, number of replicas in the group.
-        chain: Int, collectives of one chain run one after another. Defaults to `0`.
+        chain: Int that identifies a chain, whose collectives run one after another.
+            Defaults to `0`.
         is_awaited: Bool, whether the step records when the result was first needed.
             Defaults to `False`.
         needed_at: Float, seconds, the time at which the result was first needed, or
@@ -183,7 +184,7 @@ def gather() -> None:
 
 @contextlib.contextmanager
 def labelled(label: str) -> Iterator[None]:
-    """Label the collectives that this thread traces in the block."""
+    """Label the collectives that this thread traces in the block: `"bucket 0"`."""
     # The name scope puts the label into TensorFlow's errors, which name the operation.
     with step_context.using(label=label), tf.name_scope(label.replace(" ", "_")):
         yield
@@ -217,7 +218,8 @@ def measured(
         tensor: Tensor that is sent.
         replica: Int, index of the calling replica among the local ones.
         group_size: Int, number of replicas in the group.
-        chain: Int, collectives of one chain run one after another. Defaults to `0`.
+        chain: Int that identifies a chain, whose collectives run one after another.
+            Defaults to `0`.
 
     Yields:
         Callable that takes the result, records the end, and returns the result.
@@ -259,7 +261,12 @@ def measured(
 
 
 def mark_variable(name: str, replica: int) -> tf.Variable:
-    """Return the variable of a replica's `Mark` with a name; create it if missing."""
+    """Return the variable of a replica's `Mark`; create the mark if it is missing.
+
+    Args:
+        name: String, name of the mark, such as `"times"`.
+        replica: Int, index of the replica among the local ones.
+    """
     for recorder in recorders.active():
         for row in recorder.rows:
             if isinstance(row, Mark) and (row.name, row.replica) == (name, replica):

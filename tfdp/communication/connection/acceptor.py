@@ -29,7 +29,7 @@ from tfdp.ground.forks import close_in_forks
 
 _logger = logging.getLogger("tfdp.connection")
 
-# Time limit of a whole handshake.
+# Time limit of a whole handshake, after which the connection is closed.
 _PROOF_SECONDS = 5.0
 _MOST_UNAUTHENTICATED = 256
 # Number of refused connections that are logged in full; of later ones, only those at
@@ -37,7 +37,7 @@ _MOST_UNAUTHENTICATED = 256
 _FULL_LOG = 10
 # Interval of the calls of an acceptor's `tick`.
 _TICK_SECONDS = 0.05
-# Pause after an `accept` that has failed.
+# Pause after an `accept` that has failed, such as for the lack of a file descriptor.
 _RETRY_SECONDS = 0.01
 _CREDENTIALS = struct.Struct("3i")  # `struct ucred` of Linux: process, user, group
 
@@ -202,7 +202,7 @@ class Acceptor:
             self._waker.send(b"\0")
 
     def _register(self, readable: Readable, act: Callable[[], Any]) -> None:
-        """Call `act` on the thread whenever a descriptor is readable."""
+        """Call `act` on the thread whenever a socket or connection is readable."""
         self._selector.register(readable, selectors.EVENT_READ, act)
 
     def _run(self) -> None:
@@ -243,7 +243,7 @@ class Acceptor:
         return None if until == math.inf else max(0.0, until - time.monotonic())
 
     def _accept(self, listening: socket.socket) -> None:
-        """Accept a connection, and start its handshake."""
+        """Accept a connection of a listening socket, and start its handshake."""
         try:
             sock, address = listening.accept()
         except OSError as error:

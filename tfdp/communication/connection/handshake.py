@@ -160,6 +160,9 @@ def authenticate(
         address: Tuple or string for `socket.connect`, to connect to first. Defaults to
             `None`, for a connected socket.
 
+    Returns:
+        `Authenticated`.
+
     Raises:
         ConnectionFailed: If the other end was not reached, or has ended the connection.
         UnauthenticatedPeer: If the other end has not proved that it has the secret.

@@ -22,15 +22,15 @@ from tfdp.communication.connection.handshake import (
     ConnectionFailed,
 )
 
-# Length and HMAC of a text.
+# Format of the head of a message: length and HMAC of its text.
 _HEAD = struct.Struct("!I32s")
 _NUMBER = struct.Struct("!Q")
 # Largest length of a text, which may hold all texts of an all-gather, and the largest
 # length of the fields that the store adds.
 MOST_BYTES, _MOST_ADDED_BYTES = 1 << 26, 1 << 20
 _RECEIVE_BYTES = 1 << 16
-# A shared encoder: `json.dumps` would create one for each message, in as much time
-# again.
+# A shared encoder: `json.dumps` would create one for each message, which takes as long
+# as the encoding itself.
 _compact_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -135,7 +135,7 @@ class MessageConnection:
         return bool(self._output)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message.
+        """Send a message, or nothing if the connection has ended.
 
         Args:
             message: Mapping of values that JSON supports.
@@ -187,7 +187,7 @@ class MessageConnection:
             raise ConnectionFailed("has sent an invalid message") from error
 
     def proceed(self) -> list[dict[str, Any]]:
-        """Send bytes that have waited; return the messages that have arrived."""
+        """Send bytes that have waited; return the messages that `receive` returns."""
         if self._output:
             with self._lock:
                 self._flush()

@@ -16,7 +16,7 @@ _FILE_ON_OTHERS = "~/.tfdp-job-secret"
 _BYTES = 16
 # Shortest accepted secret: an eavesdropper can guess a shorter one offline.
 _LEAST_CHARACTERS = 16
-# Largest accepted file of a secret, in bytes.
+# Largest accepted file of a secret in bytes, which bounds the read of a wrong file.
 _MOST_BYTES = 4096
 
 

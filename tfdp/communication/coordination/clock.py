@@ -34,12 +34,12 @@ class ProcessClock:
         self._last_pause = (float("-inf"), 0.0)
 
     def watch(self) -> None:
-        """Detect suspensions from now on: a thread reads the clock each second."""
+        """Detect suspensions from now on. A thread must then call `now` each second."""
         self.now()
         self._is_watched = True
 
     def now(self) -> float:
-        """Return the time in seconds, from an arbitrary start."""
+        """Return the seconds that this process could run, from an arbitrary start."""
         with self._lock:
             real = time.monotonic()
             gap, self._read_at = real - self._read_at, real

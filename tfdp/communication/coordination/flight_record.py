@@ -20,15 +20,15 @@ from tfdp.ground.base.json_fields import from_fields
 # `LAUNCHER_SIGNAL` before it stops workers, since a script may use SIGUSR2 itself.
 RECORD_SIGNAL = getattr(signal, "SIGUSR2", signal.SIGTERM)
 LAUNCHER_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else RECORD_SIGNAL
-# Number of collectives that a worker keeps.
+# Number of the last collectives that a worker keeps for its flight record.
 NUM_COLLECTIVES = 512
-# Kind of an all-gather of texts over the job's store.
+# Kind, in a flight record, of an all-gather of texts over the job's store.
 TEXTS = "all-gather of texts"
 # Key of the log folder in the `tfdp` key of `TF_CONFIG`, and the folder without it.
 FOLDER_KEY, DEFAULT_FOLDER = "logs", "tfdp-logs"
 # Largest accepted number of workers in a file: with more, the file is damaged.
 _MOST_WORKERS = 1 << 20
-# Version of the format of a record's file.
+# Version of the format of a record's file: other versions are rejected.
 _FORMAT = 1
 
 _T = TypeVar("_T")
@@ -304,5 +304,5 @@ def record_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(logs if isinstance(logs, str) and logs else DEFAULT_FOLDER).absolute()
 
 
-# The collectives of this process.
+# The last collectives of this process, for its flight record.
 collective_ring = CollectiveRing()

@@ -233,7 +233,12 @@ def take_part(
 
 
 def _check_facts(own: dict[str, str], others: dict[str, str]) -> None:
-    """Raise `ValueError` if facts of this process differ from those of the job."""
+    """Raise `ValueError` if facts of this process differ from those of the job.
+
+    Args:
+        own: Dict of strings, the settings of this process by name.
+        others: Dict of strings, those of the job's workers. Missing names are ignored.
+    """
     for name, value in own.items():
         if others.get(name, value) != value:
             raise ValueError(

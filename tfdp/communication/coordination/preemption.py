@@ -30,6 +30,10 @@ class PreemptionNotice:
 
     Python handles signals only in its main thread: on another thread, `listen` does
     nothing.
+
+    Attributes:
+        is_answered: Bool, which the callback that saves sets once the script ends
+            because of the signal.
     """
 
     def __init__(self) -> None:
@@ -51,7 +55,7 @@ class PreemptionNotice:
                 self._previous_handlers[number] = signal.signal(number, self._record)
 
     def stop(self) -> None:
-        """Restore the previous signal handlers."""
+        """Restore the previous signal handlers; raise an unanswered SIGTERM again."""
         if not self._previous_handlers:
             return
         self.restore()

@@ -124,7 +124,7 @@ class ProgressRecorder:
 
     @contextlib.contextmanager
     def looping(self, name: str) -> Iterator[None]:
-        """Record that a loop of Keras, such as `fit`, runs in the block."""
+        """Record that a loop of Keras, called `name`, runs in the block."""
         self._loops.append(_Loop(name))
         self._advance()
         try:
@@ -283,7 +283,7 @@ class ProgressRecorder:
         return self._loops[-1].name if self._loops else ""
 
     def _name(self) -> str:
-        """Describe the present call: `"step 3 of epoch 1 of fit"`, after its topic."""
+        """Describe what this worker does now, such as `"step 3 of epoch 1 of fit"`."""
         loops, topics = self._loops[-1:], self._topics[-1:]
         return _describe(loops[0] if loops else None, topics[0] if topics else "")
 

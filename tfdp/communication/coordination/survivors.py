@@ -33,7 +33,8 @@ def find_survivors(
 ) -> tuple[list[int], list[str]]:
     """Agree with the other workers on which of them continue, and which processes join.
 
-    The store's host decides. The standby has a copy of its answer, if the host ends.
+    The worker that hosts the job's store decides. Another worker, the standby, has a
+    copy of the answer in case the host ends.
 
     Args:
         membership: `Membership` of this process in the cluster that has lost workers.
@@ -60,7 +61,7 @@ def find_survivors(
             survivors, joining = _agree(membership, lost, applicants, limit)
             break
         except HostLost:
-            # Both workers with a copy of the store are lost.
+            # `HostLost` means that both workers with a copy of the store are lost.
             if clock.now() - begin > limit:
                 raise
         with contextlib.suppress(ConnectionFailed):
@@ -83,7 +84,7 @@ def _agree(
     came = _gather(membership, "who is left", list(applicants), limit)
     joining = sorted({each for value in came if value is not None for each in value})
     gone = [rank for rank, value in enumerate(came) if value is None]
-    # The store's host decides what all others see.
+    # All workers receive the same values from the store's host, and decide alike.
     seen = _gather(membership, "who has ended", _await_ended(membership, gone), limit)
     survivors = [rank for rank, value in enumerate(seen) if value is not None]
     ended = {rank for value in seen if value is not None for rank in value}
@@ -98,7 +99,10 @@ def _await_ended(membership: Membership, gone: Sequence[int]) -> list[int]:
 
     Args:
         membership: `Membership` of this process.
-        gone: Sequence of ints, ranks.
+        gone: Sequence of ints, ranks of the lost workers.
+
+    Returns:
+        List of ints, the ranks of those whose processes have ended.
     """
     begin = clock.now()
     while len(ended := membership.ended(gone)) < len(gone):

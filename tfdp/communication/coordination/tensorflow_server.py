@@ -70,7 +70,7 @@ def start_server(
 
 
 def _needs_server(options: CommunicationOptions) -> bool:
-    """Whether the backend lets this worker's collectives be TensorFlow's own."""
+    """Whether the option `backend` makes this worker use TensorFlow's collectives."""
     if options.backend == "auto":
         has_gpus = bool(tf.config.list_physical_devices("GPU"))
         return has_gpus or sys.platform != "linux"

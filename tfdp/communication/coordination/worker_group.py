@@ -65,7 +65,8 @@ class WorkerGroup:
         self._progress, self._ring = progress, collective_ring
         # Whether the user is warned of long waits.
         self.warns = True
-        # Number of all-gathers that this worker has begun.
+        # Number of all-gathers that this worker has begun, a part of the key of the
+        # next.
         self.num_calls = 0
         self.owner = forks.Owner()
         # Hooks of `tfdp.communication.coordination.watch`: `check` raises if the
@@ -233,7 +234,13 @@ class WorkerGroup:
                     raise
 
     def _warn_of_wait(self, key: str, ranks: list[int], topic: str) -> None:
-        """Warn once for a call of the workers that this one waits for."""
+        """Warn once for a call of the workers that this one waits for.
+
+        Args:
+            key: String, key of the all-gather, which identifies the call.
+            ranks: List of ints, the workers whose texts are missing.
+            topic: String, subject of the values, for the warning.
+        """
         names = ", ".join(f"worker {rank}" for rank in ranks)
         user_code.warn(
             f"Waiting for {names} at {topic!r} for {_WARN_AFTER_SECONDS:.0f} s. Every "

@@ -34,10 +34,11 @@ from tfdp.communication.connection.secret import derive_secret, read_secret
 from tfdp.ground.forks import close_in_forks
 
 SERVICE = "store"
-# Rank, generation and address of a process: a host name has at most 253 characters.
+# Format of a claim: rank, generation and address of a process. A host name has at most
+# 253 characters.
 CLAIM = struct.Struct("!II260s")
 ASKS, APPLIES = 0xFFFFFFFE, 0xFFFFFFFF
-# Time limit of an attempt to reach a worker.
+# Time limit of an attempt to reach a worker, or of a probe of its port.
 PROBE_SECONDS = 1.0
 # Largest number of workers that are asked for the job, all at the same time.
 _MOST_ASKED = 32
@@ -118,13 +119,20 @@ class Admission:
             except ConnectionFailed as error:
                 sock.close()
                 failures.append(error)
-        # An address that refuses connections has no process: errors of others tell
-        # more.
+        # An address that refuses connections has no process: the errors of other
+        # addresses tell more.
         failures.sort(key=lambda e: isinstance(e.__cause__, ConnectionRefusedError))
         raise failures[0] if failures else ConnectionFailed("its name has no address")
 
     def _addresses_of(self, worker: str) -> list[tuple[int, tuple | str]]:
-        """Return the families and addresses at which a worker may answer."""
+        """Return the socket family and the address of each way to reach a worker.
+
+        Args:
+            worker: String, its `"host:port"`.
+
+        Raises:
+            ConnectionFailed: If its host name does not resolve here.
+        """
         if self.is_local:
             return [(socket.AF_UNIX, local_name(worker))]
         host, port = split_address(worker)
@@ -222,5 +230,5 @@ def local_name(worker: str) -> str:
 
 
 def new_socket(family: int) -> socket.socket:
-    """Create a socket that forked processes do not keep open."""
+    """Create a stream socket of an address family, which forked processes close."""
     return close_in_forks(socket.socket(family, socket.SOCK_STREAM))

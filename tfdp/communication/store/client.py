@@ -39,8 +39,8 @@ class HostLost(ConnectionError):
 class Store:
     """Store of a job, as one of its members uses it; any thread may call the methods.
 
-    If the process that hosts the store ends, the worker with the copy becomes the host:
-    waiting calls continue to wait, and no value is lost.
+    If the process that hosts the store ends, the worker with the copy, the standby,
+    becomes the host: waiting calls continue to wait, and no value is lost.
 
     Args:
         rank: Int, rank of this worker.
@@ -302,14 +302,21 @@ class Store:
                     self._copy = None
 
     def _acknowledge(self, number: int) -> None:
-        """Report to the host that the copy has a change; no answer follows."""
+        """Report to the host that the copy has a change; no answer follows.
+
+        Args:
+            number: Int, number of the change.
+        """
         message = {"id": 0, "oldest": 0, "do": "acknowledge", "number": number}
         with self._sends:
             if self.connection is not None:
                 self.connection.send(message)
 
     def _lose_host(self) -> None:
-        """Follow the standby, or fail without one; called on the acceptor's thread."""
+        """Handle the loss of the host: follow the standby, or fail without one.
+
+        Called on the acceptor's thread.
+        """
         with self._sends:
             self.connection = None
         self._has_ended.set()

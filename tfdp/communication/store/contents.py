@@ -74,7 +74,7 @@ class Contents:
         yield {"lost": sorted(self.lost)}
         for key, text in self.values.items():
             yield {"values": {key: text}}
-        # The members of an all-gather share one answer.
+        # The members of an all-gather share one answer, so one change has it for all.
         shared: dict[int, Change] = {}
         for rank, answers in self._answers.items():
             for number, answer in answers.items():

@@ -10,7 +10,7 @@ from tfdp.communication.connection.handshake import Authenticated, ConnectionFai
 from tfdp.communication.connection.messages import MessageConnection
 from tfdp.communication.store.contents import Contents
 
-# Time limit of one attempt to connect.
+# Time limit of one attempt to connect to the store's host.
 ATTEMPT_SECONDS = 5.0
 
 
@@ -80,7 +80,12 @@ class Hosts(Protocol):
         """
 
     def watch(self, connection: Connection, read: Callable[[], bool]) -> None:
-        """Call `read` on the acceptor's thread whenever a connection has data."""
+        """Call `read` on the acceptor's thread whenever a connection has data.
+
+        Args:
+            connection: `Connection` of the member.
+            read: Callable, returns false at the end of the connection.
+        """
 
     def host(self, contents: Contents) -> None:
         """Begin to host the store in this process.

@@ -180,7 +180,7 @@ class Membership:
             time.sleep(_RETRY_SECONDS)
 
     def restart_store(self, lost: Sequence[int]) -> None:
-        """Let the first worker that is left host an empty store, after its loss.
+        """Replace a lost store by an empty one on the first worker that is left.
 
         Args:
             lost: Sequence of ints, ranks of workers that are known to be lost.
@@ -377,7 +377,7 @@ class Membership:
             raise ValueError(self._wrong_peer(rank, error)) from None
 
     def watch(self, connection: Connection, read: Callable[[], bool]) -> None:
-        """Call `read` on the acceptor's thread whenever a connection has data."""
+        """Implement `Hosts.watch` by the acceptor of this process."""
         self._acceptor.watch(connection, read)
 
     def host(self, contents: Contents) -> None:
@@ -430,7 +430,14 @@ class Membership:
         connection.close()
 
     def _listen_locally(self, opened: list[socket.socket]) -> socket.socket:
-        """Listen on this worker's Unix socket; close the opened ones if that fails."""
+        """Listen on this worker's abstract Unix socket.
+
+        Args:
+            opened: List of listening sockets, closed if this fails.
+
+        Raises:
+            ValueError: If the socket cannot be opened: its name may be taken.
+        """
         sock = new_socket(socket.AF_UNIX)
         name = local_name(self.cluster.workers[self.cluster.rank])
         try:

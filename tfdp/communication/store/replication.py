@@ -28,7 +28,7 @@ class Receiver(Protocol):
         """Bool, whether bytes wait to be sent."""
 
     def send_encoded(self, text: bytes) -> object:
-        """Send an encoded message."""
+        """Send a message that `encode` has encoded."""
 
 
 class Replication:
@@ -71,7 +71,11 @@ class Replication:
         return encode({"standby": None if holder is None else holder.rank})
 
     def begin(self) -> None:
-        """Choose the first member but the host as standby; send it the contents."""
+        """Choose the standby, and send it the contents.
+
+        It is the first member by rank, except for the host and for members that have
+        been slow to acknowledge changes.
+        """
         ranks = sorted(self._members.keys() - self._slow - {self._host})
         self.standby = self._members[ranks[0]] if ranks else None
         if self.standby is None:
@@ -111,12 +115,17 @@ class Replication:
             self._held.append((self._sent, member, encoded))
 
     def _may_answer(self, member: Receiver, standby: Receiver) -> bool:
-        """Return whether the standby has, or surely gets, an answer's changes."""
+        """Return whether the standby has, or surely gets, an answer's changes.
+
+        Args:
+            member: `Receiver` of the answer.
+            standby: `Receiver` of the copy, the present standby.
+        """
         if self._acknowledged in (0, self._sent):
             return self._acknowledged > 0
-        # The standby receives its own answers after the changes, by the same
-        # connection. If the host is the member, its end ends both, and the system still
-        # delivers to the standby what the host has sent.
+        # An answer to the standby itself follows the changes on the same connection. An
+        # answer to the host can be sent if no bytes for the standby wait: should the
+        # host end, its system still delivers them.
         is_host = member.rank == self._host
         return member is standby or (is_host and not standby.has_output)
 
@@ -159,14 +168,14 @@ class Replication:
             self.begin()
 
     def _announce(self) -> None:
-        """Notify all members of the standby; without one, send waiting answers."""
+        """Send all members the standby's rank; without one, send waiting answers."""
         for member in self._members.values():
             member.send_encoded(self.announcement)
         if self.standby is None:
             self._release()
 
     def _release(self) -> None:
-        """Send waiting answers whose changes the standby has; all without one."""
+        """Send the waiting answers whose changes the standby has; without one, all."""
         while self._held and (
             self.standby is None or self._held[0][0] <= self._acknowledged
         ):

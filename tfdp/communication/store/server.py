@@ -1,7 +1,8 @@
 """Server of the store: the values, all-gathers and members of a job.
 
 All of it runs on the thread of an `Acceptor`, without locks. A request has an `id`,
-which its answer repeats; a request whose answer must wait is answered later.
+which its answer repeats; a request whose answer must wait is answered later. The
+standby is the member with a copy of the store, see `replication`.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class Server:
     def add(
         self, acceptor: Acceptor, sock: socket.socket, keys: Authenticated, rank: int
     ) -> None:
-        """Add the connection of a worker; called on the acceptor's thread.
+        """Add a worker's connection, or refuse it; called on the acceptor's thread.
 
         Args:
             acceptor: `Acceptor` whose thread serves the connection.
@@ -182,7 +183,7 @@ class Server:
             time.sleep(_POLL_SECONDS)
 
     def _replicate(self, member: _Member) -> None:
-        """Notify a new member of the standby, or choose a standby."""
+        """Send a new member the standby's rank, or choose one if it is missing."""
         if self._replication.standby is None:
             self._replication.begin()
         else:
@@ -237,7 +238,7 @@ class Server:
         """Answer one request of a member, unless an earlier host has served it."""
         self._replication.check()
         request = member.rank, int(message["id"]), int(message["oldest"])
-        # A request may have had its effect on an earlier host.
+        # A request that is sent again may have had its effect on an earlier host.
         answer = self._contents.answer(*request[:2])
         if answer is not None:
             self._answer(member, request[1], **answer)
@@ -249,7 +250,13 @@ class Server:
     def _act(self, member: _Member, request: Request, message: dict[str, Any]) -> None:
         """Carry out a request, and answer it now or later.
 
-        Raises `ValueError`, `KeyError` or `TypeError` for a malformed request.
+        Args:
+            member: `_Member` that has sent the request.
+            request: `Request`, its rank and ids.
+            message: Dict, all fields of the request; `"do"` is its kind.
+
+        Raises:
+            ValueError: If the request is malformed; also `KeyError` or `TypeError`.
         """
         match message["do"]:
             case "put":
@@ -302,26 +309,36 @@ class Server:
                 self._reply(self._members[rank], number, body)
 
     def _tell(self, member: _Member, number: int, **answer: Any) -> None:
-        """Send an answer that does not depend on a change, by the id of the request."""
+        """Send the fields of an answer to request `number`; it depends on no change."""
         member.send({"id": number, **answer})
 
     def _answer(self, member: _Member, number: int, **answer: Any) -> None:
-        """Send the answer of a request, by its id, once the standby has the changes."""
+        """Answer request `number` by these fields, once the standby has the changes."""
         self._reply(member, number, encode(answer))
 
     def _reply(self, member: _Member, number: int, body: bytes) -> None:
-        """Send an answer as `_answer` does, given its encoded fields except the id."""
+        """Answer request `number` as `_answer` does; `body` has the encoded fields."""
         fields = body[1:] if body == b"{}" else b"," + body[1:]
         self._replication.answer(member, b'{"id":%d' % number + fields)
 
     def _push(self, **news: Any) -> None:
-        """Send news of workers to all members, without a request."""
+        """Send news of workers to all members, without a request.
+
+        Args:
+            **news: Parts of the summary that `Store.beat` returns.
+        """
         encoded = encode({"news": news})
         for member in self._members.values():
             member.send_encoded(encoded)
 
     def _beat(self, member: _Member, number: int, request: dict[str, Any]) -> None:
-        """Record a heartbeat; answer it with a summary of the workers' heartbeats."""
+        """Record a heartbeat; answer it with a summary of the workers' heartbeats.
+
+        Args:
+            member: `_Member` of the worker.
+            number: Int, id of the request.
+            request: Dict, whose fields are the arguments of `Store.beat`.
+        """
         text, rank = request["text"], member.rank
         beat = _Beat(text, bool(request["is_notable"]), time.monotonic())
         self._beats[rank] = beat
@@ -356,13 +373,13 @@ class Server:
         return summary
 
     def _put(self, request: Request, key: str, text: str) -> None:
-        """Set the value of a key, and answer the members that wait for it."""
+        """Set a key's text; answer this request and the members that wait for it."""
         self._complete([request], {}, values={key: text})
         for member, number in self._readers.pop(key, ()):
             self._answer(member, number, text=text)
 
     def _get(self, member: _Member, number: int, key: str) -> None:
-        """Answer with the value of a key, now or once it is set."""
+        """Answer request `number` with a key's text, now or once it is set."""
         if (text := self._contents.values.get(key)) is not None:
             self._answer(member, number, text=text)
         else:
@@ -406,7 +423,8 @@ class Server:
             return
         gather = self._gathers.pop(key)
         if not self._has_started:
-            # All workers have joined. They receive this once one of them has the copy.
+            # All workers have joined. They receive the texts once one of them has the
+            # copy.
             self._has_started = True
             self._replication.begin()
         requests = list(gather.requests.values())

@@ -98,7 +98,11 @@ class Connection:
         self._ending: Ending | None = None
 
     def __enter__(self) -> Connection:
-        """Keep the descriptor open in the block, so that its number is not reused."""
+        """Keep the descriptor open in the block, so that its number is not reused.
+
+        Raises:
+            TransportClosed: If this worker has closed the connection.
+        """
         with self._lock:
             if self._ending is not None:
                 raise _closed_error(self._ending)
@@ -337,6 +341,6 @@ def _is_within_host(sock: socket.socket) -> bool:
 
 def shut_down(sock: socket.socket) -> None:
     """Shut a socket down, so that waiting calls at both ends return."""
-    # The socket is not connected, or its connection has ended.
+    # An `OSError` means that the socket is not connected, or its connection has ended.
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -27,7 +27,11 @@ class Link(Protocol):
     sock: socket.socket
 
     def lost(self, error: OSError | None) -> Exception:
-        """Return the error to raise after the connection has ended, with the reason."""
+        """Return the error to raise after the connection has ended, with the reason.
+
+        Args:
+            error: `OSError` of the socket, or `None` at the end of its stream.
+        """
 
     def has_left(self) -> bool:
         """Whether the other end has closed the connection without an error."""
@@ -224,7 +228,10 @@ class Flow:
         return events
 
     def handle(self, events: int) -> None:
-        """Handle events from `poll`.
+        """Handle events that `poll` has reported for the connection.
+
+        Args:
+            events: Int, the bit mask of the events.
 
         Raises:
             PeerLost: If the connection has ended, and no data is left to read.

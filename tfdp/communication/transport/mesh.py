@@ -241,14 +241,14 @@ class Mesh:
     # Methods of the interface `Registry`, which connections use.
 
     def tell(self, peer: int, lane: str, ending: Ending) -> None:
-        """Send a peer the reason that this worker closes the connection of a lane."""
+        """Implement `Registry.tell`: send the reason over the peer's control line."""
         with self._changed:
             line = self._lines.get(peer)
         if line is not None:
             line.tell(lane, ending)
 
     def ending_of(self, peer: int, lane: str) -> Ending | None:
-        """Return the reason that the peer closed a connection, `None` if unknown."""
+        """Implement `Registry.ending_of`; wait up to half a second for the reason."""
 
         def is_known() -> bool:
             """Return whether the reason has arrived, or the control line has ended."""
@@ -259,7 +259,7 @@ class Mesh:
             return self._endings.get((peer, lane))
 
     def forget(self, connection: Connection) -> None:
-        """Remove a closed connection."""
+        """Implement `Registry.forget`: remove a connection that was closed."""
         with self._changed:
             self._connections.discard(connection)
 
@@ -282,7 +282,8 @@ class Mesh:
             previous = self._accepted.pop((rank, lane), None)
             self._accepted[rank, lane] = sock
             self._changed.notify_all()
-        # The peer has dialed again, and does not use its first connection any more.
+        # A previous connection shows that the peer has dialed again: it does not use
+        # the first one any more.
         if previous is not None:
             previous.close()
 
@@ -450,7 +451,7 @@ class Mesh:
     def _new_socket(
         self, peer_addresses: Addresses
     ) -> tuple[socket.socket, tuple | str]:
-        """Create a socket to dial with; return it and the address to connect to."""
+        """Create a socket to dial a peer; return it and the address to connect to."""
         if self._use_unix and peer_addresses.machine == self.addresses.machine:
             return close_in_forks(
                 socket.socket(socket.AF_UNIX)
@@ -467,6 +468,13 @@ class Mesh:
 
     def _wait_for_dial(self, peer: int, lane: str, deadline: float) -> socket.socket:
         """Wait until a peer of higher rank has dialed, and confirm the connection.
+
+        Errors are those of `connect`.
+
+        Args:
+            peer: Int, rank of the peer.
+            lane: String, name of the connection.
+            deadline: Float, time by `time.monotonic`.
 
         Returns:
             `socket.socket`, connected and authenticated.

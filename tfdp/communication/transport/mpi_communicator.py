@@ -83,7 +83,8 @@ def check_job(
             "many as TF_CONFIG names, or unset TF_CONFIG. Received: "
             f"{pluralize(num_workers, 'worker')} in the cluster"
         )
-    # Slurm and TF_CONFIG may number the processes in another order than MPI.
+    # Slurm and TF_CONFIG may number the processes in another order than MPI, so all
+    # processes exchange their ranks.
     ranks = [each["rank"] for each in job.exchange({"rank": rank}, timeout_seconds)]
     if sorted(ranks) != list(range(num_workers)):
         raise ValueError(
@@ -160,7 +161,7 @@ class MpiCommunicator:
     def reduce_scatter(
         self, array: Array, bounds: Sequence[int], tag: int, into: Array | None = None
     ) -> None:
-        """Sum this member's part over all members; see `Communicator`."""
+        """Sum this member's part, as in `Communicator.reduce_scatter`."""
         own = array[bounds[self.index] : bounds[self.index + 1]]
         with self._messages.call():
             call = call_of("reduce-scatter", array, tag, bounds)
@@ -217,7 +218,7 @@ class MpiCommunicator:
         self._messages.close(reason)
         self._job.discard(self)
 
-    # Phases of the collectives.
+    # Methods for the phases of the collectives.
 
     def _exchange_and_add(self, array: Array, target: Array, call: Call) -> None:
         """All-reduce a small array by exchanging it whole between all pairs.

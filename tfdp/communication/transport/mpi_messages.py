@@ -35,7 +35,7 @@ ALL_TO_ALL = "all-to-all"
 # MPI tags of the messages in the communicator of a lane.
 _HEADER, _DATA, _GOODBYE = 1, 2, 3
 _GOODBYE_BYTES = 1024
-# Largest message: MPI counts bytes in 32 bits.
+# Largest message in bytes, since MPI counts the bytes of a message in 32 bits.
 _MOST_BYTES = 1 << 30
 # Longest pauses between polls of MPI: before data moves, when the other members compute
 # and need the cores, and while data moves, which makes progress only during polls.
@@ -116,7 +116,12 @@ class MpiMessages:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Run a collective in the block; an error closes the communicator."""
+        """Run a collective in the block; an error closes the communicator.
+
+        Raises:
+            TransportClosed: If the communicator is closed already.
+            TransportError: In place of an exception of MPI.
+        """
         with self._in_call:
             if self._reason is not None:
                 self._clean_up()
@@ -172,7 +177,7 @@ class MpiMessages:
             finally:
                 self._in_call.release()
 
-    # Steps of an exchange.
+    # Methods for the steps of `exchange`.
 
     def _begin(self, member: int, peer: _Peer, call: Call) -> None:
         """Start to exchange headers with a member; data follows the member's header.
@@ -287,10 +292,10 @@ class MpiMessages:
                 pending.then(status)
         return True
 
-    # Closing.
+    # Methods that detect lost members, and that close the communicator.
 
     def _lost(self, peers: Mapping[int, _Peer]) -> int | None:
-        """Return the index of a member that left with pending requests, or `None`."""
+        """Return the index of a peer that left with pending requests, or `None`."""
         for place in [p for p in self._goodbyes if p not in self._leave_reasons]:
             request, text = self._goodbyes[place]
             with self._job.lock:
@@ -310,7 +315,7 @@ class MpiMessages:
             return is_first
 
     def _fail(self, reason: str) -> None:
-        """Close after an error; the job keeps the pending requests and their memory."""
+        """Close after an error, for `reason`; the job keeps the pending requests."""
         pending, self._pending = self._pending, []
         if pending:
             sends = [each.request for each in pending if each.is_send]

@@ -95,7 +95,7 @@ class QuorumMember:
             return result
 
     def close(self, reason: str = "", ending: Ending | None = None) -> None:
-        """Close the connections, as `Connection.close` does."""
+        """Close the connections, as `Connection.close`; subclasses implement this."""
         raise NotImplementedError
 
     def _contribute(self, share: Share) -> None:
@@ -188,7 +188,7 @@ class QuorumLeader(QuorumMember):
             start_thread(f"tfdp quorum to {rank}", self._write, rank)
 
     def close(self, reason: str = "", ending: Ending | None = None) -> None:
-        """Close the connections, and end the threads that send."""
+        """Close all links, as `Connection.close` does, and end the sending threads."""
         for rank, link in self._links.items():
             link.close(reason, ending)
             self._unsent[rank].put(None)
@@ -216,7 +216,11 @@ class QuorumLeader(QuorumMember):
             self._receive(dataclasses.replace(result, arrays=own))
 
     def _is_complete(self) -> bool:
-        """Return whether the open step has enough contributions to close."""
+        """Return whether the open step has enough contributions to close.
+
+        It needs those of all workers; or `least` ones, some with rows, if no worker is
+        too far behind.
+        """
         if len(self._shares) == len(self._made):
             return True
         num_behind = self._num_closed - min(self._made.values())

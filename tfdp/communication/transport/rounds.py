@@ -214,6 +214,10 @@ class Rounds:
     def _is_complete(self, *, is_late: bool) -> bool:
         """Whether the present round can end.
 
+        It needs the leader's contribution, if there is a leader, and those of all other
+        participants. With `least`, that many are enough once the time is over, or if
+        all others have missed the last round, too.
+
         Args:
             is_late: Bool, whether the time for further contributions is over.
         """
@@ -270,7 +274,7 @@ class RoundLeader(Rounds):
         self._generation = 0
         self._own_state: list[Array] = []
         self._reasons: list[str] = []
-        # Lock of a round, so that a pause begins only after it.
+        # Lock that is held during a round, so that a pause begins only after the round.
         self._lock = threading.Lock()
         for rank, link in links.items():
             name, member = f"tfdp rounds {rank}", self._members[rank]

@@ -16,7 +16,7 @@ from tfdp.communication.transport.flows import Gate, Piece
 # With segments of 64 KB, Python took a third more CPU time; from 256 KB to 1 MB there
 # was no difference.
 SEGMENT_BYTES = 512 << 10
-# Number of slots between two steps of a segment: in this time the segment arrives.
+# Slots of the `pipeline` between two steps of a segment, in which the segment arrives.
 LAG = 2
 
 

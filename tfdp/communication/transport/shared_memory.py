@@ -94,7 +94,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         super().__init__(mesh, ranks, lane)
         self._small_array_bytes = small_bytes
         self._outboxes: list[_Outbox] = []
-        # The size is a multiple of the size of every dtype.
+        # A chunk has a multiple of 64 bytes, and so of the size of every dtype.
         self._chunk_bytes = chunks_bytes // self._size // 64 * 64
         self._step = 0
         with self._collective():
@@ -119,7 +119,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         tag: int,
         into: Array | None = None,
     ) -> None:
-        """Sum this member's part over all members, as in `Communicator`."""
+        """Sum this member's part, as in `Communicator.reduce_scatter`."""
         if self._is_for_sockets(array):
             super().reduce_scatter(array, bounds, tag, into)
             return
@@ -190,7 +190,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
                 # the next bell.
                 outboxes[self.index].put(slot, _SUMS, total)
                 for member in self._links if number else ():
-                    # Sums of the previous chunk, written before this bell.
+                    # Read the sums of the previous chunk, written before this bell.
                     chunk = self._chunk(targets[member], number - 1)
                     chunk[:] = outboxes[member].get(before, _SUMS, chunk)
 
@@ -213,7 +213,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
                     chunk[:] = outboxes[member].get(slot, member, chunk)
 
     def _chunk(self, part: Array, number: int) -> Array:
-        """Return the chunk with an index in a part, empty beyond the part's end."""
+        """Return the chunk at index `number` of a part, empty beyond the part's end."""
         length = self._chunk_bytes // part.itemsize
         return part[number * length : (number + 1) * length]
 
@@ -386,7 +386,12 @@ class _Outbox:
 
 
 def _num_bytes(num_members: int, chunk_bytes: int) -> int:
-    """Return the size of an outbox in bytes."""
+    """Return the bytes of an outbox: two slots of a chunk per member, and one more.
+
+    Args:
+        num_members: Int, number of members of the group.
+        chunk_bytes: Int, size of a chunk.
+    """
     return 2 * (num_members + 1) * chunk_bytes
 
 

@@ -106,7 +106,7 @@ class SocketCommunicator:
     def reduce_scatter(
         self, array: Array, bounds: Sequence[int], tag: int, into: Array | None = None
     ) -> None:
-        """Sum this member's part over all members, as in `Communicator`."""
+        """Sum this member's part, as in `Communicator.reduce_scatter`."""
         if into is not None:
             array = array.copy()
         call = call_of("reduce-scatter", array, tag, bounds)
@@ -183,7 +183,7 @@ class SocketCommunicator:
         for link in self._links.values():
             link.close(ending.cause, ending if ending.cause else None)
 
-    # Exchange of whole arrays between all pairs of members.
+    # Methods that exchange whole arrays between all pairs of members.
 
     def _exchange_whole(self, call: Call, array: Array, total: Array) -> None:
         """Exchange small arrays, and add them in the order of the members.
@@ -239,7 +239,7 @@ class SocketCommunicator:
         else:
             link.receive_into(other)
 
-    # Reduce-scatter and all-gather in segments.
+    # Methods for reduce-scatter and all-gather in segments.
 
     def _reduce(
         self,
@@ -318,7 +318,7 @@ class SocketCommunicator:
             self._flow(before, None, (), call, incoming),
         ]
 
-    # Transfers between all pairs of members.
+    # Methods for transfers between all pairs of members.
 
     def _reduce_direct(
         self,
@@ -360,7 +360,10 @@ class SocketCommunicator:
         )
 
     def _broadcast_chain(self, call: Call, array: Array, source: int) -> None:
-        """Send an array along a chain of members from the source, in segments."""
+        """Send an array along a chain of members from the source, in segments.
+
+        The arguments are those of `_broadcast_flat`.
+        """
         view = bytes_of(array)
         arrived = Gate()
         segments = [
@@ -382,7 +385,7 @@ class SocketCommunicator:
             flows.append(self._flow(self._links[following], call, outgoing, None, ()))
         self._run(flows)
 
-    # Helpers of several collectives.
+    # Methods that several collectives use.
 
     def _run(self, flows: list[Flow]) -> None:
         """Run flows; raise if any member's connection ends, even without a flow."""
@@ -424,7 +427,7 @@ class SocketCommunicator:
         )
 
     def _check(self, header: memoryview, expected: Call, index: int) -> None:
-        """Raise `TransportError` unless a member's header is the expected call."""
+        """Raise `TransportError` unless member `index` has sent the expected call."""
         check(header, expected, self._rank, self.ranks[index])
 
     def _need_scratch(self, num_bytes: int) -> Array:

@@ -9,7 +9,7 @@ from tfdp.ground.text import pluralize
 
 
 def check_model(strategy: Any, model: Any) -> None:
-    """Raise if a model uses options that `backup_workers` does not support.
+    """Raise `ValueError` if a model uses options that `backup_workers` excludes.
 
     These are options that need the gradients of all workers, such as sharding; that
     update after several steps; that train without synchronization; or that run eagerly.

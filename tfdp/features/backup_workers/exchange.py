@@ -59,7 +59,7 @@ class Counts:
     )
 
     def describe(self) -> str:
-        """Return the numbers as a sentence, or `""` if no gradient was dropped."""
+        """Return a sentence on the steps without each worker, or `""` for none."""
         parts = [
             f"{number:,} without worker {rank}"
             for rank, number in sorted(self.without.items())
@@ -89,7 +89,14 @@ class FirstGradients(GradientExchange):
         self._traced: set[int] = set()
 
     def begin_step(self, args: tuple, total: tf.Tensor | None) -> tuple:
-        """Return the batch, without rows if its step has closed already."""
+        """Return the batch of a step; without rows if this worker is behind.
+
+        Implements `GradientExchange.begin_step`. A worker is behind if sums of later
+        steps have arrived already.
+
+        Raises:
+            ValueError: If the rows of the global batch are not known.
+        """
         check_model(self._strategy, self._model())
         if total is None:
             raise ValueError(
@@ -118,7 +125,11 @@ class FirstGradients(GradientExchange):
     def reduce(
         self, gradients: list, variables: list[Any], replica: int
     ) -> ReducedGradients:
-        """Sum the gradients that arrive in time, see `GradientExchange`."""
+        """Implements `GradientExchange.reduce`: sum the gradients that arrive in time.
+
+        Raises:
+            ValueError: At a second update of the optimizer in a step.
+        """
         if replica in self._traced:
             raise ValueError(
                 "`backup_workers` supports one update of the optimizer in a step. "
@@ -152,7 +163,7 @@ class FirstGradients(GradientExchange):
         return ReducedGradients(flats, buckets, flat, sparse)
 
     def sum_by_share(self, share: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-        """Sum the tensors of workers that arrive in time, see `GradientExchange`."""
+        """Implements `GradientExchange.sum_by_share`, of tensors that are in time."""
         spec = tf.TensorSpec(tensor.shape, tensor.dtype)
         background = self._background((), [spec], spec.shape[0] * spec.dtype.size)
         rows = tf.stack([tf.cast(share, tf.float64), tf.ones([], tf.float64)])
@@ -212,13 +223,17 @@ class FirstGradients(GradientExchange):
 
 
 def _rows() -> tf.Tensor:
-    """Return the rows of the running replica and of the global batch, `[2]`."""
+    """Return the number of rows of the running replica and of the global batch.
+
+    Returns:
+        Float64 tensor of shape `[2]`.
+    """
     total = tf.cast(batch_weight.num_samples(), tf.float64)
     return tf.stack([tf.round(batch_weight.current() * total), total])
 
 
 def _buckets(flat: list) -> list[tuple[int, ...]]:
-    """Return the positions of the dense gradients of each dtype."""
+    """Group the positions of dense gradients by dtype, one tuple for each dtype."""
     by_dtype: dict[Any, list[int]] = {}
     for position, gradient in enumerate(flat):
         if not isinstance(gradient, tf.IndexedSlices):
@@ -272,7 +287,7 @@ def _exchange(
     try:
         share = _share_of(parts, joined)
     except Exception as error:
-        # Otherwise the other workers would wait for this share.
+        # Closing notifies the other workers, which would otherwise wait for this share.
         member.close(str(error))
         raise
     result = member.exchange(share)

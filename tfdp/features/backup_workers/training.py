@@ -31,7 +31,7 @@ class _DroppedGradients(keras.callbacks.Callback):
         self._before = 0
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Add the number of gradients that were dropped in this epoch."""
+        """Add the number of late gradients that were dropped in this epoch."""
         number = self._exchange.counts.without.total()
         if logs is not None:
             logs[_LOG] = number - self._before
@@ -46,7 +46,7 @@ class BackupWorkers(Feature):
         self._exchanges = weakref.WeakKeyDictionary()
 
     def gradient_exchange(self, fit: Fit) -> FirstGradients | None:
-        """Return the exchange of a model; `None` without `backup_workers`."""
+        """Return the exchange of a model's gradients; `None` without the option."""
         if not _is_on(fit.strategy):
             return None
         if fit.model not in self._exchanges:

@@ -30,10 +30,11 @@ CLASSES = {
 }
 # Classes that a step is divided into.
 _OF_STEPS = (STEP, DATA, EXPOSED)
-# Classes in lines: backups are a separate one there, which `Account` counts as saves.
+# Classes that a ledger's lines may have: backups are separate in them, and count as
+# saves.
 _IN_LINES = {*CLASSES, BACKUP}
-# Time in no line of an attempt from which it counts as not recorded: less is an error
-# of rounding.
+# Seconds of an attempt in none of its lines from which they count as not recorded: less
+# is an error of rounding.
 _NOTABLE_SECONDS = 0.5
 _NUMBERS = (
     "no",
@@ -47,7 +48,7 @@ _NUMBERS = (
     "eight",
     "nine",
 )
-# More calls of `fit` than any ledger has.
+# Offset between the numbers of calls of `fit` in two ledgers: no ledger has more calls.
 _FITS_OF_LEDGER = 1_000_000
 # Position of a step in a job: number of its `fit`, epoch, and batch.
 Position = tuple[int, int, int]
@@ -97,7 +98,7 @@ class Shares:
         return self.seconds.get(name, 0.0) / total if total else 0.0
 
     def label(self, name: str) -> str:
-        """Return the name of a class for the line; recovery is named by restarts."""
+        """Return the name of a class in the line; recovery is named by restarts."""
         count = self.num_restarts
         if name != RECOVERY or not count:
             return CLASSES[name]
@@ -130,11 +131,16 @@ def shares_of_several(ledgers: Sequence[Iterable[str]]) -> Shares:
 
 
 def _timed(number: int, lines: Iterable[str]) -> Iterator[tuple[float, int, str]]:
-    """Yield lines of a ledger with their times; damaged ones have that of the previous.
+    """Yield the lines of a ledger with their times, for a merge with other ledgers.
 
     Args:
         number: Int, number of the ledger, which is yielded with each line.
         lines: Iterable of strings.
+
+    A damaged line has the time of the previous one.
+
+    Returns:
+        Iterator of tuples of the time in seconds, `number` and the line.
     """
     seconds = 0.0
     for line in lines:
@@ -213,10 +219,11 @@ class Account:
         self._add(line)
 
     def _clear(self) -> None:
-        """Reset all sums, for a new job."""
+        """Reset all sums and positions, since a new job begins in the ledger."""
         self._seconds: dict[str, float] = {}
         self._num_attempts = 0
-        # Attempts that continued the job of the previous one, without a restart.
+        # Number of attempts that continued the job of the previous one, without a
+        # restart.
         self._num_continued = 0
         self._is_done = self._has_backups = self._measures_communication = False
         self._has_relaunched = self._had_backups = False
@@ -269,7 +276,10 @@ class Account:
         self._opening = [line]
 
     def _add_work(self, line: dict[str, Any]) -> None:
-        """Add the seconds of a line, and the time before it that no line has."""
+        """Add the seconds of a line, and the time before it that no line has.
+
+        The first line with steps shows whether the attempt has begun a new job.
+        """
         if self._opening is not None:
             self._opening.append(line)
             if "first" in line:
@@ -330,17 +340,17 @@ class Account:
         return max(0.0, num_again / (last - first + 1))
 
     def _moment(self, line: dict[str, Any]) -> Moment:
-        """Return the moment of a line, which is of the same boot as its attempt."""
+        """Return the moment of a line; its boot is that of the attempt's first line."""
         boot = "" if self._last is None else self._last.boot
         return dataclasses.replace(moment_of(line), boot=boot)
 
     def _count(self, name: str, seconds: float) -> None:
-        """Add seconds to a class."""
+        """Add seconds to a class of the job's time."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """Parse and check a line.
+    """Parse a line of a ledger, and check its kind and its fields.
 
     Raises:
         ValueError: If it is damaged.
@@ -363,7 +373,7 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def _check_work(line: dict[str, Any]) -> None:
-    """Raise `ValueError` unless a line has valid seconds, and steps if any."""
+    """Raise `ValueError` unless a line has valid seconds, and valid steps if any."""
     seconds: Any = line.get("seconds")
     is_valid = isinstance(seconds, dict) and all(
         is_number(value) and value >= 0 for value in seconds.values()

@@ -32,7 +32,7 @@ _FLAGS |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def uptime() -> float:
-    """Return the seconds since this machine's boot, by a clock that is never set."""
+    """Return the seconds since this machine's boot, unaffected by setting the clock."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)
 
@@ -108,7 +108,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch | None:
-        """Return the settings in `TF_CONFIG`, or `None` without a launcher."""
+        """Return the launcher's settings in `TF_CONFIG`; `None` without a launcher."""
         try:
             settings = tf_config.read_settings(environ["TF_CONFIG"])[_KEY]
             folder = str(settings["folder"])
@@ -188,7 +188,7 @@ def find(directory: str) -> list[str]:
 
 
 def _referred(path: str) -> list[str]:
-    """Return the existing ledgers that a ledger refers to, the latest one last."""
+    """Return the existing ledgers that a ledger's lines name, the latest one last."""
     found: list[str] = []
     for text in read(path):
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -255,7 +255,15 @@ class LedgerFile:
             self._file = None
 
     def _open(self) -> bool:
-        """Open the file, and return `False` if its folder does not exist yet."""
+        """Open the ledger of this job; in the folder of logs, add a line that names it.
+
+        Returns:
+            Bool, false if the folder of the ledger does not exist yet.
+
+        Raises:
+            OSError: If a file cannot be opened or written.
+            ValueError: If it is not a regular file with a single link.
+        """
         if self._directory is None:
             assert self._launch is not None
             self.path = self._launch.path

@@ -24,8 +24,8 @@ from tfdp.ground.base import activities
 from tfdp.ground.base.process_identity import state_and_start
 from tfdp.ground.forks import Owner
 
-# Interval of writes: a fraction of the attempt's time, within limits. A kill loses what
-# is not written.
+# Seconds between writes: a fraction of the attempt's time, between a least and a
+# largest number. A kill loses what is not written.
 _LEAST_SECONDS, _MOST_SECONDS, _OF_ATTEMPT = 1.0, 10.0, 1e-3
 # Class of time by activity.
 _CLASSES = {
@@ -81,12 +81,13 @@ class Recorder:
         self._waited = 0.0
         self._fit = 0
         self._epoch = 0
-        # First and last batch of the epoch since the last line, and the running batch.
+        # First and last batch of the steps since the last line, and the running batch;
+        # all are counted in the epoch.
         self._first: int | None = None
         self._last = self._batch = 0
         self._is_done = self._has_steps = False
         self._owner = Owner()
-        # Sums of the lines in the file, once they are needed.
+        # Sums of the lines that the file has, read when `shares` is first called.
         self._account: Account | None = None
         launched = None if launch is None else vars(launch.since)
         line = {"kind": "attempt", "format": FORMAT, **vars(since)}
@@ -129,7 +130,7 @@ class Recorder:
         self._batch = batch
 
     def step_begins(self) -> None:
-        """Count the time from now on as that of steps."""
+        """Count the time from now on as that of steps: a call of the step begins."""
         self._change(account.STEP)
 
     def step_ends(self, num_steps: int, *, was_traced: bool) -> None:
@@ -179,7 +180,7 @@ class Recorder:
     # Methods for the events of activities, see `tfdp.ground.base.activities`.
 
     def begins(self, activity: str) -> None:
-        """Begin to count the time of an activity, unless another thread runs it."""
+        """Begin to count the time of an activity, if it runs on the thread of `fit`."""
         if threading.get_ident() == self._thread:
             self._outer.append(self._class)
             self._change(_CLASSES[activity])
@@ -216,7 +217,10 @@ class Recorder:
         return total.shares
 
     def _append(self) -> None:
-        """Append the lines to the file, unless there are no steps yet."""
+        """Append the waiting lines to the file, once the attempt has made a step.
+
+        If that fails, the lines wait for the next write.
+        """
         is_due = self._has_steps and self._owner.is_current
         if is_due and self.file.append(self._lines):
             if self._account is not None:
@@ -224,14 +228,14 @@ class Recorder:
             self._lines = []
 
     def _change(self, new: str) -> None:
-        """Count the time since the last event, and begin another class."""
+        """Count the time since the last event, and begin another class of time."""
         now = uptime()
         elapsed = now - self._at
         self._seconds[self._class] = self._seconds.get(self._class, 0.0) + elapsed
         self._class, self._at = new, now
 
     def _end_line(self) -> None:
-        """Add a line with the time and the steps since the previous line."""
+        """End the current line, with the time and the steps since the previous one."""
         self._change(self._class)
         self._divide_steps()
         line: dict[str, Any] = {"kind": "work", "time": time.time(), "up": self._at}

@@ -27,7 +27,7 @@ from tfdp.training.keras_hooks.worker_callbacks import (
     prepend_callback,
 )
 
-# Folder of the events in a folder of TensorBoard, and the prefix of their tags.
+# Subfolder for the events in a log directory of TensorBoard, and prefix of their tags.
 _SCALARS = "goodput"
 
 
@@ -104,7 +104,7 @@ class _Goodput(Feature):
         recorder.fit_begins()
 
     def _end_measuring(self) -> None:
-        """Stop recording steps, and adding time stamps to steps that are traced."""
+        """End the record of this `fit`; steps traced later have no time stamps."""
         self.recorder, self._is_measuring = None, False
         if self._wait is not None:
             data_waits.deactivate(self._wait)
@@ -146,7 +146,7 @@ class _Goodput(Feature):
 
     @property
     def _num_traces(self) -> int:
-        """Int, steps that were traced with stamps so far."""
+        """Int, steps with time stamps that were traced so far."""
         return 0 if self._wait is None else self._wait.num_traces
 
     def _measure_steps(self, model: Any) -> None:
@@ -197,7 +197,7 @@ class _Goodput(Feature):
         return self._latest
 
     def _close(self) -> None:
-        """Write the last lines of the latest recorder."""
+        """Close the latest recorder, which writes its last lines."""
         if self._latest is not None:
             activities.observers.deactivate(self._latest)
             self._latest.close()
@@ -295,7 +295,7 @@ def write_scalars(shares: Shares, folders: Iterable[str], epoch: int) -> None:
 
 
 def _log_dir_of(callback: Any) -> str | None:
-    """Return the folder of TensorBoard that a callback writes to, or `None`."""
+    """Return the folder to which TensorBoard or a monitor of tfdp writes, or `None`."""
     if not isinstance(callback, (keras.callbacks.TensorBoard, TimedSteps)):
         return None
     folder = getattr(callback, "log_dir", None)

@@ -32,7 +32,7 @@ from tfdp.features.islands.hub_connection import (
 from tfdp.ground.base.threads import start_thread
 from tfdp.ground.text import say
 
-# How long the first islands wait for others that may still be starting.
+# Seconds that the first islands wait for others that may still be starting.
 JOIN_SECONDS = 120.0
 
 
@@ -74,7 +74,7 @@ class Meeting(Rounds):
             super().expect_no_more(index)
 
     def new_member(self, index: int) -> Participant:
-        """Add an island, which replaces its earlier connection, if any."""
+        """Add an island to the meeting, in place of its earlier connection, if any."""
         member = Participant(index, has_begun=False)
         with self._changed:
             self._members[index] = member
@@ -145,7 +145,10 @@ class Meeting(Rounds):
         return states[max(states, key=lambda index: (states[index][0], -index))][1]
 
     def _may_begin(self) -> bool:
-        """Return whether waiting islands may receive a state."""
+        """Return whether the islands that wait to join may receive a state.
+
+        That is when there is a common state, or when all expected islands have joined.
+        """
         return self._state is not None or not self._expected
 
 
@@ -200,8 +203,8 @@ class Hub:
         # The islands that have not ended for good.
         self._expected = set(range(count))
         self._own = frozenset(own)
-        # `time.monotonic()` when each island that has ever connected was last known to
-        # connect, run or disconnect.
+        # Time by `time.monotonic()` at which each island that has ever connected was
+        # last known to connect, run or disconnect.
         self._last_contact: dict[int, float] = {}
         # With the cache, the warning about a lack of files is printed only once.
         self._acceptor = Acceptor(
@@ -266,14 +269,14 @@ class Hub:
             meeting.expect_no_more(index)
 
     def _begin(self, sock: socket.socket, _: Authenticated) -> None:
-        """Serve an accepted connection on a new thread."""
+        """Serve a connection after its handshake, on a new thread."""
         connection = HubConnection(sock)
         with self._lock:
             self._connections[connection] = set()
         start_thread("tfdp hub", self._serve, connection)
 
     def _serve(self, connection: HubConnection) -> None:
-        """Serve one connection until it ends."""
+        """Serve an island's or launcher's connection until it ends, on a thread."""
         try:
             # KeyError, TypeError and ValueError are violations of the protocol, which
             # end the connection like a lost one.

@@ -16,7 +16,7 @@ from tfdp.ground.forks import close_in_forks
 
 # Name of the service in the handshake of `tfdp.communication.connection`.
 SERVICE = "hub"
-# Interval of heartbeats, and the silence after which the other end counts as lost.
+# Seconds between heartbeats, and of silence after which the other end counts as lost.
 BEAT_SECONDS = 5.0
 SILENT_SECONDS = 60
 _BEAT = {"kind": "beat"}

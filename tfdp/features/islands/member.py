@@ -33,14 +33,15 @@ from tfdp.features.islands.hub_connection import (
 from tfdp.ground.base.threads import start_thread
 from tfdp.ground.forks import close_in_forks
 
-# How long an island tries to connect, with an interval of `_RETRY_SECONDS`.
+# Seconds for which an island tries to connect, and between two attempts.
 _CONNECT_SECONDS = 60.0
 _RETRY_SECONDS = 0.2
-# Limit of the authentication of one connection.
+# Timeout in seconds of the authentication of a connection.
 _PROOF_SECONDS = 10.0
-# Interval at which a launcher tries to connect to the hub.
+# Seconds between a launcher's attempts to connect to the hub.
 _REPORT_AGAIN_SECONDS = 1.0
-# Limit of a launcher's last report, so that an unreachable hub cannot delay its exit.
+# Timeout in seconds of a launcher's last report, so that an unreachable hub cannot
+# delay its exit.
 _CLOSE_SECONDS = 5.0
 
 
@@ -158,7 +159,7 @@ class Member:
             return Reply.from_frame(*self._connection.receive())
 
     def _send(self, head: dict[str, Any], arrays: Sequence[Array] = ()) -> None:
-        """Send a message without a reply, see `send_frame` for the arguments."""
+        """Send a message without a reply; arguments are those of `send_frame`."""
         with self._exclusive_connection():
             send_frame(self._connection, head, arrays)
 
@@ -213,7 +214,7 @@ class LauncherLink(threading.Thread):
         self.join(_CLOSE_SECONDS)
 
     def run(self) -> None:
-        """Connect and report until this link is closed."""
+        """Report the islands until this link is closed; target of the thread."""
         while True:
             # `connect` raises RuntimeError if the hub does not run yet, or has ended.
             with contextlib.suppress(*GONE, RuntimeError):
@@ -225,7 +226,7 @@ class LauncherLink(threading.Thread):
             self._changed.clear()
 
     def _report_on(self, connection: HubConnection) -> None:
-        """Send reports over a connection until this link is closed."""
+        """Send reports on the islands over a connection until this link is closed."""
         try:
             is_last = False
             while not is_last:

@@ -33,7 +33,7 @@ from tfdp.training.keras_hooks.added_callbacks import OptimizerProgressCheck
 from tfdp.training.keras_hooks.worker_callbacks import WRITERS, callback_list
 from tfdp.training.replicas.variables import StatisticVariable
 
-# Duration of a wait for other islands after which the user is notified.
+# Seconds of waiting for other islands after which the user is notified.
 _WARN_AFTER_SECONDS = 30.0
 _THREAD = "tfdp island"
 # Numbers of the calls of `fit` in this process: islands exchange in calls with the same
@@ -226,7 +226,7 @@ class IslandTraining:
         self._fit = next(_fit_numbers)
 
     def join(self) -> None:
-        """Join the other islands, once, and start from the common state."""
+        """Join the other islands at the first call, and adopt the common weights."""
         if self._member is not None:
             return
         _running[self._model] = self
@@ -378,7 +378,7 @@ class IslandTraining:
         return [_wide(variable) for variable in self._statistic_variables()]
 
     def _statistic_variables(self) -> list[Any]:
-        """Return the variables that are averaged, such as moving statistics."""
+        """Return the variables of statistics that are averaged, as moving means."""
         return [
             variable
             for variable in self._model.variables
@@ -386,7 +386,7 @@ class IslandTraining:
         ]
 
     def _assign(self, weights: list[Array]) -> None:
-        """Set the model's trained weights, and its statistics to the common ones."""
+        """Set the trained weights, and the statistics to those of the last mean."""
         variables = [*self._model.trainable_variables, *self._statistic_variables()]
         arrays = [*weights, *self._state.statistics]
         for variable, array in zip(variables, arrays, strict=True):

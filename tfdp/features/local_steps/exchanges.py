@@ -57,7 +57,8 @@ class Exchanges:
         self._reducer: Reducer | None = None
         self._background_reducer: Reducer | None = None
         self._in_flight: dict[int, Background | Deferred] = {}
-        # Exchange for `min_participants`, which lets a late worker miss outer steps.
+        # Exchange in rounds, with `min_participants`: a late worker may miss outer
+        # steps.
         self.rounds: RoundExchange | None = None
         # For each fragment, the number of the update after which its pseudo-gradients
         # were sent; 0 if no exchange is in flight.
@@ -67,7 +68,8 @@ class Exchanges:
             initializer="zeros",
             name="exchanges_launched",
         )
-        # The largest lateness of an outer step, in updates, since the last reset.
+        # The largest number of updates by which an outer step was late since the last
+        # reset.
         self.staleness = make_variable(
             shape=(), dtype="int", initializer="zeros", name="exchange_staleness"
         )
@@ -190,7 +192,7 @@ class Exchanges:
         return unused
 
     def broadcast_state(self, reducer: GradientReducer) -> None:
-        """Broadcast the outer state of the first replica, whose worker leads rounds."""
+        """Set the outer state on all replicas to that of the first, which leads."""
         context = replica_context()
         assert context is not None
         is_first = tf.equal(context.replica_id_in_sync_group, 0)
@@ -234,11 +236,11 @@ class Exchanges:
             assign(self._trained, [read(anchor) for anchor in self.outer.anchors])
 
     def _variables_of(self, number: int) -> list:
-        """Return the trained variables of the fragment with an index."""
+        """Return the trained Keras variables of a fragment, by its index."""
         return [self._trained[position] for position in self._fragments[number]]
 
     def _compressed_of(self, number: int) -> list | None:
-        """Return the variables of a fragment, or `None` if it is not compressed."""
+        """Return a fragment's variables if exchanges are compressed, or else `None`."""
         is_exact = self._outer_options.compression is None
         return None if is_exact else self._variables_of(number)
 
@@ -279,7 +281,7 @@ class Exchanges:
         return ReplicaReducer(self._reducer, context)
 
     def _in_flight_of(self, number: int) -> Background | Deferred:
-        """Return the queue or thread of a fragment in flight, created at first use."""
+        """Return the thread or the queue of a fragment's sent pseudo-gradients."""
         if number not in self._in_flight:
             strategy = tf.distribute.get_strategy()
             self._in_flight[number] = Deferred(strategy, self._specs_of(number))

@@ -63,7 +63,7 @@ class Deferred:
             )
 
     def collect(self, replica: int) -> list[tf.Tensor]:
-        """Return the stored samples and pseudo-gradients of a local replica."""
+        """Return a local replica's stored samples, followed by its pseudo-gradients."""
         with tf.device(self._devices[replica]):
             _, *tensors = self._queues[replica].dequeue()
         return tensors
@@ -230,7 +230,7 @@ class RoundExchange:
         self._endpoint.pause()
 
     def resume(self) -> None:
-        """Run rounds again, after all workers have synchronized."""
+        """Run rounds again after `pause`, once all workers have synchronized."""
         self._endpoint.resume()
 
 

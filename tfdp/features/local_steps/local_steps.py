@@ -105,7 +105,13 @@ class LocalSteps(StepFeature):
             self.exchanges.rounds.resume()
 
     def reducer(self) -> GradientReducer:
-        """Return the reducer of the running replica's gradients within its group."""
+        """Return the reducer that sums the running replica's gradients within its node.
+
+        It sums nothing if each replica trains alone.
+
+        Raises:
+            ValueError: If all replicas are on one node.
+        """
         if self.options.scope == "replica":
             return GradientReducer()
         strategy = tf.distribute.get_strategy()
@@ -118,7 +124,7 @@ class LocalSteps(StepFeature):
         return self._node_reducers.of_replica(strategy, replica_context())
 
     def begin(self, *, has_batch: bool) -> None:
-        """Copy the weights into the outer weights, if due, before a step's update."""
+        """Implements `StepFeature.begin`: copy the weights into the anchors, if due."""
         if self.exchanges is not None:
             self.exchanges.outer.begin()
 

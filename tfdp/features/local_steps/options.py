@@ -99,7 +99,7 @@ class OuterOptions:
             self._check_rounds()
 
     def _check_features(self) -> None:
-        """Raise if the optimizer uses a feature that an outer step cannot have."""
+        """Raise `ValueError` if the outer optimizer has an excluded option."""
         names = ("use_ema", "gradient_accumulation_steps", "loss_scale_factor")
         if used := [name for name in names if getattr(self.optimizer, name, None)]:
             raise ValueError(
@@ -109,7 +109,7 @@ class OuterOptions:
             )
 
     def _check_rounds(self) -> None:
-        """Raise if `min_participants` is combined with options that it excludes."""
+        """Raise `ValueError` if another option excludes `min_participants`."""
         if not self.delay or self.fragments > 1 or self.compression is not None:
             raise ValueError(
                 "`min_participants` needs a `delay` of at least 1, and is for "
@@ -119,7 +119,7 @@ class OuterOptions:
             )
 
     def _check_compression(self) -> None:
-        """Raise unless `compression` is valid, and the same for all levels."""
+        """Raise `ValueError` unless `compression` is valid, and not a mapping."""
         if isinstance(self.compression, Mapping):
             raise ValueError(
                 "`compression` of `DiLoCo` applies between nodes: give one string or "
@@ -130,7 +130,7 @@ class OuterOptions:
 
     @property
     def compression_by_level(self) -> Any:
-        """Compression as an argument of `CommunicationOptions`."""
+        """Value of `compression` for `CommunicationOptions`, by level if needed."""
         if self.compression is None or self.scope == "replica":
             return self.compression
         return {"outer": self.compression}

@@ -121,7 +121,10 @@ class ReplicatedOuterStep(OuterStep):
 
 
 def assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> None:
-    """Set variables on the running replica, after all values are computed."""
+    """Set variables on the running replica to values, cast to the variables' dtypes.
+
+    All values are computed before the first assignment.
+    """
     with tf.control_dependencies(values):
         for variable, value in zip(variables, values, strict=True):
             part = _compat.local_part(variable)

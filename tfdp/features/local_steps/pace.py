@@ -50,7 +50,11 @@ class Pace:
         self._clock_started, self._is_first = None, True
 
     def take_seconds(self) -> float | None:
-        """Return the mean seconds of an inner step since the last call, or `None`."""
+        """Return the mean seconds of the inner steps timed since the last call.
+
+        Returns:
+            Float, or `None` if no step was timed.
+        """
         mean = self._seconds / self._num_timed if self._num_timed else None
         self._seconds, self._num_timed = 0.0, 0
         return mean
@@ -119,7 +123,7 @@ class Pace:
         self._skipped_seconds, self._num_on_clock = 0.0, 0
 
     def _stop_clock(self, model: Any) -> None:
-        """Add the time since the clock was started, without that of skipped steps."""
+        """Add the time since `_start_clock`, without that of skipped steps."""
         if self._clock_started is not None and self._num_on_clock:
             _wait_for_step(model)
             elapsed = time.perf_counter() - self._clock_started - self._skipped_seconds

@@ -64,7 +64,8 @@ class Descent:
         num_processes: Int, number of processes that share what the container has.
     """
 
-    # More than the rows of any batch: a replica then computes its rows one by one.
+    # First number of a descent: more than any batch has rows, so that replicas compute
+    # their rows one by one.
     START = 2**30
 
     def __init__(self, num_processes: int) -> None:

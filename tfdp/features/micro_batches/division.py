@@ -44,7 +44,8 @@ class MicroBatches(RowDivider):
         self._computed = make_variable(
             shape=(), dtype="int32", initializer="zeros", name="computed_steps"
         )
-        # Whether the number belongs to a descent that has not ended.
+        # 1 if the number of micro-batches is that of a descent that has not ended, or
+        # else 0.
         self._is_trial = make_variable(
             shape=(), dtype="int32", initializer="zeros", name="is_trial"
         )
@@ -89,7 +90,7 @@ class MicroBatches(RowDivider):
         self._is_trial.assign(0)
 
     def check(self, optimizer: Any) -> None:
-        """Raise if the optimizer shards parameters."""
+        """Raise `ValueError` if the optimizer shards parameters (ZeRO-3)."""
         if optimizer.sharding == "parameters":
             raise ValueError(
                 f'{self.label} is not for `sharding="parameters"`, whose replicas '
@@ -102,7 +103,7 @@ class MicroBatches(RowDivider):
         return read(self._number)
 
     def keep_batch(self, args: tuple) -> tuple:
-        """Keep the batch of a step, so that the step can be repeated."""
+        """Implements `RowDivider.keep_batch`: put the batch of a step into a queue."""
         plain, _ = unpack_counted(args)
         local = [
             first_tensor(_compat.select_replica(replica, plain))
@@ -112,7 +113,7 @@ class MicroBatches(RowDivider):
         return self.kept.keep(args, tf.reduce_max(counts))
 
     def begin_changes(self) -> list:
-        """Record that this step can no longer be repeated: it changes the state."""
+        """Return operations that mark this step as no longer repeatable."""
         part = _compat.local_part(self._computed)
         return [part.assign_add(1, read_value=False)]
 
@@ -121,7 +122,7 @@ class MicroBatches(RowDivider):
         return self._num_computed() > self._num_done
 
     def end_step(self) -> None:
-        """Forget the batch of a step that has ended."""
+        """Forget the batch of a step that has succeeded, and count the step."""
         self.kept.drop()
         self._num_done += 1
 

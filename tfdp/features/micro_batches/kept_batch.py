@@ -17,7 +17,8 @@ class KeptBatch:
     """
 
     def __init__(self) -> None:
-        # Queue and arguments of the last trace, by dtypes.
+        # Queue and arguments of the latest trace, by the dtypes of the arguments'
+        # tensors.
         self._kinds: dict[tuple, tuple[tf.queue.FIFOQueue, tuple]] = {}
 
     def keep(self, args: tuple, rows: tf.Tensor) -> tuple:

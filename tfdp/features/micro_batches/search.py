@@ -27,7 +27,7 @@ from tfdp.training.reduction.training_group import training_group
 _log = logging.getLogger("tfdp")
 _FILE = "micro_batches.json"
 _FIXED = "`GradientAccumulation(steps=4)` with smaller batches"
-# Errors of a step that may succeed with more micro-batches.
+# Errors of a step that may succeed when it is repeated with more micro-batches.
 _OUT_OF_MEMORY = (tf.errors.ResourceExhaustedError, PeerStepFailed)
 
 
@@ -35,7 +35,7 @@ class MicroBatchSearch(Feature):
     """Repeats a step that ran out of memory, with twice the micro-batches."""
 
     def choose_callbacks(self, fit: Fit) -> None:
-        """Compute batches whole again, in a `fit` without the callback for division."""
+        """Remove the micro-batches from a `fit` without the callback for them."""
         callbacks = callback_list(fit.arguments.get("callbacks"))
         is_auto = any(str(getattr(c, "steps", None)) == "auto" for c in callbacks)
         division = division_of(fit.model)
@@ -80,7 +80,11 @@ class MicroBatchSearch(Feature):
 
 
 def _begin(model: Any, division: MicroBatches) -> None:
-    """Start with the number of an earlier run, or a descent if memory is limited."""
+    """Choose the number of micro-batches for the first step of a `fit`.
+
+    It is that of an earlier run or `fit`. If none is known and the memory of a worker
+    is limited, a descent begins. All workers call this together.
+    """
     extended = model.distribute_strategy.extended
     group = extended.worker_group
     is_trial = division.is_trial
@@ -150,7 +154,7 @@ def _double(model: Any, division: MicroBatches, error: Exception) -> None:
     is_own = not isinstance(error, PeerStepFailed)
     reason = _obstacle(model, division, rows, is_own=is_own)
     # Once this step has begun to change the state, another worker may have completed
-    # it, and waits in no collective of the replicas: it sees that this worker ends.
+    # it, and waits in no collective: it then sees that this worker ends.
     meets = _can_meet(model) and not division.has_computed()
     if meets and _any_worker(model.distribute_strategy, bool(reason)):
         reason = reason or "another worker could not make it again: see its message."
@@ -165,7 +169,10 @@ def _double(model: Any, division: MicroBatches, error: Exception) -> None:
 
 
 def _can_meet(model: Any) -> bool:
-    """Return whether this worker has others, with which it can agree after an error."""
+    """Return whether workers can agree with each other after the error of a step.
+
+    It needs several workers, whose collectives continue after an error.
+    """
     extended = model.distribute_strategy.extended
     return extended.worker_group.num_workers > 1 and extended.group.backend == "direct"
 
@@ -254,7 +261,11 @@ def _counted(number: int) -> str:
 
 
 def _key(model: Any) -> str:
-    """Return the key of a model's step in the file of numbers."""
+    """Return the key of a model's step in the file of numbers of micro-batches.
+
+    It has the model's shapes, the rows of a batch, the replicas, the kinds of devices
+    and the version of TensorFlow.
+    """
     strategy, loop = strategy_of(model), loops.current()
     assert strategy is not None
     shapes = [

@@ -74,7 +74,7 @@ class Profile:
         self._folder: TemporaryFolder | None = None
 
     def begin(self) -> bool:
-        """Start the profiler, and return `False` if it was already in use."""
+        """Start the profiler; return `False` if another user has already started it."""
         if self._folder is not None:
             return True
         self._folder = TemporaryFolder("profile")
@@ -208,7 +208,11 @@ class DeviceMeter(Meter):
             self._is_profiling = self._profile.begin()
 
     def step_ends(self, num_steps: int = 1) -> Reading | None:
-        """Record the end time; return `None` for a profiled step, which is slower."""
+        """Record the end of a step, and end its profile if it has one.
+
+        Returns:
+            `Reading`, as of `Meter`; or `None` for a profiled step, which is slower.
+        """
         reading = super().step_ends(num_steps)
         if not self._is_profiling or self._traces:
             return reading
@@ -220,7 +224,11 @@ class DeviceMeter(Meter):
         return None
 
     def sample(self, reading: Reading) -> Sample:
-        """Divide the host's step time in the proportions of the profiled step."""
+        """Compute the times of a step from the host's time and the profiled step.
+
+        The host's time is divided in the proportions of the profiled step. Times of
+        communication are NaN before a step was profiled.
+        """
         seconds = reading.seconds / reading.num_steps
         samples, norm = notes(reading, self.recorder.rows)
         sample = Sample(
@@ -254,7 +262,7 @@ class DeviceMeter(Meter):
         )
 
     def trace_begins(self) -> None:
-        """Start the profile of the selected steps."""
+        """Start the profile of the steps of a trace, unless one is running."""
         if not self._traces:
             self._traces = True
             self._is_profiling = self._profile.begin()

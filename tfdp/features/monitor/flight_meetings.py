@@ -17,14 +17,15 @@ from tfdp.communication.coordination.flight_steps import TENSORFLOW
 from tfdp.features.monitor.time_intervals import Interval, seconds_covered
 from tfdp.features.monitor.trace import clock_offset
 
-# A worker is stuck if others have waited for it for this time: also in a running job,
-# records are written at slightly different times.
+# Seconds of waiting for a worker from which it counts as stuck: even in a job that runs
+# well, records are written at slightly different times.
 STUCK_SECONDS = 1.0
 # A step whose collectives TensorFlow runs is stuck after this multiple of its usual
 # time: it also computes.
 _SLOW_STEP = 3.0
-# A worker is slow if the others wait for it during this fraction of the time, and this
-# fraction of all their waiting is for it. Fewer collectives than this decide nothing.
+# A worker is slow if the others wait for it during the first fraction of the time, and
+# the second fraction of all their waits is for it. With fewer collectives than the
+# third number, no worker counts as slow.
 _LATE_PART, _OWN_PART, _FEWEST_COLLECTIVES = 0.1, 0.8, 20
 
 # The record of each worker that has written one, by rank.
@@ -131,7 +132,10 @@ def lanes_of(records: Records) -> Lanes:
 
 
 def completed(record: FlightRecord) -> dict[str, Interval]:
-    """Return begin and end of each complete collective of all workers, by its name."""
+    """Return begin and end of each complete collective of all workers, by its name.
+
+    Collectives of a part of the workers are left out.
+    """
     return {
         f"{each.lane}/{each.number:020d}": (each.begin, each.end)
         for each in record.collectives
@@ -142,7 +146,12 @@ def completed(record: FlightRecord) -> dict[str, Interval]:
 
 
 def first_differing(lanes: Lanes) -> dict[int, RecordedCollective] | None:
-    """Return the first collective that differs between workers, by rank, or `None`."""
+    """Return the first collective that has different signatures on several workers.
+
+    Returns:
+        Dict from ranks to the `RecordedCollective` of each worker, or `None` without
+        one.
+    """
     found = [
         entries
         for numbers in lanes.values()
@@ -155,14 +164,14 @@ def first_differing(lanes: Lanes) -> dict[int, RecordedCollective] | None:
 
 
 def signature(entry: RecordedCollective) -> tuple:
-    """Return what must be equal on all members of a collective."""
+    """Return what must agree on all members: kind, key, dtype and size."""
     has_any_size = entry.kind in (TEXTS, TENSORFLOW, "all_to_all")
     size = 0 if has_any_size else entry.num_bytes
     return entry.kind, entry.key, entry.dtype, size
 
 
 def _begin(entry: RecordedCollective) -> float:
-    """Return when a worker has entered a collective."""
+    """Return the time at which a worker has entered a collective, for use as a key."""
     return entry.begin
 
 

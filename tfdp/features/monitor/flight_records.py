@@ -35,10 +35,11 @@ _NO_PLACE = "no call of Keras or tfdp"
 # Columns of the table of `tfdp doctor`. The line is the innermost one of the user's
 # code in the main thread.
 COLUMNS = ("worker", "host", "place", "last collective", "its state", "line")
-# Most workers that are listed by rank.
+# Most workers that a text lists by rank; of more it gives the number.
 _MOST_RANKS = 8
 _LOOP_LANE = 0
-# Where the name of a collective's own operation begins in its name scope.
+# Matches the place in a collective's name at which the name of its own operation
+# begins, after the name scope.
 _OPERATION = re.compile("(?:^|/)Collective_")
 
 
@@ -194,7 +195,8 @@ def _activity(records: Records, rank: int) -> str:
     if rank not in records:
         return f"has left no record{_last_sign(records, rank)}"
     record = records[rank]
-    # Data may be read on a thread of TensorFlow.
+    # The line of another thread is preferred while data is read, since TensorFlow may
+    # read it there.
     line = (record.source and record.other_user_line) or record.user_line
     at = f", at {line}" if line else ""
     if record.source:
@@ -244,7 +246,7 @@ def _last_common(records: Records, rank: int) -> str:
 
 
 def _cells_of(record: FlightRecord | None) -> tuple[str, ...]:
-    """Return the cells of a worker's row, but for its rank."""
+    """Return the cells of a worker's row by `COLUMNS`, except for its rank."""
     if record is None:
         return "", "no record", "", "", ""
     place = record.place or _NO_PLACE
@@ -282,7 +284,7 @@ def _number(entry: RecordedCollective) -> int:
 
 
 def _place(record: FlightRecord, entry: RecordedCollective) -> str:
-    """Return the place of a worker when it entered a collective."""
+    """Return the name of a worker's place when it entered a collective."""
     begin = entry.begin
     # A step begins with a span, to within the precision of the clock.
     if entry.kind == TENSORFLOW:

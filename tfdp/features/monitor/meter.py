@@ -21,7 +21,7 @@ from tfdp.features.monitor.trace import WorkerTrace, trace_of_worker
 # Difference between the elapsed times of the wall clock and of `perf_counter` above
 # which the wall clock was set; reading one after the other takes far less.
 _CLOCK_SET_SECONDS = 0.2
-# Number of readings that are kept for other observers.
+# Number of latest readings that `TimedSteps` keeps for other observers.
 _KEPT_READINGS = 5
 
 
@@ -55,7 +55,10 @@ class Meter:
         self._begin = None
 
     def step_begins(self) -> None:
-        """Record the start time, unless it is the end of the previous step."""
+        """Record the start time of a step, unless it is the end of the previous step.
+
+        Steps follow each other without a gap, except after `interrupt`.
+        """
         if self._begin is None:
             self._begin, self._clock = time.time(), time.perf_counter()
 
@@ -138,12 +141,12 @@ class TimedSteps(keras.callbacks.Callback):
         raise NotImplementedError
 
     def set_model(self, model: Any) -> None:
-        """Have the step traced again, with time stamps."""
+        """Store the model, and have its step traced again, with time stamps."""
         super().set_model(model)
         model.train_function = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restart the count of batches."""
+        """Restart the count of batches, which begins at 0 in each epoch."""
         self._last_batch = -1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

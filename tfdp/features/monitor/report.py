@@ -33,14 +33,14 @@ from tfdp.features.monitor.windows import (
     slowest_worker,
 )
 
-# Base name of the report files.
+# Name of the report files, without number and ending.
 _NAME = "communication"
 # Number of the latest windows in which stragglers are sought; a run may have millions.
 _KEPT_WINDOWS = 10_000
-# How long the first worker waits for the windows of another worker, and at the end of
-# `fit` for the reporting thread.
+# Seconds that the first worker waits for the windows of another worker; and that it
+# waits at the end of `fit` for the reporting thread.
 _PATIENCE_SECONDS, _PARTING_SECONDS = 10.0, 20.0
-# Windows of this period are sent in one message: each message slows concurrent steps.
+# Seconds whose windows are sent in one message: each message slows concurrent steps.
 _PAUSE_SECONDS = 1.0
 
 
@@ -79,7 +79,7 @@ class RunReport:
         self._files: list[CsvFile | TensorBoardFile] = []
 
     def take(self, row: Row) -> None:
-        """Write a row; the first row of an epoch ends the previous epoch."""
+        """Write a row to all files; a row of another epoch ends the previous one."""
         if self._before is not None and row.epoch != self._before.epoch:
             self.end_epoch()
         recent = [row] if self._before is None else [self._before, row]
@@ -235,7 +235,7 @@ class ReportThread(threading.Thread):
             self._num_sent += 1
 
     def _windows_of_others(self, step: int) -> dict[int, Window]:
-        """Return the other workers' windows that end with a step, by rank."""
+        """Return the other workers' windows that end with a step; wait for them."""
         windows = {}
         for rank, arrived in self._arrived.items():
             while step not in arrived and self._receive(rank):
@@ -245,7 +245,11 @@ class ReportThread(threading.Thread):
         return windows
 
     def _receive(self, rank: int) -> bool:
-        """Receive the next message of a worker, and return whether one arrived."""
+        """Receive the next message of a worker, and store the windows in it.
+
+        Returns:
+            Bool, whether a message has arrived in time.
+        """
         patience = 0.01 if rank in self._silent else _PATIENCE_SECONDS
         text = self._mailbox.receive(self._num_received[rank], rank, patience)
         if text is None:

@@ -171,7 +171,7 @@ class CsvFile:
         self._writer.writeheader()
 
     def add(self, row: Row, values: Mapping[str, float]) -> None:
-        """Write the values of a row; unknown values are empty."""
+        """Write the values of a row to the file; unknown values (NaN) are empty."""
         del row
         self._writer.writerow({k: v for k, v in values.items() if not math.isnan(v)})
         self._file.flush()
@@ -197,7 +197,7 @@ class TensorBoardFile:
         self._histogram = histogram
 
     def add(self, row: Row, values: Mapping[str, float]) -> None:
-        """Write the values of a row; unknown values are left out."""
+        """Write the values of a row; unknown values, which are NaN, are left out."""
         from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
         # TensorBoard also reads the scalar format of TensorFlow 1, which is faster to

@@ -33,7 +33,7 @@ _KEPT_TIMES, _KEPT_ROWS = 20_000, 1_000
 # A worker is a straggler if it is slower by the first fraction of a step in several
 # windows, or by the second in one.
 _NOTABLE, _CLEAR = 0.2, 0.5
-# Least number of windows in which a persistent straggler is slow.
+# Least number of windows in which a worker must be slow to be a persistent straggler.
 _SEVERAL = 2
 
 
@@ -133,7 +133,7 @@ class Row:
 
     @property
     def num_steps(self) -> int:
-        """Int, number of timed steps."""
+        """Int, number of steps of the window that worker 0 has timed."""
         return self.workers[0].mean.num_steps
 
     def waits(self) -> dict[int, float]:
@@ -209,7 +209,7 @@ class WeightedMean:
         self._weight = 0.0
 
     def add(self, value: float, weight: float) -> None:
-        """Add a number, unless it is NaN."""
+        """Add a number with its weight, unless the number is NaN."""
         if not math.isnan(value):
             self._sum += value * weight
             self._weight += weight
@@ -332,7 +332,7 @@ class Straggler:
 
     @property
     def remedy(self) -> str:
-        """String, recommendations for the user."""
+        """String, clauses that recommend to the user what to do about the worker."""
         others = (
             "`tfdp run --rebalance` gives it fewer rows; or train without that host"
         )

@@ -41,7 +41,7 @@ class CheckedStep(LoopFeature):
         self._host = strategy.extended.host_group.devices[0]
         num_local = strategy.extended.num_local
         self.is_stand_in = False
-        # Digests of each local replica as a stand-in: `[num_digests]`.
+        # Digests that each local replica has computed as a stand-in: `[num_digests]`.
         self._as_stand_in = [self._variable([None]) for _ in range(num_local)]
         # Digests of all replicas: those of their own rows, then those as stand-ins,
         # `[num_replicas, 2 * num_digests]`; and those of the sums, `[num_replicas]`.
@@ -68,7 +68,10 @@ class CheckedStep(LoopFeature):
         return np.stack(np.split(computed, 2, axis=1)), received
 
     def take_batch(self, args: tuple) -> tuple:
-        """Return the batch with each replica's rows; in a stand-in, the next one's."""
+        """Implements `LoopFeature.take_batch`: choose the rows of each local replica.
+
+        They are its own, or in a stand-in those of the next replica.
+        """
         return tuple(
             CountedBatch(self._taken(arg.batch), arg.num_rows)
             if isinstance(arg, CountedBatch)
@@ -77,7 +80,7 @@ class CheckedStep(LoopFeature):
         )
 
     def _taken(self, batch: Any) -> Any:
-        """Return the rows that the local replicas compute of a batch."""
+        """Return the nest of a batch with the rows that the local replicas compute."""
         return tf.nest.map_structure(self._taken_part, batch)
 
     def _taken_part(self, part: Any) -> Any:
@@ -111,7 +114,10 @@ class CheckedStep(LoopFeature):
         return joined[begin : begin + counts[following]]
 
     def regroup(self, group: TrainingGroup) -> TrainingGroup:
-        """Return a group in which replicas may have the ranks of the next ones."""
+        """Implements `LoopFeature.regroup`: record digests of what collectives receive.
+
+        In a stand-in, the replicas of the group have the ranks of the next ones.
+        """
         given, graph = self._given[group.replica], self._graph
 
         def note(tensor: tf.Tensor) -> None:
@@ -122,7 +128,14 @@ class CheckedStep(LoopFeature):
         return ranked_group(group, note, is_stand_in=self.is_stand_in)
 
     def around_step(self, model: Any) -> Callable[[], None]:
-        """Reset the digests; return what undoes a stand-in, or a step that differs."""
+        """Reset the digests of the running replica before its step.
+
+        Implements `StepFeature.around_step`.
+
+        Returns:
+            Callable that undoes the changes of a stand-in, or of a step whose digests
+            differ.
+        """
         replica = _local_replica()
         self._graph = tf.compat.v1.get_default_graph()
         self._given[replica].clear()
@@ -133,14 +146,22 @@ class CheckedStep(LoopFeature):
         return undo_after(variables, lambda: self._is_undone(replica))
 
     def _is_undone(self, replica: int) -> tf.Tensor:
-        """Return whether the changes of the step, apart from the update, are undone."""
+        """Return a scalar bool tensor: whether all but the update is undone."""
         if self.is_stand_in:
             return tf.constant(True)
         computed = _are_alike(_read(self._computed[replica]))
         return ~(computed & _are_equal(_read(self._received[replica])))
 
     def admit(self, gradients: Sequence[Any] | None) -> tf.Tensor | bool:
-        """Return whether the digests of all replicas agree; `False` for a stand-in."""
+        """Implements `StepFeature.admit`: compare the digests of all replicas.
+
+        Returns:
+            Scalar bool tensor, whether they agree; `False` for a stand-in, so that it
+            makes no update.
+
+        Raises:
+            ValueError: At a second update in a step.
+        """
         if gradients is None:
             return True
         replica = _local_replica()
@@ -167,7 +188,11 @@ class CheckedStep(LoopFeature):
         divisor: tf.Tensor | None,
         statistics: GradientStatistics,
     ) -> tf.Tensor | None:
-        """Return whether all replicas have the same sums; `None` for shards."""
+        """Implements `StepFeature.examine`: compare the sums of all replicas.
+
+        Returns:
+            Scalar bool tensor, whether all have received the same; `None` for shards.
+        """
         if type(step.layout) is not StateLayout:
             return None
         digest = _digest([part for item in statistics.sums for part in _parts(item)])
@@ -176,7 +201,11 @@ class CheckedStep(LoopFeature):
         return _are_equal(received)
 
     def _variable(self, shape: list) -> Any:
-        """Create a variable for digests on the host, empty at first."""
+        """Create a variable for int64 digests on the host, with no elements at first.
+
+        Args:
+            shape: List of ints, or `None` for a size that may change.
+        """
         empty = np.zeros([size or 0 for size in shape], np.int64)
         return _compat.plain_variable(empty, tf.int64, self._host, shape)
 
@@ -192,7 +221,12 @@ def _read(variable: Any) -> tf.Tensor:
 
 
 def _are_alike(computed: tf.Tensor) -> tf.Tensor:
-    """Return whether each replica has computed the same digests as its stand-in."""
+    """Return whether each replica has computed the same digests as its stand-in.
+
+    Args:
+        computed: Tensor of shape `[num_replicas, 2 * num_digests]`: digests of a
+            replica's own rows, then those as a stand-in.
+    """
     own, others = tf.split(computed, 2, axis=1)
     return tf.reduce_all(own == tf.roll(others, 1, 0))
 
@@ -203,7 +237,7 @@ def _are_equal(received: tf.Tensor) -> tf.Tensor:
 
 
 def _local_replica() -> int:
-    """Return the index of the running replica among the local ones."""
+    """Return the index of the running replica among those of this process."""
     return _compat.local_replica_id(tf.distribute.get_replica_context())
 
 

@@ -35,7 +35,7 @@ class Round(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Bool, whether all replicas agree."""
+        """Bool, whether all replicas have computed and received the same."""
         return not self.pairs[1] and len(set(self.received.tolist())) < 2
 
 

@@ -53,7 +53,8 @@ class ReplayedSteps:
         self._period = round(1 / fraction)
         self._checked = CheckedStep(strategy)
         self._num_steps = 0
-        # Seconds of steps without and with a replay, without the first, traced ones.
+        # Seconds of each step without a replay, and of each one with a replay. The
+        # first step is left out, since it was traced.
         self._usual: list[float] = []
         self._replayed: list[float] = []
         self._num_replayed = 0
@@ -167,7 +168,7 @@ class ReplayedSteps:
         )
 
     def cost(self) -> str:
-        """Return how many steps were replayed, and their cost without the traces."""
+        """Return a text on the replayed steps and their share of the time."""
         count = f"{self._num_replayed:,} of {pluralize(self._num_steps, 'step')}"
         if not self._usual or len(self._replayed) < 2:
             return f"replayed {count}"
@@ -214,7 +215,7 @@ def check_replay(strategy: Any, model: Any) -> None:
 
 @contextlib.contextmanager
 def _activated(checked: CheckedStep) -> Iterator[None]:
-    """Check the steps that are traced in this context."""
+    """Compare digests in the steps that are traced in this context."""
     active.activate(checked)
     try:
         yield

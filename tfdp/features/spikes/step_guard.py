@@ -20,17 +20,18 @@ from tfdp.training.step.state_layout import GradientStatistics
 from tfdp.training.step.step import Step, StepFeature
 from tfdp.training.step.undo import changed_beside_update, undo_after
 
-# Values that are needed before a finite one can be a spike, unless the window is less.
+# Number of accepted values from which a finite value can be a spike, unless the window
+# is smaller.
 LEAST_VALUES = 20
-# Skipped updates that the step keeps until the end of an epoch.
+# Number of the latest skipped updates that the step keeps until the end of an epoch.
 MOST_LOGGED = 256
-# Batches that can be left out after rollbacks.
+# Most batches that can be left out after rollbacks.
 MOST_EXCLUDED = 1024
-# Variables that an error names.
+# Number of variables with the largest gradients that an error names.
 MOST_NAMED = 3
 # The least deviation, relative to the median: that of a constant loss would be zero.
 _LEAST_DEVIATION = 0.01
-# The standard deviation of a normal distribution, in its median absolute deviations.
+# Ratio of a normal distribution's standard deviation to its median absolute deviation.
 _NORMAL = 1.4826
 
 
@@ -68,19 +69,19 @@ class StepGuard(StepFeature):
         self.measures_norm = on == "gradient_norm"
 
         def zeros(name: str, *shape: int, dtype: str = "int") -> Any:
-            """Create a variable of zeros."""
+            """Create a variable of zeros with a shape, whose name gets a prefix."""
             return make_variable(
                 shape=shape, dtype=dtype, initializer="zeros", name=f"spike_{name}"
             )
 
-        # The last accepted values, by their number modulo the window.
+        # The last accepted values; the place of each is its number modulo the window.
         self.values = zeros("values", window, dtype="float32")
         self.num_values = zeros("num_values")
         self.num_batches = zeros("num_batches")
         self.num_skipped = zeros("num_skipped")
         self.num_in_a_row = zeros("num_in_a_row")
-        # For each of the last skipped updates, the number of its last batch; its value
-        # and the median before it.
+        # For each of the last skipped updates, the number of its last batch; and the
+        # pair of its value and of the median before it.
         self.skipped_batches = zeros("skipped_batches", MOST_LOGGED)
         self.skipped_values = zeros("skipped_values", MOST_LOGGED, 2, dtype="float32")
         # Positions of the variables with the largest gradients, plus one.
@@ -100,7 +101,7 @@ class StepGuard(StepFeature):
 
     @property
     def counters(self) -> dict[str, Any]:
-        """Dict of the variables that a backup saves, by name."""
+        """Dict of the guard's variables that a backup saves, by name with prefix."""
         names = (
             *("values", "num_values", "num_batches", "num_skipped", "num_in_a_row"),
             *("skipped_batches", "skipped_values", "largest"),
@@ -126,20 +127,23 @@ class StepGuard(StepFeature):
             )
 
     def begin(self, *, has_batch: bool) -> None:
-        """Count a batch; mark it as left out if it is excluded, or a spike waits."""
+        """Implements `StepFeature.begin`: count a batch, and mark one that is left out.
+
+        It is left out if a rollback has excluded it, or if a spike waits for the host.
+        """
         if not has_batch:
             return
         _set(self.num_batches, read(self.num_batches) + 1)
         _set(self._is_left_out, self._is_excluded() | self._is_waiting())
 
     def _is_excluded(self) -> tf.Tensor:
-        """Return whether a rollback has excluded this batch."""
+        """Return a scalar bool tensor, true if a rollback has excluded this batch."""
         if self.action != "rollback":
             return tf.constant(False)
         return tf.reduce_any(read(self.excluded) == read(self.num_batches))
 
     def _is_waiting(self) -> tf.Tensor:
-        """Return whether the host has yet to act on a spike."""
+        """Return a scalar bool tensor, true if the host must still act on a spike."""
         return read(self.waiting) > 0
 
     def examine(
@@ -149,9 +153,12 @@ class StepGuard(StepFeature):
         divisor: tf.Tensor | None,
         statistics: GradientStatistics,
     ) -> tf.Tensor:
-        """Return whether an update is made, as it is not a spike; record the decision.
+        """Implements `StepFeature.examine`: decide on an update, and record that.
 
         An overflow of the loss scale is not a spike, and is not recorded.
+
+        Returns:
+            Scalar bool tensor, whether the update is made.
         """
         is_finite = statistics.is_finite()
         if self.on == "loss":
@@ -181,7 +188,12 @@ class StepGuard(StepFeature):
         return ~is_left_out
 
     def _median_and_limit(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the median of the window, and the value above which spikes begin."""
+        """Return the median of the window, and the limit above which spikes begin.
+
+        Returns:
+            Tuple of two float32 scalars; the second is infinite while too few values
+            are known.
+        """
         number = read(self.num_values)
         size = tf.minimum(number, self.window)
         values = read(self.values)  # [window]
@@ -193,7 +205,7 @@ class StepGuard(StepFeature):
         return median, tf.where(is_known, limit, float("inf"))
 
     def _accept(self, value: tf.Tensor) -> None:
-        """Add a value to the window."""
+        """Add the value of an accepted update to the window of the statistics."""
         number = read(self.num_values)
         place = tf.range(self.window, dtype=number.dtype) == number % self.window
         _set(self.values, tf.where(place, value, read(self.values)))

@@ -88,7 +88,7 @@ def _prepare_rollback(fit: Fit) -> None:
 
 
 def _wrap_step(model: Any) -> None:
-    """Have the guard act around the step of a model without a strategy."""
+    """Let the guard undo a left-out step of a model without a strategy."""
     train_step = model.train_step
     if hasattr(train_step, "is_guarded"):
         return
@@ -110,7 +110,7 @@ def _wrap_step(model: Any) -> None:
 
 
 def guards_of(callbacks: Any) -> list[Any]:
-    """Return the callbacks that leave out spikes."""
+    """Return the callbacks of a `fit` that leave out updates whose value is a spike."""
     return [
         callback
         for callback in callback_list(callbacks)

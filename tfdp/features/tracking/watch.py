@@ -24,8 +24,8 @@ from tfdp.ground.forks import at_exit
 # the first worker; the temporary store of another worker does not have these.
 _IDS = ("run_id", "parent_run_id", "experiment_id")
 _VARIABLES = ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID")
-# Experiment in the temporary store if the script chooses an experiment by id: the id
-# is one of the first worker's store.
+# Name of the experiment in the temporary store if the script chooses one by an id,
+# which is that of the first worker's store.
 _EXPERIMENT = "other workers"
 
 
@@ -129,7 +129,8 @@ def _watch_mlflow(mlflow: ModuleType) -> None:
     )
     folder = TemporaryFolder("mlflow")
     at_exit(functools.partial(_delete_store, mlflow, folder))
-    # A file store is created in milliseconds, a database in seconds.
+    # The temporary store is one of files, which is created in milliseconds, and not a
+    # database, which takes seconds.
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     # The subfolder must not exist yet: MLflow initializes only a new folder as a store.
     mlflow.set_tracking_uri(pathlib.Path(folder.name, "store").as_uri())

@@ -68,8 +68,8 @@ class BucketTuning(keras.callbacks.Callback):
         self._update_steps = 1
         self._begin = 0.0
         self._last_batch = -1
-        # Traced `train_function`s by plan during a trial, so that a switch back needs
-        # no new trace.
+        # `train_function` of each plan that was traced in a trial, so that a switch
+        # back to the plan needs no new trace.
         self._functions: dict[Proposal | None, Any] = {}
         self._plan: Proposal | None = None
         # The `train_function` of the current plan.
@@ -107,7 +107,7 @@ class BucketTuning(keras.callbacks.Callback):
             self._tuner = Tuner(self, self._update_steps)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restart the count of batches."""
+        """Restart the count of batches, which begins at 0 in each epoch."""
         self._last_batch = -1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -117,7 +117,10 @@ class BucketTuning(keras.callbacks.Callback):
             self._begin = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Pass the time of this execution to the tuner; end a completed trial."""
+        """Pass the time of this execution to the tuner; end a completed trial.
+
+        The logs are read first, so that the devices have finished.
+        """
         num_steps, self._last_batch = batch - self._last_batch, batch
         if self._tuner is None:
             return
@@ -248,7 +251,7 @@ class BucketTuning(keras.callbacks.Callback):
         self._extended.reducer.tune(variables, self._options_of(choice), gain)
 
     def _options_of(self, choice: PlanChoice | None) -> CommunicationOptions | None:
-        """Return the strategy's options with a choice, or `None` for the default."""
+        """Return the strategy's options changed by a choice; `None` for default."""
         return None if choice is None else choice.options(self._extended.options)
 
     def _routes_of(
@@ -315,7 +318,7 @@ register(_Tuning())
 
 
 def _wait_for(logs: Any) -> None:
-    """Wait for a step to finish: on GPUs Keras's call returns before."""
+    """Wait until the step with these logs has finished: it may run after its call."""
     for value in keras.tree.flatten(logs)[:1]:
         np.asarray(value)
 

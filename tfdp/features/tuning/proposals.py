@@ -21,11 +21,11 @@ RoutesOf = Callable[[PlanChoice | None, BucketPlan], Sequence[AlgorithmChoice]]
 
 # Largest number of proposals of a trial: each one is measured, which takes many steps.
 MAX_PROPOSALS = 5
-# Bucket sizes that are tried: the size of all gradients divided by these numbers.
+# Numbers by which the size of all gradients is divided, for the bucket sizes to try.
 _PARTS = (1, 2, 4, 8, 16, 32)
-# Smallest size of a bucket that is tried.
+# Smallest size of a bucket that is tried, in bytes.
 _MIN_BUCKET_BYTES = 2**14
-# Size of a smaller first bucket, which is tried in addition to one of the full size.
+# Bytes of a smaller first bucket, which is tried in addition to one of the full size.
 _FIRST_BUCKET_BYTES = 2**20
 # Halvings of an interval in a bisection, to a millionth of its length.
 _BISECTIONS = 20

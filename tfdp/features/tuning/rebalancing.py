@@ -16,8 +16,8 @@ from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.training.data.load_balancer import LoadBalancer
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 
-# The speed of a worker is the median of its latest steps, at most the first number of
-# them and at least the second.
+# The speed of a worker is the median of its latest steps: of at most the first number
+# of steps, and at least the second.
 _KEPT_STEPS, _MIN_STEPS = 64, 5
 # Step of the first rebalancing, since an epoch may last for hours; each further one is
 # due at twice the step of the previous one.
@@ -44,12 +44,12 @@ class Rebalance(TimedSteps):
         self._readings = collections.deque(maxlen=_KEPT_STEPS)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Have steps traced with time stamps."""
+        """Create and start a meter, so that steps are traced with time stamps."""
         self.meter = meter_for(self.model, self._strategy)
         self.meter.start()
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Store a reading, and rebalance if that is due at this step."""
+        """Implements `TimedSteps.on_step_end`: store a reading, rebalance if due."""
         if reading is not None:
             self._readings.append(reading)
         if self.step >= self._due:
@@ -62,13 +62,16 @@ class Rebalance(TimedSteps):
         self._rebalance()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Stop the meter."""
+        """Stop the meter: steps that are traced later have no time stamps."""
         if self.meter is not None:
             self.meter.stop()
             self.meter = None
 
     def _rebalance(self) -> None:
-        """Gather the times of all workers, and divide rows by them."""
+        """Divide the rows of later batches by the times of all workers, which call it.
+
+        Nothing changes if a worker has measured too few steps.
+        """
         worker_group = self._strategy.extended.worker_group
         measured = worker_group.all_gather("the speed of workers", self._measured())
         self._interrupt()

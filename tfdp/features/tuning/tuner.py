@@ -22,7 +22,8 @@ from tfdp.ground.text import pluralize
 # numbered from 1.
 DEFAULT = 0
 # Rounds before each halving, and of the last comparison. The interval of nine ratios
-# leaves out one on either side, and contains the median with a probability of 96 %.
+# leaves out the lowest and the highest, and contains the median with a probability of
+# 96 %.
 _ROUNDS, _LAST_ROUNDS = 2, 9
 # Timed steps of a block, and with gradient accumulation its minimum of timed updates.
 BLOCK_STEPS, _MIN_UPDATES = 20, 5
@@ -107,14 +108,17 @@ class Trial:
         self.round = self._next_round()
 
     def _next_round(self) -> tuple[int, ...]:
-        """Return the plans of the next round in order; odd rounds reverse it."""
+        """Return the plans of the next round, by number, in the order of their blocks.
+
+        Odd rounds have the reverse order. It is empty at the end of the trial.
+        """
         if not self._rivals:
             return ()
         plans = (DEFAULT, *self._rivals)
         return plans[::-1] if self._num_rounds % 2 else plans
 
     def _halve(self) -> None:
-        """Keep the faster half of the rivals, or none if none beats the default."""
+        """Keep the faster half of the rivals, or none if no rival beats the default."""
         medians = {r: statistics.median(ratios) for r, ratios in self._ratios.items()}
         ranked = sorted(self._rivals, key=lambda rival: -medians[rival])
         kept = ranked[: max(1, len(ranked) // 2)]
@@ -242,7 +246,7 @@ class Tuner:
             self._begin_block(plans[len(self._medians)])
 
     def _end_round(self) -> None:
-        """Agree on the times of a round with all workers, and start the next round."""
+        """Agree on a round's times with all workers; begin the next one, or end."""
         seconds = self._loop.agree(self._medians)
         self._medians = []
         if self._trial is not None:
@@ -352,7 +356,7 @@ def block_steps(update_steps: int) -> int:
 
 
 def _updates_of_block(update_steps: int) -> int:
-    """Return the number of timed updates of a block."""
+    """Return the number of timed updates in a block, at least `_MIN_UPDATES`."""
     return max(-(-BLOCK_STEPS // update_steps), _MIN_UPDATES)
 
 

@@ -246,7 +246,12 @@ def begin_shuffles(dataset: tf.data.Dataset) -> None:
 
 
 def shuffle_alike(part: Any, source: tf.data.Dataset) -> tf.data.Dataset:
-    """Shuffle a dataset with the settings and the seeds of another one's last stage."""
+    """Shuffle a dataset with the settings and the seeds of another dataset's shuffle.
+
+    Args:
+        part: Dataset whose last stage is a `shuffle`.
+        source: Dataset to shuffle.
+    """
     seeds = part._seed, part._seed2
     with mock.patch.object(shuffle_op.random_seed, "get_seed", return_value=seeds):
         return source.shuffle(
@@ -256,7 +261,7 @@ def shuffle_alike(part: Any, source: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def reshuffles_itself(part: tf.data.Dataset) -> bool:
-    """Return whether the last stage is a shuffle with a new order in each iteration."""
+    """Return whether a dataset's last stage is a shuffle with a new order each time."""
     is_shuffle = type(part).__name__ == "_ShuffleDataset"
     return is_shuffle and bool(part._reshuffle_each_iteration)
 
@@ -271,7 +276,7 @@ def unseeded_parts(dataset: tf.data.Dataset) -> list[str]:
 
 
 def is_unordered(dataset: tf.data.Dataset) -> bool:
-    """Return whether the order of elements may vary, in favor of speed."""
+    """Return whether a dataset's elements may vary in order, in favor of speed."""
     return dataset.options().deterministic is False or any(
         getattr(part, "_deterministic", None) == "false"
         for part in dataset_inputs(dataset)
@@ -290,7 +295,11 @@ def without_automatic_prefetch(
 
 
 def empty_optional(spec: Any) -> Any:
-    """Return an optional of a spec, without a value."""
+    """Return an optional without a value, for a distributed iterator's spec.
+
+    Args:
+        spec: `tf.OptionalSpec` of the optional.
+    """
     return tf.experimental.Optional.empty(spec._element_spec)
 
 
@@ -326,7 +335,7 @@ def without_partial_batches(dataset: Any) -> Any:
 
 
 def syncs_end_of_data(dataset: Any) -> bool:
-    """Return whether workers ask each other in every step if one has data left."""
+    """Return whether the workers of a distributed dataset synchronize its end."""
     return dataset._enable_get_next_as_optional
 
 
@@ -348,10 +357,10 @@ def strategy_of_iterator(iterator: Any) -> Any:
 
 
 def optionals_of_replicas(iterator: Any) -> list[list]:
-    """Return the local replicas' next elements, without communication.
+    """Return the next elements of a distributed iterator, without communication.
 
     Returns:
-        List with a list of optionals for each input device.
+        List, for each input device, of a list of the optionals of its local replicas.
     """
     devices = iterator._input_workers.worker_devices
     optionals = []
@@ -369,7 +378,12 @@ def any_has_value(optionals: list[list]) -> tf.Tensor:
 
 
 def values_or_empty(iterator: Any, optionals: list[list]) -> Any:
-    """Return the values of optionals as one batch; an empty optional has no rows."""
+    """Return the values of optionals as one batch; an empty optional has no rows.
+
+    Args:
+        iterator: Distributed iterator of TensorFlow.
+        optionals: List of lists, from `optionals_of_replicas`.
+    """
     workers = iterator._input_workers
     parts = input_lib._get_value_or_dummy(workers, optionals, produce_dummy=True)
     if getattr(iterator, "_replica_order", None) is not None:

@@ -47,7 +47,7 @@ def is_one_device(strategy: Any) -> bool:
 
 @contextlib.contextmanager
 def variable_classes(mapping: dict) -> Iterator[None]:
-    """Have TensorFlow create variables of other classes inside.
+    """Have TensorFlow create variables of other classes in the block.
 
     The stock creator reads the classes from a constant of its module.
 
@@ -195,7 +195,10 @@ def can_merge() -> bool:
 
 
 def local_part(variable: Any) -> Any:
-    """Return the running replica's `tf.Variable` of a variable."""
+    """Return the running replica's `tf.Variable` of a Keras or distributed variable.
+
+    Another variable is returned unchanged.
+    """
     variable = getattr(variable, "value", variable)
     if callable(variable):  # a tf.Variable's `value` is a method
         variable = variable.__self__
@@ -205,7 +208,13 @@ def local_part(variable: Any) -> Any:
 
 
 def local_value(variable: Any, replica: int) -> Any:
-    """Return a local replica's `tf.Variable` of a variable, outside a step."""
+    """Return a local replica's `tf.Variable` of a variable, outside a step.
+
+    Args:
+        variable: Keras variable or `tf.Variable`. One that is not distributed has the
+            same `tf.Variable` for all replicas.
+        replica: Int, index among the local replicas.
+    """
     value = variable.value if isinstance(variable, keras.Variable) else variable
     if isinstance(value, values.DistributedVariable):
         return value.values[replica]
@@ -249,7 +258,7 @@ def is_read_as_view(variable: Any) -> bool:
 
 
 def _first_value(variable: Any) -> Any:
-    """Return the first local replica's `tf.Variable` of a variable or readable."""
+    """Return the first local replica's `tf.Variable`, or an object without one."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     return value._primary if isinstance(value, values.DistributedVariable) else value
 
@@ -258,6 +267,13 @@ def sum_of_local_parts(variable: Any, num_replicas: int) -> Any:
     """Return the sum over all replicas of a variable with a part on each replica.
 
     The parts of other workers are estimated by the mean of the local parts.
+
+    Args:
+        variable: Keras variable.
+        num_replicas: Int, number of replicas of all workers.
+
+    Returns:
+        NumPy array, or a scalar of NumPy.
     """
     value = variable.value
     if not isinstance(value, values.DistributedVariable):
@@ -268,7 +284,13 @@ def sum_of_local_parts(variable: Any, num_replicas: int) -> Any:
 
 
 def copy_local_parts(source: Any, target: Any, factor: float) -> None:
-    """Set each replica's part of `target` to `factor` times that of `source`."""
+    """Set each local replica's part of `target` to `factor` times that of `source`.
+
+    Args:
+        source: Keras variable.
+        target: Keras variable of the same shape, on the same replicas.
+        factor: Float.
+    """
     pairs = [(source.value, target.value)]
     if isinstance(target.value, values.DistributedVariable):
         pairs = list(zip(source.value.values, target.value.values, strict=True))

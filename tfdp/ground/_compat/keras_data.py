@@ -42,7 +42,7 @@ def dataset_maker(epoch_iterator: Any) -> Callable:
 
 
 def set_dataset_of_epoch(epoch_iterator: Any, make: Callable) -> None:
-    """Set the function by which an epoch iterator of Keras gets its dataset."""
+    """Set the function `make()` by which Keras's epoch iterator gets its dataset."""
     epoch_iterator._get_iterator = make
 
 
@@ -94,7 +94,7 @@ def source_of(adapter: Any) -> Any:
 
 
 def first_batch_of(adapter: Any) -> Any:
-    """Return the first batch of a generator or `PyDataset`, read for its spec.
+    """Return the first batch of an adapter's generator or `PyDataset`, for its spec.
 
     Returns:
         The batch, or `None` for other data.

@@ -40,7 +40,7 @@ def is_built_symbolically() -> bool:
 
 
 def build_symbolically(model: Any, data_batch: Any) -> None:
-    """Build a model, its metrics and optimizer from the shapes of a batch."""
+    """Build a model, its metrics and optimizer from the nest of a batch's specs."""
     metrics = model._compile_metrics
     is_new = metrics is not None and not metrics.built
     with model.distribute_strategy.scope():
@@ -60,7 +60,12 @@ def _skip_next_reset(metrics: Any) -> None:
 
 
 def build_eagerly(model: Any, data_batch: Any) -> None:
-    """Build a model by an eager call, for Python code that needs tensors' values."""
+    """Build a model by an eager call, for Python code that needs tensors' values.
+
+    Args:
+        model: Keras model.
+        data_batch: Nest of specs of a batch. The call is on ones of these shapes.
+    """
     batch = keras.tree.map_structure(_ones_like, data_batch)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     loss, metrics = model._compile_loss, model._compile_metrics
@@ -69,7 +74,7 @@ def build_eagerly(model: Any, data_batch: Any) -> None:
         if loss is not None and not loss.built:
             loss.build(y, y_pred)
         if metrics is not None and not metrics.built:
-            # A metric may create states in its first update.
+            # A metric may create states in its first update. A later error is ignored.
             with contextlib.suppress(Exception):
                 keras_backend.compute_output_spec(
                     model.compute_metrics, x, y, y_pred, sample_weight=sample_weight
@@ -135,7 +140,7 @@ def has_default_config(layer: Any) -> bool:
 
 
 def compile_arguments(model: Any) -> dict[str, Any]:
-    """Return the losses and metrics that were passed to `compile`, by argument."""
+    """Return the losses and metrics passed to a model's `compile`, by argument."""
     config = getattr(getattr(model, "_compile_config", None), "config", {})
     names = ("loss", "loss_weights", "metrics", "weighted_metrics")
     return {name: config.get(name) for name in names}
@@ -147,7 +152,11 @@ def function_arguments(loss_or_metric: Any) -> dict[str, Any]:
 
 
 def is_within_fit(arguments: dict[str, Any]) -> bool:
-    """Return whether an `evaluate` with these arguments is the validation of `fit`."""
+    """Return whether an `evaluate` with these arguments is the validation of `fit`.
+
+    Args:
+        arguments: Dict from the name of a parameter of `evaluate` to its argument.
+    """
     return bool(arguments.get("kwargs", {}).get("_use_cached_eval_dataset"))
 
 
@@ -163,7 +172,7 @@ def set_initial_epoch(model: Any, epoch: int) -> None:
 
 @contextlib.contextmanager
 def replaced_optimizer(model: Any, optimizer: Any) -> Iterator[None]:
-    """Replace a model's optimizer, and that of its compile arguments, inside."""
+    """Replace a model's optimizer, and that of its compile arguments, in the block."""
     original = model.optimizer
     config = getattr(getattr(model, "_compile_config", None), "config", {})
     compiled_with = config.get("optimizer")
@@ -179,7 +188,7 @@ def replaced_optimizer(model: Any, optimizer: Any) -> Iterator[None]:
 def backup_without_files(callback: Any, folder: TemporaryDirectory) -> Any:
     """Return a copy of a `BackupAndRestore` that writes no files except for weights.
 
-    Its metadata is written to a temporary directory instead.
+    Its metadata is written to `folder` instead, which lives as long as the copy.
     """
     twin = object.__new__(type(callback))
     vars(twin).update(vars(callback))
@@ -199,7 +208,7 @@ def backup_without_files(callback: Any, folder: TemporaryDirectory) -> Any:
 
 
 def weights_of_layers(model: Any) -> list:
-    """Return the trainable variables of all layers, frozen or not, each once.
+    """Return the trainable variables of all of a model's layers, frozen or not, once.
 
     They are in the order of the layers. Keras's own lists leave out frozen weights.
     """

@@ -130,7 +130,7 @@ def overwrite_by_gradients(optimizer: Any, gradients: list, variables: list) -> 
 
 
 def clip_gradients(optimizer: Any, gradients: list) -> list:
-    """Clip gradients by an optimizer's settings."""
+    """Return gradients clipped by an optimizer's settings, such as `clipnorm`."""
     return optimizer._clip_gradients(gradients)
 
 
@@ -142,7 +142,7 @@ def apply_weight_decay(optimizer: Any, variables: list) -> None:
 def update_variables(
     optimizer: Any, gradients: list, variables: list, learning_rate: Any
 ) -> None:
-    """Run an optimizer's own update on variables, with reduced gradients."""
+    """Run an optimizer's own update on variables, with reduced gradients and a rate."""
     reduced = stand_in(optimizer, _all_reduce_sum_gradients=list)
     reduced._backend_update_step(gradients, variables, learning_rate)
 
@@ -158,7 +158,7 @@ def update_moving_average(optimizer: Any) -> None:
 
 
 def move_averages(optimizer: Any, variables: list) -> None:
-    """Move an optimizer's averages towards stand-ins for its trained variables."""
+    """Move an optimizer's averages towards stand-ins for its variables, in order."""
     optimizer._update_model_variables_moving_average(variables)
 
 
@@ -170,7 +170,7 @@ def overwrite_with_moving_average(optimizer: Any) -> None:
 
 
 def finalize_averages(optimizer: Any, variables: Any) -> None:
-    """Overwrite variables with their averages, even if some of them are frozen."""
+    """Overwrite variables with an optimizer's averages, even if some are frozen."""
     averages = optimizer._model_variables_moving_average
     keys = optimizer._trainable_variables_indices
     for variable in variables:

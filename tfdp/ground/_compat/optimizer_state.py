@@ -48,7 +48,7 @@ def slots_of(optimizer: Any) -> dict[str, list]:
 
 
 def num_variables_before_accumulators(optimizer: Any) -> int:
-    """Return the number of variables that Keras creates before the accumulators.
+    """Return the number of an optimizer's variables that precede its accumulators.
 
     They are the counter, the learning rate if it is a variable, and the averages.
     """
@@ -60,7 +60,7 @@ def num_variables_before_accumulators(optimizer: Any) -> int:
 
 
 def accumulators_of(optimizer: Any) -> list:
-    """Return the gradient accumulator of each variable, `None` without one."""
+    """Return an optimizer's gradient accumulators by variable, `None` without one."""
     return list(optimizer._accumulated_gradients)
 
 

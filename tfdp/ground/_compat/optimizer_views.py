@@ -29,12 +29,12 @@ def stand_in(optimizer: Any, **attributes: Any) -> Any:
 
 
 def with_rate(optimizer: Any, rate: Any) -> Any:
-    """Return a stand-in whose learning rate is a tensor."""
+    """Return a shallow copy of an optimizer whose learning rate is a tensor."""
     return stand_in(optimizer, _learning_rate=rate)
 
 
 def with_counter_read(optimizer: Any) -> Any:
-    """Return a stand-in whose counter of updates is a tensor, read once.
+    """Return a shallow copy of an optimizer whose counter is a tensor, read once.
 
     A counter that is a variable would be read again for each trained variable.
     TensorFlow then could not merge the computations that depend on it, such as powers
@@ -45,7 +45,7 @@ def with_counter_read(optimizer: Any) -> Any:
 
 
 def with_slots(optimizer: Any, variable: Any, slots: dict[str, list]) -> Any:
-    """Return a stand-in that is built for one variable, with the given slots.
+    """Return a shallow copy of an optimizer, built for one variable with given slots.
 
     Args:
         optimizer: Keras optimizer.
@@ -57,12 +57,12 @@ def with_slots(optimizer: Any, variable: Any, slots: dict[str, list]) -> Any:
 
 
 def as_accumulating(optimizer: Any, steps: int, variables: list | None) -> Any:
-    """Return a stand-in with Keras's gradient accumulation and other variables.
+    """Return a shallow copy with Keras's gradient accumulation and other variables.
 
     Args:
         optimizer: Keras optimizer.
         steps: Int, number of micro-batches of an update.
-        variables: List of all variables of the stand-in, or `None` for those of the
+        variables: List of all variables of the copy, or `None` for those of the
             optimizer.
     """
     view = stand_in(optimizer, gradient_accumulation_steps=steps)
@@ -72,7 +72,7 @@ def as_accumulating(optimizer: Any, steps: int, variables: list | None) -> Any:
 
 
 def with_fixed_scale(optimizer: Any, scale: float) -> Any:
-    """Return a stand-in whose `loss_scale_factor` is `scale`."""
+    """Return a shallow copy of an optimizer whose `loss_scale_factor` is `scale`."""
     view = stand_in(optimizer)
     name = "_loss_scale_factor" if "_inner_optimizers" in vars(view) else None
     vars(view)[name or "loss_scale_factor"] = scale
@@ -80,7 +80,7 @@ def with_fixed_scale(optimizer: Any, scale: float) -> Any:
 
 
 def with_state(optimizer: Any, state: list, num_averages: int) -> Any:
-    """Return a stand-in with further state variables, averages first.
+    """Return a shallow copy with further state variables, moving averages first.
 
     Args:
         optimizer: Keras optimizer.

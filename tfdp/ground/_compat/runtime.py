@@ -64,7 +64,15 @@ def device_type(device: str) -> str:
 
 
 def plain_variable(value: Any, dtype: tf.DType, device: str, shape: Any = None) -> Any:
-    """Create a variable that no strategy mirrors, even inside a strategy's scope."""
+    """Create a variable that no strategy mirrors, even inside a strategy's scope.
+
+    Args:
+        value: Initial value.
+        dtype: `tf.DType` of the variable.
+        device: String, device of the variable.
+        shape: Shape of the variable, which may have unknown sizes, or `None` for that
+            of the value. Defaults to `None`.
+    """
     with ops.init_scope(), ops.device(device):
         return resource_variable_ops.ResourceVariable(
             value, dtype=dtype, shape=shape, trainable=False
@@ -104,6 +112,9 @@ def abort_collectives(text: str) -> None:
     """Abort all current and future collectives of this process with an error.
 
     A collective that waits for a suspended worker would never end otherwise.
+
+    Args:
+        text: String, message of the error.
     """
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, text)
 

@@ -26,7 +26,7 @@ def is_deterministic() -> bool:
 
 
 def random_state() -> str:
-    """Return the state that TensorFlow's unseeded operations draw their seeds from."""
+    """Return, as a text, the state from which unseeded operations draw their seeds."""
     # The attribute `_rng` exists after a call of `tf.random.set_seed`.
     rng = getattr(context.context(), "_rng", None)
     return repr((context.global_seed(), rng.getstate() if rng else None))
@@ -34,7 +34,7 @@ def random_state() -> str:
 
 @contextlib.contextmanager
 def temporary_seed(seed: int) -> Iterator[None]:
-    """Set TensorFlow's global seed inside, and restore the user's afterwards."""
+    """Set TensorFlow's global seed in the block, and restore the user's at its end."""
     eager = context.context()
     names = ("_seed", "_rng")
     before = {name: getattr(eager, name) for name in names if hasattr(eager, name)}

@@ -67,7 +67,7 @@ def shared_run_object() -> Any:
 
 
 def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
-    """Replace an input of an operation by one of the same shape and dtype."""
+    """Replace an operation's input at `index` by a tensor of its shape and dtype."""
     op._update_input(index, tensor)
 
 
@@ -175,5 +175,5 @@ def component_variable(
 
 
 def unique_name(name: str) -> str:
-    """Return a unique identity of a variable, as TensorFlow's own: "kernel_12"."""
+    """Return a unique identity for a variable with a name, such as `"kernel_12"`."""
     return f"{name}_{ops.uid()}"

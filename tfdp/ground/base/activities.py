@@ -14,13 +14,13 @@ EVALUATION, SAVE, BACKUP = "evaluation", "save", "backup"
 
 
 class Observer(Protocol):
-    """Object that is notified of activities. Other threads may call it, too."""
+    """Object that is notified of activities by name. Other threads may call it, too."""
 
     def begins(self, activity: str) -> None:
-        """Handle the begin of an activity."""
+        """Handle the begin of an activity: `EVALUATION`, `SAVE` or `BACKUP`."""
 
     def ends(self, activity: str) -> None:
-        """Handle the end of an activity, also after an error."""
+        """Handle the end of an activity, as `begins`, also after an error."""
 
 
 observers: ActiveHooks[Observer] = ActiveHooks()

@@ -42,7 +42,7 @@ class Update:
 
 @contextlib.contextmanager
 def deferring() -> Iterator[list[Update]]:
-    """Defer the updates of this thread inside, and yield the list of them."""
+    """Defer the updates of this thread in the block, and yield the list of them."""
     updates: list[Update] = []
     with step_context.using(deferred=(updates, tf.compat.v1.get_default_graph())):
         yield updates

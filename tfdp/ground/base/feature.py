@@ -76,7 +76,7 @@ class Feature:
         return None
 
     def wrap_step(self, model: Any, step: Callable) -> Callable:
-        """Return the function to call in place of a model's `train_function`."""
+        """Return the function that replaces `step`, a model's `train_function`."""
         return step
 
     def batches_between_meetings(self, model: Any) -> int | None:

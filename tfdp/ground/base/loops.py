@@ -126,7 +126,7 @@ def is_nested() -> bool:
 def looping(
     model: Any, name: str, *, whole_batches: bool = False, exchange: Any = None
 ) -> Iterator[None]:
-    """Record that a loop of Keras runs inside.
+    """Record that a loop of Keras runs in the block.
 
     Args:
         model: The Keras model.

@@ -102,7 +102,7 @@ def is_elementwise(optimizer: Any) -> bool:
 
 
 def gains_from_groups(optimizer: Any) -> bool:
-    """Return whether updating variables in groups is faster, by fewer kernels.
+    """Return whether an optimizer is faster on groups of variables, by fewer kernels.
 
     Plain `SGD` has a single kernel for each variable, so it gains nothing.
     """
@@ -111,7 +111,7 @@ def gains_from_groups(optimizer: Any) -> bool:
 
 
 def batches_per_update(optimizer: Any) -> int:
-    """Return the number of batches of an update, by accumulation of tfdp or Keras."""
+    """Return the batches of an optimizer's update, by accumulation of tfdp or Keras."""
     steps = getattr(optimizer, "accumulation_steps", None)
     return steps or getattr(optimizer, "gradient_accumulation_steps", None) or 1
 

@@ -58,7 +58,7 @@ def current() -> StepContext:
 
 @contextlib.contextmanager
 def using(**changes: Any) -> Iterator[None]:
-    """Change fields of this thread's context inside.
+    """Change fields of this thread's context in the block.
 
     Args:
         **changes: Values by the name of a field of `StepContext`.
@@ -125,7 +125,7 @@ class ActiveHooks(Generic[_T]):
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Suspend all hooks inside."""
+        """Suspend all hooks in the block, and restore the same ones at its end."""
         before = self._hooks[:]
         self._hooks.clear()
         try:

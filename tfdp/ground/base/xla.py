@@ -114,7 +114,7 @@ def _static(tensor: Any, any_size: int) -> tf.TensorSpec:
 
 
 def _problem(concrete: Any, specs: list[tf.TensorSpec], device: str) -> str:
-    """Return the error of lowering a function for these arguments, or `""`."""
+    """Return the error of `_compat.lower` with these arguments, or `""`."""
     try:
         _compat.lower(concrete, specs, device)
     except (ValueError, tf.errors.OpError) as error:

@@ -148,7 +148,11 @@ def _flat(name: str, node_of: np.ndarray) -> tuple[Transfer, ...]:
 
 
 def _ring(node_of: np.ndarray) -> tuple[Transfer, ...]:
-    """Return the transfers of a ring; none for a single replica."""
+    """Return the transfers of a ring; none for a single replica.
+
+    Args:
+        node_of: Array of ints, the node of each position.
+    """
     size = len(node_of)
     if size == 1:
         return ()
@@ -158,7 +162,11 @@ def _ring(node_of: np.ndarray) -> tuple[Transfer, ...]:
 
 
 def _reduce_to_first(node_of: np.ndarray) -> tuple[Transfer, ...]:
-    """Return the transfers of a binomial tree towards the first position."""
+    """Return the transfers of a binomial tree towards the first position.
+
+    Args:
+        node_of: Array of ints, the node of each position.
+    """
     size, distance, transfers = len(node_of), 1, []
     while distance < size:
         senders = np.arange(distance, size, 2 * distance)
@@ -168,7 +176,11 @@ def _reduce_to_first(node_of: np.ndarray) -> tuple[Transfer, ...]:
 
 
 def _halve(node_of: np.ndarray) -> tuple[tuple[Transfer, ...], int]:
-    """Return the transfers of recursive halving, and its number of shards."""
+    """Return the transfers of recursive halving, and its number of shards.
+
+    Args:
+        node_of: Array of ints, the node of each position.
+    """
     size = len(node_of)
     power = 1 << (size.bit_length() - 1)
     transfers = []
@@ -183,7 +195,11 @@ def _halve(node_of: np.ndarray) -> tuple[tuple[Transfer, ...], int]:
 
 
 def _combine_by_pairs(node_of: np.ndarray) -> tuple[Transfer, ...]:
-    """Return the transfers of Adasum: each halving is followed by a tiny ring."""
+    """Return the transfers of Adasum: each halving is followed by a tiny ring.
+
+    Args:
+        node_of: Array of ints, the node of each position.
+    """
     halves, power = _halve(node_of)
     up = list(halves[: len(halves) - (power.bit_length() - 1)])
     positions = np.arange(power)
@@ -205,7 +221,10 @@ def _distances(power: int) -> list[int]:
 
 
 def _hierarchical(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ...]:
-    """Return the transfers of a hierarchical algorithm on nodes of equal size."""
+    """Return the transfers of a hierarchical algorithm on nodes of equal size.
+
+    Arguments and errors are those of `transfers_of`.
+    """
     if not topology.is_even:
         sizes = [len(ranks) for ranks in topology.nodes]
         raise ValueError(
@@ -226,7 +245,12 @@ def _hierarchical(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, .
 
 
 def _reduce_inside(name: str, node_size: int) -> tuple[tuple[Transfer, ...], int]:
-    """Return the transfers of a reduction inside a node, and the number of shards."""
+    """Return the transfers of a reduction inside a node, and the number of shards.
+
+    Args:
+        name: String, one of `FLAT`.
+        node_size: Int, number of replicas of the node.
+    """
     if node_size == 1:
         return (), 1
     node_of = np.zeros(node_size, np.int64)

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, Protocol, TextIO, TypeVar
 
-# One measured variant: runs a number of steps, and returns the measurement.
+# Callable that is one measured variant: it takes a number of steps, runs them, and
+# returns the measurement.
 Arm = Callable[[int], Any]
 
 
@@ -123,7 +124,7 @@ def timed(
 
 
 def _read_orders(pipe: TextIO, orders: queue.Queue[dict[str, Any]]) -> None:
-    """Queue the driver's orders; end the process when the driver closes the pipe."""
+    """Queue the driver's orders from the pipe; end the process when it is closed."""
     for line in pipe:
         orders.put(json.loads(line))
     # The exit is immediate, without cleanup: a collective that waits for a dead peer

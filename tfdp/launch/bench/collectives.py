@@ -25,7 +25,8 @@ from tfdp.launch.bench.sides import Runner, alternate_for
 
 # Bytes of an element by type.
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
-# Duration of a block of the slowest algorithm; the others run as many calls.
+# Seconds that a block of the slowest algorithm takes; blocks of the others have the
+# same number of calls.
 _BLOCK_SECONDS = 0.1
 _WORKER = "tfdp.launch.bench.collectives_worker"
 COLUMNS: dict[str, Callable[[Row], str]] = {

@@ -40,7 +40,8 @@ class CollectiveArms:
     def __init__(self, strategy: Any, dtype: str) -> None:
         self.strategy = strategy
         self._group, self._dtype = strategy.extended.group, tf.as_dtype(dtype)
-        # Cases of one collective and size exist together: their algorithms alternate.
+        # Cases of one collective and size are kept together: their algorithms take
+        # turns.
         self._cases = OnDemand(self._make, lambda n: (n.split("/")[0], n.split("/")[2]))
 
     def __getitem__(self, name: str) -> Arm:
@@ -54,7 +55,8 @@ class CollectiveArms:
         collective, algorithm, size = name.split("/")
         length = int(size) // self._dtype.size
         if collective == "all_gather":
-            # nccl-tests counts the size of the larger side, here the output.
+            # The size of a case is that of the larger side, as in nccl-tests: here of
+            # the output.
             length //= self._group.size
         call = _call(collective, algorithm)
         return _Case(collective, call, self._group, length, self._dtype)

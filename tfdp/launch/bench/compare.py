@@ -27,11 +27,12 @@ from tfdp.launch.bench.sides import Ratio, alternate_for, paired_ratio, started
 if TYPE_CHECKING:  # matplotlib is an optional dependency
     from matplotlib.axes import Axes
 
-# Duration of a block of the slowest set-up; the others run as many steps.
+# Seconds that a block of the slowest set-up takes; blocks of the others have the same
+# number of steps.
 _BLOCK_SECONDS = 0.4
-# The set-ups of tfdp, with their names in headings.
+# The kinds of set-ups that run tfdp, with their names in the headings of columns.
 OURS = {DEVICES: "devices", WORKERS: "processes"}
-# Seconds per step of each block, by `side/variant`.
+# Dict from the key `side/variant` to seconds per step, one for each block.
 Times = dict[str, list[float]]
 
 
@@ -330,7 +331,7 @@ def plot(title: str, rows: Sequence[Row], caption: str, path: Path) -> None:
     """
     figure, panels = output.new_panels(title, len(OURS), caption)
     models = list(dict.fromkeys(row.model for row in rows))
-    # Rows of tfdp itself have a ratio to its other set-up only, and are left out.
+    # Rows by rival. Rows of tfdp itself are left out: they lack a ratio to themselves.
     rivals: dict[str, list[Row]] = {}
     for row in rows:
         if set(row.speed_of_tfdp) == set(OURS):

@@ -134,7 +134,7 @@ class Clock(keras.callbacks.Callback):
         self._skipped = skipped
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Discard the times of an earlier `fit`."""
+        """Discard the step times of an earlier `fit`: each is measured alone."""
         self.times: list[float] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

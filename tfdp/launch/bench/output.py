@@ -154,7 +154,7 @@ def report(
 def _table(
     rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]]
 ) -> rich.table.Table:
-    """Return the table, with columns of numbers aligned to the right."""
+    """Return the results as a `rich` table, with numbers aligned to the right."""
     table = rich.table.Table(box=box.SIMPLE)
     for name, show in columns.items():
         is_number = all(

@@ -21,7 +21,7 @@ from tfdp.communication.cluster.process_tree import kill_processes
 from tfdp.ground.base.intervals import median_interval
 from tfdp.ground.text import pluralize
 
-# Longest wait until all workers of a side have replied.
+# Longest wait in seconds until all workers of a side have replied to an order.
 DEADLINE_SECONDS = 300.0
 # Program that runs a module in another interpreter. That interpreter has packages of
 # its own, and imports only tfdp and the module's package from this one: other packages
@@ -52,7 +52,7 @@ class Side:
             Defaults to `None`.
     """
 
-    # Longest wait for the replies of a block; benchmarks with long blocks raise it.
+    # Longest wait in seconds for the replies of a block; long benchmarks raise it.
     deadline_seconds = DEADLINE_SECONDS
 
     def __init__(
@@ -124,7 +124,15 @@ class Side:
             worker.wait()
 
     def _replies(self) -> list[dict]:
-        """Return a reply of each worker; raise with the log of one that sends none."""
+        """Read one reply of each worker of this side.
+
+        Returns:
+            List of the replies by worker, each a dict.
+
+        Raises:
+            RuntimeError: If a worker has ended or does not reply in time; the text has
+                the end of its log.
+        """
         deadline = time.monotonic() + self.deadline_seconds
         replies = []
         for rank, worker in enumerate(self._workers):
@@ -148,7 +156,7 @@ class Side:
 
 @contextlib.contextmanager
 def started(*sides: Side) -> Iterator[None]:
-    """Wait until all sides are ready, and close them when the context ends."""
+    """Wait until all sides are ready; kill their workers when the context ends."""
     try:
         for side in sides:
             side.wait_until_ready()
@@ -199,7 +207,7 @@ class Runner(Protocol):
     name: str
 
     def run(self, arm: str, steps: int) -> Any:
-        """Run steps of a measured variant, and return each worker's measurement."""
+        """Run steps of the variant named `arm`; return each worker's measurement."""
 
 
 def alternate(

@@ -152,7 +152,7 @@ def step_of(
 
 
 def _batch(model: Model, size: int) -> tuple[Any, Any]:
-    """Generate `size` random inputs and labels, in the shapes of the model."""
+    """Generate `size` random inputs and labels, a pair of tensors for the model."""
     import torch
 
     if model.family != "transformer":

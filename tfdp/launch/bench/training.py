@@ -137,7 +137,7 @@ def _loss_and_gradients(
 
 
 def sums_in_packs(tensors: list[Any], pack_bytes: int) -> list[Any]:
-    """All-reduce tensors by the public API of tf.distribute.
+    """Sum tensors over all replicas by the public API of tf.distribute.
 
     Args:
         tensors: List of tensors of the calling replica.
@@ -188,7 +188,12 @@ def apply_in_packs(gradients: list[Any], variables: list[Any], pack_bytes: int) 
 
 
 def make_arms(setup: dict[str, Any]) -> Arms:
-    """Create the strategy and the measured variants of this worker from its setup."""
+    """Create the strategy and the measured variants of this worker from its setup.
+
+    Args:
+        setup: Dict for `make_strategy`, which also has `arms`: the settings of each
+            variant by name.
+    """
     strategy = make_strategy(setup)
     arm_settings = setup["arms"]
 

@@ -23,10 +23,10 @@ from tfdp.launch.rendezvous.failure import NODE_LOST, Failure
 from tfdp.launch.rendezvous.job_probe import cluster_of_places
 from tfdp.launch.rendezvous.restarts import Restarts
 
-# Interval of checks for signals and `--timeout` while no worker runs.
+# Seconds between checks for signals and `--timeout` while no worker runs.
 _POLL_SECONDS = 0.2
-# Time that node 0 has to answer a node that leaves, in addition to the grace period of
-# workers that exit first.
+# Seconds that a node which leaves waits for node 0's answer, in addition to the grace
+# period of workers, which exit first.
 _GOODBYE_SECONDS = 2.0
 
 
@@ -51,7 +51,8 @@ def run_attempts(
     """
     exit_code = None
     while exit_code is None:
-        # Workers in the slots that the restart policy has not left out.
+        # The workers of this attempt are those whose slots are not left out by the
+        # policy.
         job = Job(
             context,
             make_clusters(len(restarts.slots), **settings.cluster_options),
@@ -80,7 +81,7 @@ def run_attempts(
 def _announce_restart(
     context: JobContext, history: Sequence[LogFile], line: str
 ) -> None:
-    """Print a line about a restart, and add it to the history."""
+    """Print a line about a restart, and add it to the logs that record restarts."""
     for log in history:
         log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
     context.screen.message(f"tfdp: {line}", "warning")
@@ -107,7 +108,7 @@ def pause(context: JobContext, seconds: float) -> int | None:
 
 
 def _failure_of(job: Job, code: int) -> Failure | None:
-    """Return the worker's failure that caused a job's exit code, or `None`."""
+    """Return the worker's failure that caused a job's exit code `code`, or `None`."""
     failed, lost = job.failed, job.lost
     # A worker that failed while the job was being stopped is not the cause.
     if failed is None or code != shell_code(failed.exit_code or 0):
@@ -174,7 +175,15 @@ class NodeAttempts:
         return job_or_code
 
     def _handle(self, message: dict[str, Any]) -> Job | int | None:
-        """Handle a message of node 0; return the next job or an exit code, if any."""
+        """Handle a message of node 0, which may start or end the job.
+
+        Returns:
+            `Job` to run, int, the exit code of this node, or `None` to wait for a
+            message.
+
+        Raises:
+            click.ClickException: If node 0 has refused this node.
+        """
         text = str(message.get("text") or "")
         match message.get("type"):
             case "prepare":
@@ -217,7 +226,7 @@ class NodeAttempts:
             raise click.ClickException(str(error)) from error
 
     def _clusters(self, places: Places) -> list[Cluster]:
-        """Return the cluster of each worker of this node, given all nodes' places."""
+        """Return the clusters of this node's workers, given all nodes' addresses."""
         return [
             cluster_of_places(
                 places,

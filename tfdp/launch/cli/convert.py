@@ -62,7 +62,7 @@ def _check_output(output: str, force: bool) -> None:
 
 
 def _read_index(directory: str) -> Index:
-    """Load the index of a checkpoint, which must have the model's configuration."""
+    """Load a checkpoint's index; raise a usage error if it has no model."""
     if os.path.isfile(directory):
         raise click.UsageError(
             "DIR is a file; give the directory that `tfdp.checkpoint.save` wrote. "
@@ -111,7 +111,7 @@ def _cannot_build(why: str, directory: str) -> click.UsageError:
 
 
 def _save(model: Any, output: str) -> None:
-    """Write a temporary file and rename it, so that a failure leaves no partial one."""
+    """Save a model to a temporary file and rename it, so that a failure leaves none."""
     try:
         with replaced(output) as temporary:
             model.save(temporary)

@@ -37,7 +37,7 @@ from tfdp.launch.cli.topology_tree import (
 
 # Defaults of `--steps` and `--timeout`.
 _STEPS, _TIMEOUT_SECONDS = 60, 120.0
-# Longest wait for the other processes of an MPI job.
+# Longest wait in seconds for the other processes of an MPI job.
 _MPI_SECONDS = 60.0
 _NO_INPUT = "This is an option of --input, which was not given"
 _PACKAGES = ("tfdp", "tensorflow", "keras", "numpy")

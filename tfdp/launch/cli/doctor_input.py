@@ -31,7 +31,7 @@ from tfdp.launch.cli.worker import LogFile
 
 # Fewest measured steps for a result; fewer are too noisy.
 _FEWEST_STEPS = 5
-# Time between asking the workers to exit and killing them.
+# Seconds between asking the workers to exit and killing them.
 _GRACE_SECONDS = 2.0
 
 

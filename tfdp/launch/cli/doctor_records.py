@@ -79,7 +79,7 @@ def _read(folders: Sequence[str]) -> tuple[list[FlightRecord], list[str]]:
 
 
 def _table(records: flight_meetings.Records) -> Table:
-    """Return the table that says where each worker of a job was."""
+    """Return the table with the place and the last collective of each worker."""
     table = Table(*flight_records.COLUMNS)
     for row in flight_records.rows_of(records):
         table.add_row(*row)

@@ -18,17 +18,17 @@ from tfdp.launch.cli.worker import LogFile, Worker, shell_code
 from tfdp.launch.rendezvous.elastic_coordinator import SILENT_SECONDS
 from tfdp.launch.rendezvous.failure import NODE_LOST
 
-# Pause before a worker that has failed again is replaced.
+# Seconds before a worker that has failed for a second time is replaced.
 _PAUSE_SECONDS = 1.0
-# Time between checks whether workers wait for others that do not come: those of a job
-# that has ended without an error, or that are lost.
+# Seconds between checks whether workers wait for others that will not join them: for
+# workers that have ended without an error, or that are lost.
 _CHECK_SECONDS = 15.0
-# Most replacements of all workers together, by default.
+# Most replacements of all workers together, unless `--max-restarts` is given.
 DEFAULT_REPLACEMENTS = 10
 
 
 def _bounds(text: str) -> tuple[int, int]:
-    """Parse `MIN:MAX`, or one number for both."""
+    """Parse the value of `--elastic`: `MIN:MAX`, or one number for both."""
     least, _, most = text.partition(":")
     try:
         bounds = int(least), int(most or least)
@@ -63,17 +63,22 @@ class ElasticJob(SeparateWorkersJob):
         super().__init__(**options)
         self._history = history
         self._most_replacements = most_replacements
-        # Indices of the workers that were replaced, one for each time.
+        # Index of the replaced worker, for each replacement so far.
         self._replaced: list[int] = []
         # Indices of the workers that were started while others were training.
         self._late: set[int] = set()
-        # Time of the next check for workers that wait, and that of the last answer of
-        # one that trains, or of the first check.
+        # Time of the next check for workers that wait without result, or `None` while
+        # none can; and the time of the last answer of a worker that trains, or of the
+        # first check.
         self._check_at: float | None = None
         self._answered_at = 0.0
 
     def _is_over(self) -> bool:
-        """Start replacements, and end endless waits; return whether all have ended."""
+        """Return whether all workers have ended and none is to be started.
+
+        It starts the replacements that are due, and stops workers that wait for others
+        that will not join them.
+        """
         if has_success := self._has_success():
             self._starts_at.clear()
         if has_success or self._is_incomplete():
@@ -91,7 +96,7 @@ class ElasticJob(SeparateWorkersJob):
         return len(self._running()) + len(self._starts_at) < len(self._workers)
 
     def _check_waits(self, now: float, has_success: bool) -> None:
-        """Stop workers that wait for others which do not come.
+        """Stop workers that wait for others that will not join them.
 
         Args:
             now: Float, the present time.
@@ -105,7 +110,8 @@ class ElasticJob(SeparateWorkersJob):
         if not is_due or (has_success and not self._late.issuperset(running)):
             return
         self._check_at = now + _CHECK_SECONDS
-        # A worker that has joined the job answers as long as its process runs.
+        # If any worker answers, training continues: a worker that has joined the job
+        # answers as long as its process runs.
         if self.job_runs():
             self._answered_at = now
         elif has_success:
@@ -114,7 +120,7 @@ class ElasticJob(SeparateWorkersJob):
             self._end_wait(now - self._answered_at)
 
     def _end_wait(self, seconds: float) -> None:
-        """End the job, since no worker has trained for the number of seconds."""
+        """End the job, since no worker has trained for `seconds`, and print that."""
         self._starts_at.clear()
         self._stop(signal.SIGTERM)
         self._code = NODE_LOST
@@ -131,10 +137,11 @@ class ElasticJob(SeparateWorkersJob):
         return ask_workers(cluster, cluster.workers) is not None
 
     def _handle_failure(self, index: int, worker: Worker) -> None:
-        """Schedule a replacement of a failed worker, or report that there is none."""
+        """Schedule a replacement of a failed worker, or report why there is none."""
         assert worker.exit_code is not None
         if self._has_success():
-            # A replacement that comes too late to take part exits with this code.
+            # `PREEMPTED` is not a failure here: a replacement that is too late exits
+            # with it.
             if worker.exit_code != PREEMPTED:
                 self._code = self._code or shell_code(worker.exit_code)
                 self._report(worker, "others have ended without an error")
@@ -154,7 +161,7 @@ class ElasticJob(SeparateWorkersJob):
             self._report(worker, "no worker is left")
 
     def _report(self, worker: Worker, follows: str) -> None:
-        """Print how a worker has ended, and what follows."""
+        """Print how a worker has ended, and `follows`, a clause on what happens."""
         line = f"worker {worker.rank} {worker.describe_end()}; {follows}"
         for log in self._history:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")

@@ -45,15 +45,18 @@ class ElasticNodeJob(ElasticJob):
             self._late.update(range(len(self._clusters)))
 
     def _has_success(self) -> bool:
-        """Return whether a worker of any node has ended without an error."""
+        """Return whether a worker of any node of the job has ended without an error."""
         return self._nodes.is_over or super()._has_success()
 
     def _is_incomplete(self) -> bool:
-        """Return whether node 0 is lost, which otherwise sees that no worker trains."""
+        """Return whether this node must check by itself that workers train.
+
+        It must while node 0, which otherwise checks that for all nodes, is lost.
+        """
         return self._nodes.is_alone
 
     def _after_failure(self, failed: Worker) -> int | None:
-        """Replace failed workers while the others train, or else end the attempt."""
+        """Replace a failed worker while others train, or else end the attempt."""
         if self._nodes.places is not None:
             # A replacement joins the workers at their present addresses.
             self._clusters = self._clusters_of(self._nodes.places)
@@ -69,7 +72,10 @@ class ElasticAttempts(NodeAttempts):
     _code: int | None = None
 
     def _job(self, clusters: list[Cluster], *, is_late: bool) -> Job:
-        """Return the job of this node, see `NodeAttempts`."""
+        """Return this node's part of an elastic job; see `NodeAttempts._job`.
+
+        The connection keeps the ports of its workers, for a join of a new node 0.
+        """
         own = [address for c in clusters if (address := c.address)]
         self._others.running = {
             "node_rank": self._node_rank,
@@ -93,7 +99,7 @@ class ElasticAttempts(NodeAttempts):
         return job
 
     def _after(self, job: Job, code: int) -> None:
-        """Keep the exit code of an attempt, and report it to node 0 if connected."""
+        """Keep the exit code of this node's workers, and report it to node 0."""
         self._others.running = {}
         super()._after(job, code)
         self._code = PREEMPTED if code and job.is_preempted else code
@@ -113,5 +119,8 @@ class ElasticAttempts(NodeAttempts):
         return super()._handle(message)
 
     def _check_end(self) -> int | None:
-        """Return the exit code of this node's workers if node 0 is lost."""
+        """Return the exit code if this node must not wait longer, or else `None`.
+
+        If node 0 is lost, it is the exit code of this node's workers.
+        """
         return self._code if self._others.is_alone else super()._check_end()

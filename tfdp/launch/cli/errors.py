@@ -66,7 +66,7 @@ def import_without_gpus(name: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error, without a full stop.
+    """Return the first line of an error's text, without a full stop at its end.
 
     A line of more than 805 characters is cut in the middle.
     """

@@ -73,7 +73,7 @@ class Forecast:
 
     @property
     def num_bytes(self) -> int:
-        """Int, bytes of all dense gradients."""
+        """Int, size of all dense gradients of a step in bytes."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     @property
@@ -167,7 +167,7 @@ def _memory_table(forecast: Forecast) -> Table:
 
 
 def _totals(forecast: Forecast) -> Iterator[str]:
-    """Yield the lines about the whole step below the table."""
+    """Yield the lines below the table: communication, step and efficiency."""
     yield (
         f"communication       {1e3 * forecast.communication_seconds:.2f} ms a step; "
         f"by the flat ring alone {1e3 * forecast.ring_seconds:.2f} ms"
@@ -238,7 +238,7 @@ def _assumptions(forecast: Forecast) -> Iterator[str]:
 
 
 def _link_assumptions(forecast: Forecast) -> Iterator[str]:
-    """Yield the assumptions about links as sentences."""
+    """Yield the assumptions about the latency and bandwidth of links, as sentences."""
     links, topology = forecast.links, forecast.topology
     each = topology.replicas_per_node
     shared = f", which its {each:,} replicas share" if each > 1 else ""

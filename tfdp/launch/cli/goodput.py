@@ -94,7 +94,7 @@ def _shares_of(directory: str) -> Shares:
 
 
 def _damage(found: Shares) -> str:
-    """Return a clause about damaged lines of a ledger, or `""`."""
+    """Return a clause on the number of damaged lines of a ledger, or `""`."""
     if not found.num_damaged:
         return ""
     lines = pluralize(found.num_damaged, "damaged line")
@@ -166,7 +166,7 @@ def _draw(found: Shares, directory: str, path: Path) -> None:
     )
     axes.bar_label(bars, [f"{found.seconds[name]:,.1f} s" for name in names], padding=3)
     axes.invert_yaxis()
-    # Room for the labels of the bars.
+    # The axis is longer than the longest bar, for the labels at the ends of the bars.
     axes.set_xlim(0, 115 * max(map(found.share, names)))
     axes.set_xlabel("share of the time in percent")
     with usage_errors(OSError):

@@ -10,16 +10,16 @@ from tfdp.communication.cluster.address import is_local_name
 from tfdp.ground.text import pluralize
 
 _MOST_HOSTS = 1024
-# Bytes that are read of a hostfile.
+# Most bytes of a hostfile; the rest of a longer one is ignored.
 _MOST_BYTES = 1 << 20
-# `USER@NAME:COUNT`. A name must not begin with a dash, since ssh would take it for an
-# option.
+# Matches `USER@NAME:COUNT`. A name must not begin with a dash, since ssh would take it
+# for an option.
 _HOST = re.compile(
     r"(?:(?P<user>[\w.][\w.-]*)@)?"
     r"(?P<name>\[[0-9a-fA-F:.]+(?:%\w+)?\]|[A-Za-z0-9_][\w.-]*)"
     r"(?::(?P<count>[0-9]{1,6}))?"
 )
-# `host slots=4`, the format of Open MPI.
+# Matches `host slots=4`, the format of Open MPI's hostfiles.
 _SLOTS = re.compile(r"(\S+)\s+slots\s*=\s*([0-9]{1,6})")
 
 
@@ -39,7 +39,7 @@ class Host:
 
     @property
     def target(self) -> str:
-        """String, the destination on the command line of ssh."""
+        """String, `NAME` or `USER@NAME`, the destination on the command line of ssh."""
         return self.name if self.user is None else f"{self.user}@{self.name}"
 
 
@@ -100,7 +100,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 
 
 def _parse(word: str) -> Host:
-    """Parse `USER@NAME:COUNT`, in which user and count are optional."""
+    """Parse `USER@NAME:COUNT`, user and count being optional, or raise `ValueError`."""
     match = _HOST.fullmatch(word)
     count = None if match is None or match["count"] is None else int(match["count"])
     if match is None or count == 0:
@@ -112,7 +112,12 @@ def _parse(word: str) -> Host:
 
 
 def _checked(hosts: list[Host]) -> tuple[Host, ...]:
-    """Return all hosts; raise `ValueError` for too many, or for unsuitable names."""
+    """Return the hosts as a tuple after checks of all of them together.
+
+    Raises:
+        ValueError: If there are too many, if one is named twice, or if the first has a
+            name such as `localhost` that means another machine on the others.
+    """
     if len(hosts) > _MOST_HOSTS:
         raise ValueError(f"there must be at most {pluralize(_MOST_HOSTS, 'host')}")
     seen: set[str] = set()

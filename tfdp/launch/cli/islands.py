@@ -34,9 +34,10 @@ from tfdp.launch.rendezvous.failure import RendezvousError
 if TYPE_CHECKING:
     from tfdp.features.islands.hub import Hub
 
-# Interval of checks of the hub after the islands of this machine have ended.
+# Seconds between checks whether islands of other machines still need the hub, after the
+# islands of this machine have ended.
 _POLL_SECONDS = 0.2
-# Pause before a failed island starts again.
+# Seconds before a failed island starts again.
 _PAUSE_SECONDS = 1.0
 
 
@@ -303,7 +304,7 @@ class IslandJob(SeparateWorkersJob):
         return {**environment, "TF_CONFIG": json.dumps(config)}
 
     def _is_over(self) -> bool:
-        """Report successful islands to the hub; return whether all islands ended."""
+        """Report successful islands to the hub; return whether all have ended."""
         self._each_turn()
         for worker in self._workers:
             # A successful island leaves the hub, so that the others do not wait for it.

@@ -29,14 +29,15 @@ from tfdp.launch.cli.tracebacks import Tracebacks
 from tfdp.launch.cli.worker import TAIL_LINES, LogFile, Worker, shell_code, signal_name
 from tfdp.launch.rendezvous.failure import LOST_EXIT_SECONDS
 
-# Longest wait for events in one round of the loop.
+# Longest wait in seconds for events in one round of the loop.
 _POLL_SECONDS = 0.1
-# Longest wait for the flight records of workers before they are stopped, and greatest
-# age at which a record belongs to the same failure.
+# Longest wait in seconds for the flight records of workers before they are stopped, and
+# greatest age of a record of the same failure.
 _RECORD_SECONDS, _RECENT_SECONDS = 2.0, 5.0
-# Pause of the loop while the reader of the output is slower than the workers.
+# Pause of the loop in seconds while the reader of the launcher's output is slower than
+# the workers.
 _BEHIND_SECONDS = 0.01
-# Interval of requests to save: a worker outside of `fit` misses a request.
+# Seconds between requests to save: a worker outside of `fit` does not receive one.
 _ASK_AGAIN_SECONDS = 5.0
 
 
@@ -218,7 +219,11 @@ class Job:
         return not self._running()
 
     def _after_failure(self, failed: Worker) -> int | None:
-        """End the job and return its exit code, or return `None` to continue."""
+        """End the job after a worker's failure; a subclass may continue instead.
+
+        Returns:
+            Int, the exit code of the job, or `None` if it continues.
+        """
         return self._end_by_failure(failed)
 
     def _environment(self, index: int) -> dict[str, str]:
@@ -301,7 +306,7 @@ class Job:
         self._screen.refresh()
 
     def _show(self, worker: Worker, lines: list[str]) -> None:
-        """Filter and print lines of a worker, and update its progress bar."""
+        """Print new lines of a worker without noise, and update its progress bar."""
         if self._screen.is_verbatim:
             self._print(worker, lines)
             return
@@ -320,12 +325,12 @@ class Job:
             self._last_line[worker.rank] = self._num_lines
 
     def _forget(self, worker: Worker) -> None:
-        """Stop waiting for output of a worker."""
+        """Remove the output of a worker, which has ended, from the selector."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(worker.output)
 
     def _recall(self, failed: Worker) -> None:
-        """Print a failed worker's last lines again, if many others followed them."""
+        """Print a failed worker's last lines again, unless they are still visible."""
         since = self._num_lines - self._last_line.get(failed.rank, self._num_lines)
         is_seen = since <= TAIL_LINES and self._screen.is_one
         if failed.tail and not is_seen:
@@ -345,7 +350,7 @@ class Job:
         return self.failed
 
     def _end_by_failure(self, failed: Worker) -> int:
-        """Stop the workers after a failure, and return the exit code of the cause."""
+        """Stop all workers after a failure, and return the exit code of its cause."""
         failed = self._wait_for_lost(failed)
         if self._others is not None:
             self._others.report_failure(failed, self.lost or failed)
@@ -401,7 +406,7 @@ class Job:
         return code
 
     def _end_by_signal(self, signum: int) -> int:
-        """Stop the workers after a signal, and return the exit code."""
+        """Stop the workers after a signal to the launcher; return the exit code."""
         who, them = ("workers", "them") if len(self._workers) > 1 else ("worker", "it")
         why = f"{signal_name(signum)} received"
         self._screen.message(
@@ -417,7 +422,7 @@ class Job:
         return code
 
     def _end_by_timeout(self) -> int:
-        """Stop the workers after `--timeout`, and return the exit code."""
+        """Stop the workers after `--timeout`, and return the exit code, `TIMED_OUT`."""
         ranks = [str(worker.rank) for worker in self._running()]
         who = "workers that still run" if len(ranks) > 1 else "worker that still runs"
         self._screen.message(

@@ -88,7 +88,7 @@ class PipeReader(LineReader):
         os.set_blocking(pipe.fileno(), False)
 
     def fileno(self) -> int:
-        """Return the descriptor, for a selector."""
+        """Return the descriptor of the pipe, so that a selector can wait for it."""
         return self.pipe.fileno()
 
     def read(self) -> list[str]:

@@ -16,9 +16,9 @@ from tfdp.launch.rendezvous.address import is_link_local
 
 # Port of the rendezvous if none is specified.
 DEFAULT_PORT = 29400
-# Default of `--join-timeout`.
+# Default of `--join-timeout` in seconds.
 _JOIN_SECONDS = 300.0
-# `HOST` or `HOST:PORT`, with an IPv6 address in brackets.
+# Matches `HOST` or `HOST:PORT`, with an IPv6 address in brackets.
 _PLACE = re.compile(r"(\[[0-9a-fA-F:.]+(?:%\w+)?\]|[^\s:/@\[\]]+)(?::([0-9]{1,5}))?")
 
 
@@ -90,7 +90,7 @@ class NodeOptions:
 
     @property
     def join_seconds(self) -> float:
-        """Float, seconds that nodes wait for each other."""
+        """Float, seconds that nodes wait for each other, by option or default."""
         return _JOIN_SECONDS if self.join_timeout is None else self.join_timeout
 
     @property
@@ -127,7 +127,7 @@ class NodeOptions:
             )
 
     def _check_nodes(self) -> None:
-        """Check the combination of options without `--hosts` and `--hostfile`."""
+        """Raise a usage error for options that conflict without `--hosts`."""
         nodes, rank = self.nodes, self.node_rank
         if self.remote_python is not None:
             raise click.UsageError(
@@ -168,7 +168,7 @@ class NodeOptions:
 
 
 def _parse_nodes(text: str) -> NodeRange:
-    """Parse `N` or `MIN:MAX`; raise `ValueError` if it is malformed."""
+    """Parse `N`, the most, or `MIN:MAX`; raise `ValueError` if it is malformed."""
     least, colon, most = text.rpartition(":")
     try:
         nodes = NodeRange(int(most), int(least) if colon else None)

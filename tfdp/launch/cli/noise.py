@@ -14,15 +14,16 @@ from tfdp.communication.cluster.gpus import visible_gpus
 # Environment variable of TensorFlow's log level. TensorFlow reads it late, and writes
 # some lines before that at any level.
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# Time, thread and C++ file of a log line. Lines that a script logs by absl come from
-# Python files and do not match.
+# Matches time, thread and C++ file of a log line. Lines that a script logs by absl come
+# from Python files and do not match.
 _PLACE = r"\d{4} [\d:.]+ +\d+ [\w./-]+\.(cc|h):\d+\] "
 _INFO = re.compile(
     rf"I{_PLACE}|WARNING: All log messages before absl::InitializeLog\(\)"
 )
-# Line that TensorFlow logs as an error on machines without a GPU, where it is harmless.
+# Matches a line that TensorFlow logs as an error where there is no GPU: it is harmless.
 _NO_GPU = re.compile(rf"E{_PLACE}failed call to cuInit")
-# Lines after Ctrl-C about the connections to peers that have exited.
+# Lines that TensorFlow logs after Ctrl-C about the connections to peers that have
+# exited.
 _PEER_FAILURE = re.compile(
     rf"[WE]{_PLACE}|Additional GRPC error information|:[A-Z]+:Error received from peer|"
     r"The error could be from a previous operation|\s*\[\[\{\{"

@@ -38,7 +38,7 @@ from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import Hello
 from tfdp.launch.rendezvous.server import Server
 
-# Interval of the attempts to reach node 0 again after its loss.
+# Seconds between attempts to connect to node 0 again after its loss.
 _REJOIN_SECONDS = 1.0
 
 
@@ -164,7 +164,11 @@ class ElasticNodes(OtherNodes):
         super().__init__(*arguments, **connection)
 
     def take(self) -> dict[str, Any] | None:
-        """Return the next message; print notices, and handle news of other nodes."""
+        """Return the next message of node 0 that the caller must handle, or `None`.
+
+        Notices are printed, and news of other nodes change the attributes of this
+        object.
+        """
         while (message := super().take()) is not None:
             match message.get("type"):
                 case "places":
@@ -194,7 +198,7 @@ class ElasticNodes(OtherNodes):
 
     @property
     def is_node_0(self) -> bool:
-        """Bool, whether this is node 0."""
+        """Bool, whether the launcher of this process is the one of node 0."""
         return self._first_hello.node_rank == 0
 
     def wait_again(self, text: str) -> None:
@@ -216,7 +220,10 @@ class ElasticNodes(OtherNodes):
             super().send(message)
 
     def _run(self) -> None:
-        """Join node 0, also again after its loss."""
+        """Join node 0, and join again after its loss; the target of the thread.
+
+        It ends when the connection is closed or node 0 refuses this node.
+        """
         super()._run()
         self._link = None
         while not (self._is_closed.wait(_REJOIN_SECONDS) or self._is_refused):
@@ -228,7 +235,7 @@ class ElasticNodes(OtherNodes):
                 self._link = None
 
     def _rejoin(self) -> None:
-        """Join node 0, if it answers, and queue its messages until it is lost."""
+        """Connect to node 0 again, if it answers; queue its messages until its loss."""
         self._hello = dataclasses.replace(self._hello, **self.running)
         text = f"node 0 at {self._place}"
         with (

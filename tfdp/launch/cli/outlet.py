@@ -13,9 +13,9 @@ from tfdp.ground.text import pluralize
 
 # Pending bytes above which text is dropped if the reader has stalled.
 _MAX_BYTES = 1 << 20
-# Time without progress after which the reader counts as stalled.
+# Seconds without progress after which the reader counts as stalled.
 _STALLED_SECONDS = 1.0
-# Bytes of one write. Small, so that the progress of a slow reader is visible.
+# Bytes of one write: few, so that the progress of a slow reader is noticed.
 _CHUNK_BYTES = 4096
 
 
@@ -101,13 +101,13 @@ class Outlet:
             return self._changed.wait_for(lambda: not self._pending, timeout_seconds)
 
     def _append(self, text: str) -> None:
-        """Queue text; the time of a stall counts from the first pending text."""
+        """Add text to the queue; if it was empty, the time of a stall begins now."""
         if not self._pending:
             self._taken_at = time.monotonic()
         self._pending += text.encode(self.encoding, errors="replace")
 
     def _append_notice(self) -> None:
-        """Queue a line about dropped text, if any was dropped."""
+        """Queue a line with the number of dropped lines, if any were dropped."""
         if self._num_dropped and self.error is None:
             lines = pluralize(self._num_dropped, "line is", "lines are")
             text = f"tfdp: the output was not read in time; {lines} only in the logs"
@@ -115,7 +115,7 @@ class Outlet:
         self._num_dropped = 0
 
     def _is_stalled(self) -> bool:
-        """Return whether the reader has taken nothing for too long."""
+        """Return whether the reader has read nothing for `_STALLED_SECONDS`."""
         return time.monotonic() - self._taken_at > _STALLED_SECONDS
 
     def _serve(self, fd: int) -> None:
@@ -135,7 +135,10 @@ class Outlet:
 
 
 def _write(fd: int, data: bytes) -> tuple[int, OSError | None]:
-    """Write data; return the number of written bytes, and the error if any."""
+    """Write data; return the number of written bytes, and an error or `None`.
+
+    If the file would block, wait until it is writable, and write nothing.
+    """
     try:
         return os.write(fd, data), None
     except BlockingIOError:  # another process has set the shared file to non-blocking

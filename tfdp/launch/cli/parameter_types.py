@@ -16,7 +16,8 @@ from click.shell_completion import CompletionItem
 
 from tfdp.ground.options import CommunicationOptions
 
-# Largest number, and smallest above 0, of any option: values beyond are typing errors.
+# Largest number, and smallest above 0, that an option accepts: values beyond are typing
+# errors.
 _MOST, _LEAST = 10**9, 1e-9
 # Largest size in bytes that an option accepts: larger values are typing errors.
 _MOST_BYTES = 2**40
@@ -51,7 +52,7 @@ class _Bounded(click.ParamType):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
-        """Return the number, or raise a usage error that names the requirement."""
+        """Return the number of an option; raise a usage error if it is out of range."""
         try:
             number = super().convert(value, param, ctx)
         except click.BadParameter:
@@ -131,7 +132,7 @@ class Checked(click.ParamType):
 
 
 def _num_bytes(text: str) -> int:
-    """Parse a size such as `64KB`, in units of 1024."""
+    """Parse a size such as `64KB`, in units of 1024; return it in bytes."""
     match = _SIZE.fullmatch(text.strip())
     unit = match["unit"].upper() if match else ""
     unit += "B" if unit and not unit.endswith("B") else ""
@@ -187,7 +188,7 @@ def _algorithm(text: str) -> str | dict[str, str]:
 
 
 def _output_file(text: str) -> Path:
-    """Return the path of a file after a check that it can be written."""
+    """Return the path of a file; raise `ValueError` if it cannot be written."""
     path = Path(text)
     # For an invalid name, functions of `os.path` return false, while some methods of
     # `Path` raise.
@@ -202,16 +203,16 @@ def _output_file(text: str) -> Path:
     return path
 
 
-# Number of bytes, such as `4KB` or `64 MB` (units of 1024).
+# Type of a number of bytes, such as `4KB` or `64 MB` (units of 1024).
 SIZE = Checked("size", _num_bytes)
-# One number for both levels of a network, or two: inside a node, across nodes.
+# Types of one number for both levels of a network, or two: inside a node, across nodes.
 LATENCIES = Checked("levels", functools.partial(_levels, above_zero=False))
 BANDWIDTHS = Checked("levels", functools.partial(_levels, above_zero=True))
-# Algorithm of the all-reduce, as the option of `CommunicationOptions`.
+# Type of an all-reduce algorithm, parsed to the option of `CommunicationOptions`.
 ALGORITHM = Checked("algorithm", _algorithm)
-# File that can be written; checked before a command runs for minutes.
+# Type of a file that can be written: checked before a command runs for minutes.
 OUTPUT_FILE = Checked("file", _output_file, is_file=True)
-# Name of a file that the shell completes; not checked.
+# Type of a path that the shell completes, and that is not checked.
 FILE = Checked("path", str, is_file=True)
 
 
@@ -278,7 +279,7 @@ class ManyValues(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Repeat an option before each of its values, as click requires."""
+        """Parse the command line with options repeated before each of their values."""
         options = [p for p in self.params if isinstance(p, click.Option)]
         many = {n for o in options if o.multiple for n in o.opts}
         flags = {n for o in options if o.is_flag for n in o.opts}

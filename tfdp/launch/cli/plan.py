@@ -173,7 +173,7 @@ def plan(
 
 
 def _topology(nodes: int, replicas_per_node: int) -> Topology:
-    """Return the topology of equal nodes, after a check of its size."""
+    """Return the topology of equal nodes; raise a usage error if it is too large."""
     if nodes * replicas_per_node > _MOST_REPLICAS:
         raise click.UsageError(
             f"A cluster may have at most {_MOST_REPLICAS:,} replicas. "
@@ -262,7 +262,7 @@ def _plan_buckets(
 
 
 def _load_model(path: str) -> Any:
-    """Load a saved model without compiling it."""
+    """Load a saved model without compiling it; raise a usage error if that fails."""
     if not os.path.isfile(path):
         raise click.UsageError(
             f"There is no such file; give the path of a saved model. Received: {path}"
@@ -343,7 +343,7 @@ def _predict_memory(
 
 
 def _frozen_and_gathered(model: Any, options: CommunicationOptions) -> tuple[int, int]:
-    """Return bytes of frozen parameters, and bytes that ZeRO-3 gathers at a time."""
+    """Return bytes of frozen parameters, and the most that ZeRO-3 gathers at once."""
     from tfdp.ground.base.param_groups import entry_of
     from tfdp.training.parameters.conversion import parameters_in_order
     from tfdp.training.reduction.fusion import bucket_bytes_of

@@ -30,7 +30,10 @@ def check_program(script: str, is_module: bool) -> None:
 
 
 def _fault_of_module(name: str) -> str | None:
-    """Return why a module cannot be run, or `None`; imports nothing."""
+    """Return why `python -m` cannot run a module, or `None` if it can.
+
+    Nothing is imported: the module's top-level package must exist.
+    """
     sys.path.insert(0, os.getcwd())  # `python -m` looks in this folder first
     try:
         spec = importlib.util.find_spec(name.partition(".")[0])
@@ -47,7 +50,7 @@ def _fault_of_module(name: str) -> str | None:
 
 
 def _fault_of_script(script: str) -> str | None:
-    """Return why a script cannot be run, or `None`."""
+    """Return why Python cannot run a script by its path, or `None` if it can."""
     # For an invalid name, functions of `os.path` return false, while some methods of
     # `Path` raise.
     main = os.path.join(script, "__main__.py")
@@ -88,7 +91,7 @@ def check_platform(command: str) -> None:
 
 
 def _fault_of_source(script: str) -> str | None:
-    """Return why Python cannot compile a file, or `None`."""
+    """Return why Python cannot compile a file, or `None` if it can or has no source."""
     is_source = os.path.isfile(script) and not script.endswith(".pyc")
     if not is_source or zipfile.is_zipfile(script):
         return None

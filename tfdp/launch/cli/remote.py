@@ -25,12 +25,12 @@ from tfdp.launch.cli.remote_line import BEAT, MOST_BYTES, SILENT_SECONDS, banner
 
 _STDIN = 0
 _CHUNK_BYTES = 4096
-# Time that the launcher has to exit after the grace period of its workers.
+# Seconds that the launcher has to exit after the grace period of its workers.
 _END_SECONDS = 15.0
 
 
 def _lines() -> Iterator[bytes]:
-    """Yield the lines of stdin until the connection is lost."""
+    """Yield the lines of stdin, as bytes, until the connection is lost."""
     data = b""
     while len(data) <= MOST_BYTES:
         ready, _, _ = select.select([_STDIN], [], [], SILENT_SECONDS)

@@ -18,12 +18,13 @@ from tfdp.launch.cli.launch import AutoCount, RunSettings
 from tfdp.launch.cli.node_options import NodeOptions, RendezvousAddress
 from tfdp.launch.cli.ssh import address_of
 
-# Heartbeat line, and the interval of heartbeats.
+# Heartbeat line, and the seconds between heartbeats.
 BEAT = b".\n"
 BEAT_SECONDS = 2.0
-# Silence after which the connection counts as lost, such as by a suspended machine.
+# Seconds of silence after which the connection counts as lost, such as that to a
+# suspended machine.
 SILENT_SECONDS = 20.0
-# Most bytes of a line.
+# Most bytes of a line between the launchers, in either direction.
 MOST_BYTES = 1 << 20
 
 
@@ -137,7 +138,7 @@ def _count(host: Host, num_workers: int) -> str:
 
 
 def _options(settings: RunSettings) -> list[str]:
-    """Return the options that all hosts receive unchanged."""
+    """Return the options of `tfdp run` that all hosts receive unchanged, as words."""
     values = {
         "--grace": settings.grace,
         "--max-restarts": settings.max_restarts,

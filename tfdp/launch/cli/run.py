@@ -62,7 +62,7 @@ class _NumWorkers(types.WholeNumber):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
-        """Return the number of workers; `auto` is converted to an `AutoCount`."""
+        """Return the number of workers as an int, or an `AutoCount` for `auto`."""
         if value == "auto":
             return AutoCount(len(visible_gpus()) or num_cores())
         return super().convert(value, param, ctx)
@@ -300,7 +300,7 @@ def _run_as_node(
     def logs_of_node(
         node_rank: int, first_rank: int, num_workers: int
     ) -> tuple[list[LogFile], list[LogFile]]:
-        """Open the logs of workers and restarts, and print which workers start."""
+        """Open the logs of this node, and print which workers it starts."""
         ranks = range(first_rank, first_rank + count)
         has_history = settings.max_restarts > 0 and node_rank == 0
         logs = _open_worker_logs(folder, ranks, screen, has_history)

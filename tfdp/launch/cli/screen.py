@@ -23,9 +23,9 @@ from tfdp.launch.cli.signals import SignalPipe
 
 # Colors of the names of workers, by rank.
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
-# Shortest interval between two drawings of the progress bar.
+# Least number of seconds between two drawings of the progress bar.
 _REDRAW_SECONDS = 0.1
-# Time for the reader to take the last lines, once the job was asked to end.
+# Seconds that the reader has to take the last lines, once the job was asked to end.
 _LAST_LINES_SECONDS = 2.0
 
 # Severity of the launcher's messages, and their styles on a terminal.
@@ -103,7 +103,7 @@ class Screen:
         self._bar_drawn_at = 0.0
 
     def line(self, rank: int, text: str) -> None:
-        """Print a complete line of a worker."""
+        """Print a complete line of a worker, with the worker's name before it."""
         self._unfinished.pop(rank, None)
         if self._is_terminal:
             self._erase_bar()
@@ -113,18 +113,18 @@ class Screen:
             self._output.write(text.rstrip() + "\n")
 
     def progress(self, rank: int, text: str) -> None:
-        """Set the line that a worker is drawing, which `refresh` shows."""
+        """Set the line that a worker is drawing, or `""`; `refresh` shows it."""
         self._unfinished.pop(rank, None)
         if text:
             self._unfinished[rank] = text
 
     def snapshot(self, rank: int, text: str) -> None:
-        """Print a line that a worker is drawing, if the output is not a terminal."""
+        """Print the line that a worker is drawing now, unless on a terminal."""
         if not self._is_terminal:
             self.line(rank, text)
 
     def refresh(self) -> None:
-        """Redraw the progress bar, and flush the output; called often."""
+        """Redraw the progress bar, and flush the output; called in each round."""
         if self._is_terminal:
             self._draw_bar()
         self._output.flush()
@@ -170,7 +170,7 @@ class Screen:
 
     @property
     def is_behind(self) -> bool:
-        """Bool, whether the output is read, but more slowly than it is written."""
+        """Bool, whether the output is read, but more slowly than lines are printed."""
         return self._output.is_behind
 
     def close(self, timeout_seconds: float) -> bool:
@@ -188,7 +188,7 @@ class Screen:
         return self._message_output.drain(timeout_seconds) and is_shown
 
     def _truncation_notice(self, text: str) -> str:
-        """Format a sentence about dropped output as a line of the output."""
+        """Format a sentence about dropped lines as a line of the output."""
         return f"{text}\n"
 
     def _decorate(self, rank: int, text: str) -> Text:
@@ -314,7 +314,7 @@ class JsonScreen(Screen):
     is_verbatim = True
 
     def line(self, rank: int, text: str) -> None:
-        """Write a complete line of a worker."""
+        """Write a complete line of a worker as a line of JSON on the output."""
         message = without_escapes(text).rstrip()
         node = self.nodes.get(rank, self.node)
         self._output.write(Entry(message, "worker", node=node, rank=rank).to_line())
@@ -327,7 +327,7 @@ class JsonScreen(Screen):
         rank: int | None = None,
         node: int | None = None,
     ) -> None:
-        """Write a message of the launcher."""
+        """Write a message of the launcher; see `Screen.message` for the arguments."""
         self._output.flush()
         node = self.node if node is None else node
         self._message_output.write(

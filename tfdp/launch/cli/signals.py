@@ -15,8 +15,8 @@ from tfdp.communication.coordination.flight_record import RECORD_SIGNAL
 TIMED_OUT = 124
 # Signals that ask the launcher to exit.
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Time within which several signals count as one: a single Ctrl-C may arrive both from
-# the terminal and from a parent process.
+# Seconds within which several signals count as one: a single Ctrl-C may arrive both
+# from the terminal and from a parent process.
 _SAME_SIGNAL_SECONDS = 0.5
 
 
@@ -89,7 +89,7 @@ class SignalPipe:
         return TIMED_OUT if time.monotonic() >= self.until else None
 
     def close(self) -> None:
-        """Restore the earlier signal handlers."""
+        """Restore the earlier signal handlers and wakeup descriptor."""
         for signum, handler in self._old_handlers.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(self._old_fd)

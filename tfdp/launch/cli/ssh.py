@@ -15,9 +15,9 @@ CONNECTION_LOST = 255
 _NO_FOLDER = 96
 # Exit codes of a shell if the command cannot be executed, or does not exist.
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
-# Timeout of the connection to a host.
+# Timeout in seconds of the connection to a host.
 CONNECT_SECONDS = 10
-# Interval of ssh's keepalive messages; three unanswered ones end the connection.
+# Seconds between ssh's keepalive messages; three unanswered ones end the connection.
 _ALIVE_SECONDS = 5
 # Options of ssh: no prompts, since there is no terminal, and no forwarding, which a
 # user may have configured.

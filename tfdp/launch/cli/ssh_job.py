@@ -20,25 +20,26 @@ from tfdp.launch.cli.ssh_worker import SshWorker
 from tfdp.launch.cli.tracebacks import Tracebacks
 from tfdp.launch.rendezvous.failure import NODE_LOST
 
-# Longest wait for events in one round of the loop.
+# Longest wait in seconds for events in one round of the loop.
 _POLL_SECONDS = 0.1
-# Longest wait for the first line of a launcher, whose Python may be read from a network
-# file system.
+# Longest wait in seconds for the first line of a launcher, whose Python may be read
+# from a network file system.
 _ANSWER_SECONDS = 60.0
-# Wait after a failure before the remaining launchers are ended from here: normally they
-# notify each other of the reason.
+# Seconds after a failure before the remaining launchers are ended from here: normally
+# they notify each other of the reason and end by themselves.
 _DISMISS_SECONDS = 3.0
-# Time for launchers and connections to end after the grace period of the workers.
+# Seconds that launchers and connections have to end after the grace period of the
+# workers.
 _END_SECONDS = 10.0
-# Time within which the same message of several launchers is shown once.
+# Seconds within which the same message of several launchers is shown only once.
 _ECHO_SECONDS = 8.0
-# Interval of attempts to restart the launcher of a lost host.
+# Seconds before the launcher of a lost host is started again.
 _RESTART_SECONDS = 2.0
 # Exit codes of ssh after a lost connection, or after ssh itself was killed.
 _LOST_CODES = (CONNECTION_LOST, -signal.SIGTERM, -signal.SIGKILL)
 _WORKER_LINE = re.compile(r"\[worker (\d+)\] ?(.*)")
 _PREFIX = "tfdp: "
-# Part of a launcher's message about the reason why all nodes stop.
+# Matches a message of a launcher that says why all nodes stop.
 _REASON = re.compile(r"\bwere stopped\b")
 
 
@@ -82,13 +83,13 @@ class SshJob:
         self._has_reason = False
         self._num_signals = 0
         self._code: int | None = None
-        # Times at which the remaining launchers are ended, and at which the wait for
-        # their exits is given up.
+        # Time at which the remaining launchers are ended, and time after which their
+        # exits are no longer awaited.
         self._dismiss_at = self._end_at = float("inf")
         self._beat_at = 0.0
 
     def close(self) -> None:
-        """End all connections."""
+        """End the ssh connections to all hosts, and with them the launchers there."""
         for worker in self._workers:
             worker.close()
         self._selector.close()
@@ -111,7 +112,7 @@ class SshJob:
         return self._code or 0
 
     def _start(self, node: int) -> SshWorker:
-        """Start the launcher of a node by ssh."""
+        """Start the launcher of a node, by its rank, and watch its output."""
         host = self._hosts[node]
         worker = SshWorker(node, host, ssh_command(host, self._python, self._folder))
         for stream in (worker.output, worker.error_output):
@@ -119,7 +120,7 @@ class SshJob:
         return worker
 
     def _wait(self, started_at: float) -> None:
-        """Run the loop until all launchers have exited, or the wait is given up."""
+        """Run the loop until all launchers have exited, or their time is over."""
         while any(worker.is_running for worker in self._workers):
             self._poll()
             now = time.monotonic()
@@ -158,7 +159,7 @@ class SshJob:
         self._screen.refresh()
 
     def _beat(self) -> None:
-        """Send heartbeats to all launchers if it is time."""
+        """Send a heartbeat to all launchers if `BEAT_SECONDS` have passed."""
         if time.monotonic() >= self._beat_at:
             self._beat_at = time.monotonic() + remote_line.BEAT_SECONDS
             for worker in self._workers:
@@ -166,7 +167,7 @@ class SshJob:
                     worker.send(remote_line.BEAT)
 
     def _show(self, worker: SshWorker, line: str) -> None:
-        """Handle a line of a host: its answer, a worker's line, or a message."""
+        """Handle a line of a host: tfdp's version, a worker's line, or a message."""
         if worker.answer(line):
             self._send_order(worker)
         elif self._screen.is_verbatim and (entry := Entry.from_line(line)):
@@ -261,9 +262,11 @@ class SshJob:
             self._fail(code)
 
     def _may_restart(self, lost: SshWorker) -> bool:
-        """Return whether the other launchers wait for a lost host to come back.
+        """Return whether a lost host's launcher may join the job again.
 
         The loss of node 0 ends the job for all.
+
+        It needs remaining launchers of a job with restarts.
         """
         others = any(w.is_running for w in self._workers if w is not lost)
         starts_again = self._settings.max_restarts > 0 and self._code is None
@@ -309,12 +312,12 @@ class SshJob:
         self._end_at = self._dismiss_at + self._settings.grace + _END_SECONDS
 
     def _report_lost(self) -> None:
-        """Print the lost connection unless a launcher has reported a reason."""
+        """Print that a connection was lost, unless a launcher has reported a reason."""
         if self._lost_text and not self._has_reason and not self._num_signals:
             self._print_message(None, self._lost_text, "error")
 
     def _dismiss(self) -> None:
-        """End all launchers after a failure."""
+        """Ask all launchers to end after a failure, and ignore their later messages."""
         self._report_lost()
         self._dismiss_at = float("inf")
         for worker in self._workers:
@@ -322,7 +325,7 @@ class SshJob:
             worker.stop(signal.SIGTERM)
 
     def _forward_signals(self, clock_seconds: float) -> None:
-        """Forward received signals to all launchers."""
+        """Forward received signals to all launchers; limit the wait for their ends."""
         for signum in self._signals.received[self._num_signals :]:
             self._num_signals += 1
             self._code = self._code or 128 + signum
@@ -333,7 +336,7 @@ class SshJob:
                 worker.stop(signum)
 
     def _fail_if_silent(self) -> None:
-        """Fail the job if a launcher has not answered in time."""
+        """Fail the job if a launcher has not sent its version by the timeout."""
         for worker in self._workers:
             if worker.is_running and worker.version is None and not worker.is_restarted:
                 host, seconds = worker.host.target, f"{_ANSWER_SECONDS:.0f} s"

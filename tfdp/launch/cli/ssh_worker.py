@@ -13,12 +13,12 @@ from tfdp.launch.cli.lines import MAX_LINE_LENGTH, PipeReader, without_escapes
 from tfdp.launch.cli.remote_line import signal_line, version_of
 from tfdp.launch.cli.worker import TAIL_LINES
 
-# Characters of a worker's line as JSON, which has up to six for each character of the
-# line, and further fields.
+# Most characters of a worker's line as JSON, which has up to six for each character of
+# the line, and further fields.
 _MAX_LINE_LENGTH = 8 * MAX_LINE_LENGTH
-# Time for ssh to exit before it is killed.
+# Seconds that ssh has to exit before it is killed.
 _KILL_SECONDS = 2.0
-# Time to read the remaining output after ssh has exited.
+# Seconds in which the remaining output is read after ssh has exited.
 _LAST_OUTPUT_SECONDS = 1.0
 
 
@@ -72,7 +72,7 @@ class SshWorker:
         return self.exit_code is None
 
     def answer(self, line: str) -> bool:
-        """Take tfdp's version from a line; return whether it is the first answer."""
+        """Store tfdp's version if a line has it; return whether it is the first."""
         if self.version is not None:
             return False
         self.version = version_of(without_escapes(line))
@@ -84,21 +84,21 @@ class SshWorker:
         self.flush()
 
     def flush(self) -> None:
-        """Send the rest of queued lines, as far as the pipe has space."""
+        """Send the rest of the queued lines, as far as the pipe takes them."""
         with contextlib.suppress(OSError, ValueError):
             while self._unsent:
                 size = os.write(self._stdin.fileno(), self._unsent)
                 self._unsent = self._unsent[size:]
 
     def stop(self, signum: int) -> None:
-        """Forward a signal, or disconnect a launcher that has no order yet."""
+        """Send the launcher a signal, or disconnect it if it has no order yet."""
         if self.is_ordered:
             self.send(signal_line(signum))
         else:
             self.hang_up()
 
     def hang_up(self) -> None:
-        """Disconnect, without waiting for the end of ssh."""
+        """Disconnect from the host, without waiting for the end of ssh."""
         with contextlib.suppress(OSError):
             self._stdin.close()
         if self._process.poll() is None:

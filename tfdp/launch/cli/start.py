@@ -95,7 +95,7 @@ class Starter:
         return process.pid
 
     def close(self) -> None:
-        """End the process that forks workers."""
+        """End the process that forks workers, if there is one; the workers continue."""
         if self._parent is not None:
             self._parent.close()
             self._parent = None

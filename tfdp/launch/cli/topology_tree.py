@@ -35,7 +35,7 @@ def port_states(cluster: Cluster, timeout_seconds: float = 1.0) -> list[str]:
 
 
 def _own_port_state(cluster: Cluster) -> str:
-    """Describe whether this worker's port is free."""
+    """Describe whether this worker's port is free, by listening on it briefly."""
     assert cluster.address is not None
     try:
         for sock in listen(cluster.address):

@@ -9,23 +9,25 @@ from collections.abc import Sequence
 
 from tfdp.launch.cli.lines import without_escapes
 
-# First line of a traceback, and a worker's line after Ctrl-C. A progress bar that was
-# being drawn may precede either on the same line.
+# First line of a traceback, and beginning of a worker's line after Ctrl-C. A progress
+# bar that was being drawn may precede either on the same line.
 _BEGIN = "Traceback (most recent call last):"
 _INTERRUPTED = "tfdp: interrupted"
-# Error of a worker whose peer was lost. Its message has the place in the script, so
-# that the frames are left out.
+# Matches the error of a worker whose peer was lost. Its message has the place in the
+# script, so that the frames are left out.
 _LOST = re.compile(r"tfdp\.[\w.]+\.WorkerLost: ")
-# Line of a traceback with the file and the line of a frame.
+# Matches a line of a traceback with the file and the line number of a frame.
 _FRAME = re.compile(r'  File "(?!<)(.+)", line (\d+)')
-# Pause after a line that ends a traceback: Python writes all its lines at once.
+# Seconds without a further line after which a traceback is complete: Python writes all
+# its lines at once.
 _PAUSE_SECONDS = 0.3
-# Limits of a held-back traceback, after which it is shown as it is.
+# Largest age in seconds and number of lines of a held-back traceback, after which it is
+# shown as it is.
 _MAX_SECONDS = 2.0
 _MAX_LINES = 1000
-# Time after which the same traceback is shown in full again.
+# Seconds after which the same traceback is shown in full again.
 _RECENT_SECONDS = 30.0
-# Parts of a line that differ between processes: addresses and task indices.
+# Matches parts of a line that differ between processes: addresses and task indices.
 _PROCESS_DETAILS = re.compile(r"(?<=0x)[0-9a-f]+|(?<=/task:)\d+")
 
 
@@ -51,7 +53,7 @@ class _Block:
         self.added_at = time.monotonic()
 
     def is_complete(self) -> bool:
-        """Return whether the traceback has ended, or has reached a limit."""
+        """Return whether a traceback has ended, or must be held back no longer."""
         now = time.monotonic()
         if now - self.began_at >= _MAX_SECONDS or len(self.lines) >= _MAX_LINES:
             return True
@@ -103,11 +105,11 @@ class Tracebacks:
         return self.rest(rank) if block and block.is_complete() else []
 
     def rest(self, rank: int) -> list[str]:
-        """Hold back no more lines of a worker; return the lines to show for them."""
+        """Stop holding back a worker's lines; return the lines to show for them."""
         block = self._held.pop(rank, None)
         if block is None:
             return []
-        # Index of the last one of chained tracebacks.
+        # Index of the first line of the last traceback: chained ones follow each other.
         begin = max(i for i, line in enumerate(block.lines) if _begins(line))
         if self._is_interrupted and (end := _end_of_ctrl_c(block.lines, begin)):
             said = self._say_where(f"{_INTERRUPTED}{_place(block.lines)}")
@@ -136,7 +138,7 @@ class Tracebacks:
         return [line]
 
     def _say_where(self, line: str) -> list[str]:
-        """Return the line about the interruption, for the first worker only."""
+        """Return the line about Ctrl-C for the first worker, none for later ones."""
         if self._has_said_where:
             return []
         self._has_said_where = True
@@ -204,13 +206,17 @@ def _is_message(lines: Sequence[str], index: int) -> bool:
 
 
 def _comparable(line: str) -> str:
-    """Return a line without the parts that differ between processes."""
+    """Return a line without the parts in which equal tracebacks may differ."""
     text = _PROCESS_DETAILS.sub("", without_escapes(line)).rstrip()
     return _BEGIN if text.endswith(_BEGIN) else text
 
 
 def _place(lines: Sequence[str]) -> str:
-    """Return the place in the script, such as " at line 3 of train.py", or ""."""
+    """Return the place of a traceback's first frame that is in a file.
+
+    Returns:
+        String such as `" at line 3 of train.py"`, or `""` without such a frame.
+    """
     for line in lines:
         if match := _FRAME.match(without_escapes(line)):
             return f" at line {match[2]} of {match[1]}"

@@ -26,15 +26,15 @@ from tfdp.launch.rendezvous.failure import Failure
 
 # Last lines of a worker that are kept for messages.
 TAIL_LINES = 20
-# Interval at which an unfinished line, such as a progress bar, is logged and shown.
+# Seconds between two records of an unfinished line, such as a progress bar.
 _SNAPSHOT_SECONDS = 10.0
-# Longest wait for the end of a killed process.
+# Longest wait in seconds for the end of a killed process.
 _REAP_SECONDS = 1.0
 # Most bytes to read after a worker's end, which is the capacity of a pipe. The limit
 # ends the reading even if children of the worker continue to write.
 _MAX_PIPE_BYTES = 1 << 20
-# Text of `tfdp.communication.coordination.watch.errors.failure_message`, repeated here
-# since importing that module imports TensorFlow.
+# Matches the text of `tfdp.communication.coordination.watch.errors.failure_message`,
+# repeated here since importing that module imports TensorFlow.
 _LOST = re.compile(r"\bWorker (\d+) \([^()\s]+\) was lost\b")
 
 # Flags for opening a log: no symbolic link is followed, and a FIFO does not block.

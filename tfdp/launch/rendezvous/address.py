@@ -15,7 +15,7 @@ from tfdp.communication.cluster.own_addresses import (
 from tfdp.communication.cluster.ports import addresses_to_listen_on, listen_at
 from tfdp.launch.rendezvous.failure import RendezvousError
 
-# Both loopback addresses, since a host may have IPv6 only.
+# Loopback addresses of IPv4 and IPv6: a host may have only one of them.
 _LOOPBACKS = ("127.0.0.1", "::1")
 
 

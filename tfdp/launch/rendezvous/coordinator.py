@@ -36,10 +36,10 @@ from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Hello, Node, Reports
 # Wait, in seconds, for the report of a silent node whose worker the others have lost:
 # their reports may come first, and a silent node probably sends none.
 _SETTLE_SECONDS = 1.0
-# Interval of notices about missing nodes.
+# Seconds between notices about missing nodes.
 _NOTICE_SECONDS = 10.0
-# Time to stop the workers of a node, in addition to two grace periods: one to save, one
-# to exit.
+# Seconds that a node has to stop its workers, in addition to two grace periods: one to
+# save, and one to exit.
 _STOP_SECONDS = 30.0
 # IP address and worker ports of each node, in the order of ranks.
 Places: TypeAlias = list[tuple[str, list[int]]]
@@ -132,7 +132,7 @@ class Coordinator:
             self._send_notice(self._welcome(node))
 
     def _welcome(self, node: Node) -> str:
-        """Return a notice about a node that joins a job that has started."""
+        """Return a notice about a lost node that joins a started job again."""
         return f"{node} has reconnected, and joins at the next start"
 
     def receive(self, link: Link, message: Mapping[str, Any]) -> None:
@@ -182,7 +182,7 @@ class Coordinator:
             self._lose(node, how)
 
     def tick(self) -> None:
-        """Check the current phase for its end; called several times a second."""
+        """End the phase if it is over; the server calls it many times a second."""
         if not self.is_over:
             self._phase_steps[self.phase](self._clock())
 
@@ -233,7 +233,7 @@ class Coordinator:
             self._after_stop(clock_seconds)
 
     def _advance_pausing(self, clock_seconds: float) -> None:
-        """Wait for nodes again once the pause before a restart is over."""
+        """Wait for all nodes again once the pause before a restart is over."""
         if clock_seconds >= self._until:
             self._gather()
 
@@ -252,7 +252,7 @@ class Coordinator:
         )
 
     def _replace_silent(self, rank: int) -> None:
-        """Drop a silent node whose rank joins again by another connection."""
+        """Drop a silent node if a new connection joins with its rank."""
         old = self._roster.node_at_rank(rank)
         if old is not None and old.link.silent_seconds > DOUBTFUL_SECONDS:
             self.register_disconnect(old.link, "has opened another connection")
@@ -265,7 +265,7 @@ class Coordinator:
         self._send_notice(f"{text}; the job continues without it")
 
     def _gather(self) -> None:
-        """Begin to wait for nodes, for up to `join_seconds`."""
+        """Begin to wait until all nodes are connected, for up to `join_seconds`."""
         if not self._has_started:
             self._roster.unsettle()
         self.phase = Phase.GATHERING
@@ -334,7 +334,11 @@ class Coordinator:
         )
 
     def _report(self, node: Node, failure: Failure) -> None:
-        """Handle a failure that a node reports of one of its workers."""
+        """Handle a failure that a node reports of one of its workers.
+
+        Raises:
+            MalformedMessage: If the node does not have this worker.
+        """
         if not self._roster.has_worker(node, failure.rank):
             raise MalformedMessage
         if self.phase is not Phase.RUNNING:
@@ -347,7 +351,7 @@ class Coordinator:
             self._decide_at = self._clock() + seconds
 
     def _decide(self) -> None:
-        """Stop the workers of all nodes because of the reported failures."""
+        """Find the cause of the reported failures, and stop all nodes' workers."""
         cause = self._reports.cause()
         sentence = self._reports.sentence()
         self._stop(cause.code, cause, sentence, rank=cause.rank)
@@ -368,7 +372,11 @@ class Coordinator:
         )
 
     def _leave(self, node: Node, message: Mapping[str, Any]) -> None:
-        """End the job because a node leaves it; before its start, drop the node."""
+        """End the job because a node leaves it; before its start, drop the node.
+
+        Raises:
+            MalformedMessage: If a field has another type.
+        """
         why, code = message.get("why"), message.get("code")
         signum = message.get("signal")
         are_ints = isinstance(code, int) and isinstance(signum, int)
@@ -434,7 +442,11 @@ class Coordinator:
 
 
 def _ports(message: Mapping[str, Any], num_workers: int) -> list[int]:
-    """Return the ports of a message, after checking their number and range."""
+    """Return the ports in a node's message, one for each of its workers.
+
+    Raises:
+        MalformedMessage: If the number or the range of the ports is wrong.
+    """
     ports = message.get("ports")
     is_valid = isinstance(ports, list) and len(ports) == num_workers
     if not is_valid or not all(each in range(1, 65536) for each in ports or ()):

@@ -25,9 +25,10 @@ from tfdp.launch.rendezvous.link import Link
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Hello, Node
 
-# Time without a further node after which a job starts with fewer than the maximum.
+# Seconds without a further node after which a job starts with fewer than the maximum.
 _GRACE_SECONDS = 5.0
-# Time without an answer of any worker after which the job counts as no longer training.
+# Seconds without an answer of any worker after which the job counts as no longer
+# training.
 SILENT_SECONDS = 60.0
 
 
@@ -44,7 +45,7 @@ class Probe(Protocol):
     members: set[str]
 
     def watch(self, places: Places, attempt_id: str) -> None:
-        """Ask the workers at these places from now on."""
+        """Ask the workers of an attempt, by its id, at these places from now on."""
 
     def forget(self) -> None:
         """Discard the answers, and ask no worker until the next `watch`."""
@@ -85,7 +86,11 @@ class ElasticCoordinator(Coordinator):
         return self.phase is Phase.RUNNING and self._probe.seen_at is not None
 
     def join(self, link: Link, hello: Hello) -> None:
-        """Add a node to the job, in place of a silent one if all are connected."""
+        """Add a node to the job, in place of a silent one if all are connected.
+
+        Arguments are those of `Coordinator.join`. A node whose workers train in an
+        attempt that is not this one's is refused by a `RendezvousError`.
+        """
         nodes = self._roster.nodes
         silent = [n for n in nodes if n.link.silent_seconds > DOUBTFUL_SECONDS]
         if self._roster.is_complete and silent:
@@ -108,7 +113,7 @@ class ElasticCoordinator(Coordinator):
             self._update_places()
 
     def _take_up(self, hello: Hello) -> None:
-        """Continue the attempt of an earlier node 0 in which a node's workers train."""
+        """Continue the attempt of a reconnected node, whose workers train."""
         self.phase, self._has_started = Phase.RUNNING, True
         self._started_at = self._clock()
         self._attempt, self._id = hello.attempt, hello.attempt_id
@@ -131,7 +136,8 @@ class ElasticCoordinator(Coordinator):
         elif message.get("type") == "stopped":
             code = message.get("code")
             self._last_code = code if isinstance(code, int) else NODE_LOST
-            # Node 0 stays while its launcher runs, since the other nodes need it.
+            # Node 0's launcher stays after the end of its workers, since other nodes
+            # need it.
             if node.is_leaving or node.rank:
                 self._dismiss(node, self._last_code)
 
@@ -146,7 +152,7 @@ class ElasticCoordinator(Coordinator):
             self._prepare()
 
     def _advance_running(self, clock_seconds: float) -> None:
-        """Take in nodes that have come; end the job when no node has workers.
+        """Admit nodes that have joined; end the job when no node has workers.
 
         After a suspension of node 0, no node is connected, and all come back.
         """
@@ -170,9 +176,9 @@ class ElasticCoordinator(Coordinator):
             self._check_silence(clock_seconds)
 
     def _check_silence(self, clock_seconds: float) -> None:
-        """Stop all workers if none of them has answered for a long time."""
-        # After a suspension of this process the probe has not asked, either: it gets
-        # the time until the nodes have come back.
+        """Stop all workers if none of them has answered for `SILENT_SECONDS`."""
+        # After a suspension of this process, the probe has not asked the workers for a
+        # while. They are checked only once the nodes have had time to connect again.
         is_new = clock_seconds < self._joined_at + _GRACE_SECONDS
         if is_new or not self._roster.nodes:
             return
@@ -183,7 +189,7 @@ class ElasticCoordinator(Coordinator):
             self._stop(NODE_LOST, failure, f"worker 0 {reason}; all stop")
 
     def _take_in(self, node: Node) -> None:
-        """Let a joining node start workers, once it has reported their ports."""
+        """Let a joining node start workers, once it has reported free ports."""
         if node.rank is None:
             node.rank = self._roster.free_ranks()[0]
         if node.asked_in != self._attempt:
@@ -203,7 +209,7 @@ class ElasticCoordinator(Coordinator):
         return self._roster.hosts()[self._roster.nodes.index(node)]
 
     def _set_place(self, node: Node, ports: list[int]) -> None:
-        """Record the IP address and the ports of a node's workers."""
+        """Record a node's IP address and its workers' ports, by the node's rank."""
         assert node.rank is not None
         self._by_rank[node.rank] = self._host_of(node), ports
 
@@ -222,14 +228,14 @@ class ElasticCoordinator(Coordinator):
         return places
 
     def _start(self, places: Places) -> None:
-        """Let all nodes start their workers."""
+        """Let all nodes start their workers, and let the probe ask these."""
         super()._start(places)
         self._by_rank = dict(enumerate(places))
         self._probe.forget()
         self._update_places()
 
     def _gather(self) -> None:
-        """Begin to wait for nodes; connected ones get new ranks."""
+        """Begin to wait for nodes; connected ones, except node 0, lose their ranks."""
         super()._gather()
         self._roster.unsettle()
         for node in self._roster.nodes:
@@ -251,7 +257,7 @@ class ElasticCoordinator(Coordinator):
         super()._report(node, failure)
 
     def _lose(self, node: Node, how: str) -> None:
-        """Continue without a lost node, unless the workers have not begun to train."""
+        """Continue without a lost node if workers train, or else stop all workers."""
         if not node.has_started:
             return
         if not self._trains:

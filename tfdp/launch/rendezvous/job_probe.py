@@ -11,7 +11,7 @@ from tfdp.communication.connection.secret import derive_secret
 from tfdp.communication.store import ask_workers
 from tfdp.launch.rendezvous.coordinator import Places
 
-# Interval at which the workers are asked.
+# Seconds between two requests to the workers.
 _ASK_SECONDS = 1.0
 
 
@@ -69,7 +69,7 @@ class JobProbe:
             self._cluster = self.seen_at = None
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, after the request that is running."""
         self._is_closed.set()
         self._thread.join()
 

@@ -20,10 +20,10 @@ SERVICE = "rendezvous"
 MOST_BYTES = 1 << 19
 # Longest message that node 0 reads: the reports of nodes are shorter than that.
 MOST_REPORT_BYTES = 1 << 16
-# Interval of the heartbeats.
+# Seconds between two heartbeats.
 BEAT_SECONDS = 1.0
-# Silence after which a node counts as lost: an overloaded machine may be silent for
-# some seconds.
+# Seconds of silence after which a node counts as lost: an overloaded machine may be
+# silent for some seconds.
 SILENT_SECONDS = 15.0
 _BEAT = {"type": "beat"}
 

@@ -26,15 +26,15 @@ from tfdp.launch.rendezvous.failure import RendezvousError
 from tfdp.launch.rendezvous.link import MOST_BYTES, SERVICE, Link
 from tfdp.launch.rendezvous.roster import Hello
 
-# Timeout of one attempt to connect.
+# Timeout in seconds of one attempt to connect.
 _DIAL_SECONDS = 5.0
-# Timeout of the handshake of a new connection.
+# Timeout in seconds of the handshake of a new connection.
 _HANDSHAKE_SECONDS = 10.0
 # The pause between attempts to connect doubles from the first to the longest.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 1.0
-# Longest wait of the thread for messages; bounds the delay of `close`.
+# Longest wait of the thread for messages in seconds; it bounds the delay of `close`.
 _POLL_SECONDS = 0.05
-# Longest wait of `close` until all pending messages are sent.
+# Longest wait of `close`, in seconds, until all pending messages are sent.
 _CLOSING_SECONDS = 2.0
 
 
@@ -139,7 +139,15 @@ class Member:
             self._waker.send(b"\0")
 
     def _join(self) -> Link:
-        """Connect to node 0, retrying for `join_seconds`."""
+        """Connect to node 0, retrying for `join_seconds`.
+
+        Returns:
+            `Link` to node 0.
+
+        Raises:
+            RendezvousError: If another process than node 0 of this job answers.
+            ConnectionFailed: If nothing answers in time.
+        """
         deadline = time.monotonic() + self._join_seconds
         pause = _FIRST_PAUSE_SECONDS
         while True:
@@ -159,7 +167,12 @@ class Member:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _dial(self) -> Link:
-        """Connect to node 0 once, and authenticate."""
+        """Connect to node 0 once, and authenticate.
+
+        Raises:
+            UnauthenticatedPeer: If another process than node 0 of this job answers.
+            ConnectionFailed: If nothing answers.
+        """
         try:
             sock = socket.create_connection(self._address, _DIAL_SECONDS)
         except OSError as error:

@@ -158,7 +158,7 @@ class Restarts:
         )
 
     def _begin_afresh(self) -> None:
-        """Reset the counts after a stable attempt, and bring back left-out slots."""
+        """Reset failure counts after a stable attempt; bring back left-out slots."""
         if self._on_trial:
             self._wait = self._first_wait
         self._failed_slot, self._pause = None, _FIRST_PAUSE_SECONDS

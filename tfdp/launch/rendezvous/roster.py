@@ -76,7 +76,7 @@ class Hello:
 
     @property
     def nodes_option(self) -> str:
-        """String, the value of `--nodes`."""
+        """String, the value of the node's option `--nodes`, such as `"1:4"`."""
         least = "" if self.min_nodes is None else f"{self.min_nodes}:"
         return f"{least}{self.nodes}"
 
@@ -418,7 +418,7 @@ class Reports:
         return failure.lost_rank is None or failure.lost_rank in known
 
     def cause(self) -> Failure:
-        """Return the failure that came first, by following the lost ranks."""
+        """Return the failure that caused the others: each may name a worker as lost."""
         by_rank = {failure.rank: failure for failure in reversed(self._failures)}
         cause = self._failures[0]
         seen = {cause.rank}

@@ -22,10 +22,10 @@ from tfdp.launch.rendezvous.roster import Hello
 
 _logger = logging.getLogger("tfdp.rendezvous")
 
-# Longest wait for the first message of a new connection.
+# Longest wait in seconds for the first message of a new connection.
 _HELLO_SECONDS = 5.0
-# Longest wait until all nodes have received the end of the job and disconnect, and
-# until pending messages are sent if the job has not ended.
+# Longest wait in seconds until all nodes have received the end of the job and have
+# disconnected, and until pending messages are sent if the job has not ended.
 _GOODBYE_SECONDS, _CLOSING_SECONDS = 3.0, 2.0
 _POLL_SECONDS = 0.01
 
@@ -43,7 +43,7 @@ class Server(Acceptor):
         self, listener: socket.socket, secret: str, coordinator: Coordinator
     ) -> None:
         self._coordinator = coordinator
-        # Whether the first message of each connection has arrived.
+        # Dict from each connection to whether its first message has arrived.
         self._links: dict[Link, bool] = {}
         self._is_ending = False
         super().__init__(
@@ -57,7 +57,7 @@ class Server(Acceptor):
         )
 
     def close(self) -> None:
-        """Send all pending messages, and wait for the end of the thread."""
+        """Send pending messages for a limited time, and end the server's thread."""
         self._is_ending = True
         # Nodes close their connections themselves once they know that the job is over.
         is_over = self._coordinator.is_over
@@ -70,14 +70,19 @@ class Server(Acceptor):
         super().close()
 
     def _add_link(self, sock: socket.socket, keys: Authenticated) -> None:
-        """Serve an authenticated connection."""
+        """Serve a connection after its handshake, and wait for its first message."""
         link = Link(sock, keys, MOST_REPORT_BYTES, self)
         link.most_silent_seconds = _HELLO_SECONDS
         self._links[link] = False
         self.watch(link, functools.partial(self._read_link, link))
 
     def _read_link(self, link: Link) -> bool:
-        """Handle the messages that have arrived; return false at the end."""
+        """Handle the messages of a node that have arrived.
+
+        Returns:
+            Bool, true if the connection continues; false if it has ended or was
+            refused.
+        """
         how = "has closed its connection"
         try:
             for message in link.proceed():

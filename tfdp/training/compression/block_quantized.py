@@ -72,7 +72,7 @@ class BlockQuantized(Compressor):
         object.__setattr__(self, "block", plain(self.block))
 
     def state(self, bucket: GradientBucket) -> State:
-        """Return zero errors; with stochastic rounding, the number of steps so far."""
+        """Return zero errors, or with stochastic rounding a counter of steps."""
         if self.stochastic:
             return {"steps": np.zeros([], "int64")}
         slice_size = self._slice_size(bucket)
@@ -153,7 +153,7 @@ class BlockQuantized(Compressor):
         return tf.cast(tf.reshape(rows, [-1]), piece.dtype)
 
     def wire_ratio(self, bucket: GradientBucket) -> float:
-        """Return the bytes relative to an all-reduce, with the padding of blocks."""
+        """Return a bucket's bytes, with padding, relative to an all-reduce's."""
         slice_size = self._slice_size(bucket)
         sent_bytes = WORD_BYTES * self._code.num_words(slice_size)
         return bucket.num_replicas * sent_bytes / bucket.num_bytes

@@ -195,10 +195,14 @@ def reduce_scatter_in_levels(
 
 
 def _divide_by_unit(flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Divide gradients by their factor, such as the loss scale.
+    """Divide a bucket's gradients by the factor of this step, such as the loss scale.
+
+    Args:
+        flat: Tensor, the gradients of the bucket.
 
     Returns:
-        Tuple of the quotient and the factor; of `flat` and `None` without a factor.
+        Tuple of the quotient and the factor, a scalar tensor. If the step has no
+        factor, `flat` and `None`.
     """
     unit = gradient_unit()
     if unit is None:
@@ -217,6 +221,9 @@ def _in_two_levels(
         group: `ProcessGroup` of all replicas.
         route: `CompressedRoute` with two levels.
         caller: `Caller`.
+
+    Returns:
+        Tensor like `flat`, the sum over all replicas.
     """
     node, across = node_levels(group, caller.replica)
     size = flat.shape[0]
@@ -248,6 +255,9 @@ def _across_nodes(
         route: `CompressedRoute` whose outer level has a compressor.
         entries: Tuple of `Entry`, the gradients in the bucket.
         caller: `Caller`.
+
+    Returns:
+        Tensor like `flat`, the sum over all replicas.
     """
     node, across = node_levels(group, caller.replica)
     inside = caller.member(node, route.inner.dtype)
@@ -261,14 +271,18 @@ def _across_nodes(
 def _reduce_scatter_level(
     wire: Wire, level: str, flat: tf.Tensor, group: ProcessGroup, caller: Caller
 ) -> tf.Tensor:
-    """Reduce-scatter a bucket on one level, compressed or not.
+    """Reduce-scatter a bucket on one level, by its compressor or in its dtype.
 
     Args:
         wire: `Wire` of the level.
-        level: String, `"inner"` or `"outer"`, the level that the state belongs to.
+        level: String, `"inner"` or `"outer"`, the level that the compressor's state
+            belongs to.
         flat: Tensor of shape `[bucket_size]`.
         group: `ProcessGroup` of the replicas on this level.
         caller: `Caller`.
+
+    Returns:
+        Tensor of shape `[bucket_size // group.size]`, the calling replica's slice.
     """
     if wire.compressor is None:
         return caller.member(group, wire.dtype).reduce_scatter(flat)
@@ -284,7 +298,7 @@ def _all_reduce_outer(
     *,
     is_alone: bool = False,
 ) -> tf.Tensor:
-    """All-reduce a bucket on the outer level, compressed or not.
+    """All-reduce a bucket or slice across nodes, by its compressor or in its dtype.
 
     Args:
         wire: `Wire` of the level.
@@ -310,15 +324,18 @@ def _call_compressor(
     members: ReplicaGroup,
     caller: Caller,
 ) -> tf.Tensor:
-    """Call a method of a compressor with its state, and check and assign the result.
+    """Call a compressor with its state of a bucket, and check its result.
+
+    The new state is assigned at the end of the step, unless the step is skipped.
 
     Args:
         wire: `Wire` with a compressor.
         method: String, `"reduce"` or `"reduce_scatter"`.
-        level: String, name of the level, which the state belongs to.
+        level: String, `"inner"`, `"outer"` or `"all"`, the level that the state belongs
+            to.
         flat: Tensor of shape `[bucket_size]`.
-        entries: Tuple of `Entry`, the gradients in the bucket.
-        members: `ReplicaGroup`.
+        entries: Tuple of `Entry`, the gradients in the bucket; empty for a part of one.
+        members: `ReplicaGroup` that the compressor reduces over.
         caller: `Caller`.
 
     Returns:
@@ -349,6 +366,9 @@ def _check_result(
         result: The value that it returned.
         size: Int, number of elements that the tensor must have.
         dtype: `tf.DType` that the tensor must have.
+
+    Raises:
+        ValueError: With the compressor's class, and what it returned instead.
     """
     what = f"`{type(compressor).__name__}.{method}`"
     is_pair = isinstance(result, tuple) and len(result) == 2

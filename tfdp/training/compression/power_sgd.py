@@ -84,7 +84,7 @@ class PowerSGD(Compressor):
         object.__setattr__(self, "start_step", start_step)
 
     def state(self, bucket: GradientBucket) -> State:
-        """Return zero errors, initial factors Q, and the number of updates so far."""
+        """Return the initial state: zero errors, random factors Q, and zero updates."""
         matrices = self._matrices(bucket)
         count = sum(matrix.size for matrix in matrices)
         return {
@@ -174,7 +174,7 @@ def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _initial_factors(matrix: _Matrix) -> np.ndarray:
-    """Return the random elements of the first Q of a matrix."""
+    """Return random elements of the first Q of a matrix, the same on all replicas."""
     random = np.random.default_rng(_SEED)
     return random.standard_normal(matrix.num_columns * matrix.rank)
 
@@ -249,7 +249,7 @@ def _in_order(
     rests: list[tuple[int, int]],
     rest: tf.Tensor,
 ) -> list[tf.Tensor]:
-    """Return the parts of a bucket in its order: rests and matrices alternate.
+    """Return the reduced parts of a bucket in its order: ranges and matrices alternate.
 
     Args:
         matrices: List of `_Matrix`.

@@ -22,7 +22,7 @@ from tfdp.training.compression.step_residuals import assign_if_kept
 
 @dataclasses.dataclass(frozen=True)
 class BucketKey:
-    """Identity of a bucket in this process.
+    """Key under which a process finds the compressor states of a bucket.
 
     Args:
         kind: String, name of the reduction that uses the bucket.
@@ -96,7 +96,9 @@ class RestoredResiduals:
     identify: Callable[[tuple], str]
 
     def fill(self, state: ResidualState) -> bool:
-        """Assign a state its restored values.
+        """Assign a state its restored values, if there are any that fit.
+
+        It warns if the saved values belong to other buckets or another compressor.
 
         Args:
             state: `ResidualState`.
@@ -264,7 +266,15 @@ class BucketResiduals:
     ) -> dict[str, Any]:
         """Return the variables of a level's state on this replica, by name.
 
-        `level` is that of `ResidualState`, `bucket` a `GradientBucket` without `flat`.
+        They are created if they do not exist.
+
+        Args:
+            level: String, level of the reduction: `"inner"`, `"outer"` or `"all"`.
+            compressor: `Compressor` of the level.
+            bucket: `GradientBucket` without `flat`.
+
+        Returns:
+            Dict from the names in `compressor.state` to variables.
         """
         state = self.store.state_of(self, level, compressor, bucket)
         return state.replicas[self.replica]
@@ -279,10 +289,13 @@ def assign_state(
     """Assign a new state, unless the step turns out to be skipped.
 
     Args:
-        compressor: `Compressor` that returned it.
+        compressor: `Compressor` that returned the new state.
         variables: Dict from names to the variables of the state.
         old: Dict from names to tensors, the current values.
         new: Dict from names to tensors, the new values.
+
+    Raises:
+        ValueError: If `new` has other names, shapes or dtypes than `old`.
     """
     _check_state(compressor, new, old)
     assign_if_kept(
@@ -325,8 +338,13 @@ def _check_state(
 ) -> None:
     """Raise unless a new state has the names, shapes and dtypes of the old one.
 
+    Args:
+        compressor: `Compressor` that returned the new state.
+        new: Dict from names to tensors, the new state.
+        old: Dict from names to tensors, the current state.
+
     Raises:
-        ValueError: With the class of `compressor`, which returned the new state.
+        ValueError: With the class of the compressor.
     """
     what = f"The new state that `{type(compressor).__name__}` returned"
     if new.keys() != old.keys():

@@ -29,13 +29,13 @@ class StepResiduals:
     )
 
     def keep(self) -> None:
-        """Assign all new values: the step is not skipped."""
+        """Assign all new values of the step, which is known not to be skipped."""
         for group in self.assignments:
             for variable, value in group:
                 variable.assign(value, read_value=False)
 
     def keep_finite(self) -> None:
-        """Assign the new values of each level that are all finite.
+        """Assign new values for each level of a bucket whose new values are all finite.
 
         For steps in which no check for overflow tells whether they are skipped.
         """
@@ -71,7 +71,9 @@ def gradient_unit() -> tf.Tensor | None:
 
 
 def assign_if_kept(changed: list[tuple[Any, tf.Tensor]]) -> None:
-    """Assign new values, unless this thread's step turns out to be skipped.
+    """Assign new values later, unless this thread's step is skipped.
+
+    Outside of `step_residuals`, they are assigned at once if all are finite.
 
     Args:
         changed: List of pairs of a variable and its new value, on one level of a
@@ -85,5 +87,5 @@ def assign_if_kept(changed: list[tuple[Any, tf.Tensor]]) -> None:
 
 
 def _current() -> StepResiduals | None:
-    """Return the pending assignments of this thread's step, or `None`."""
+    """Return the pending assignments of this thread's step; `None` outside of one."""
     return step_context.current().residuals

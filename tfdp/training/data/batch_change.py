@@ -40,7 +40,7 @@ class BatchChange:
         return 1.0 if self.keeps_updates else self.now / self.before
 
     def can_carry(self, num_batches: int) -> bool:
-        """Return whether old batches have the samples of a whole number of new ones."""
+        """Return whether `num_batches` old batches make whole new batches."""
         return num_batches * self.before % self.now == 0
 
     def floor(self, num_batches: int) -> int:
@@ -52,7 +52,7 @@ class BatchChange:
         return -(-num_batches * self.before // self.now)
 
     def fits(self, before: int | None, now: int | None) -> bool:
-        """Return whether numbers of old and new batches can have the same samples.
+        """Return whether an epoch of old batches may have the samples of one of new.
 
         Args:
             before: Int, number of old batches of an epoch, or `None` if it is not set.
@@ -60,7 +60,8 @@ class BatchChange:
         """
         if before is None or now is None:
             return before == now
-        # The last batch of an epoch may have any size, or be dropped.
+        # The last batch of an epoch may be smaller than the others, or be dropped, so a
+        # difference of less than one batch is accepted.
         return (before - 1) * self.before < (now + 1) * self.now and (
             now - 1
         ) * self.now < (before + 1) * self.before
@@ -201,7 +202,8 @@ def convert_position(
         has taken since the snapshot.
     """
     taken = list(snapshot["taken"])
-    # The iterators of finished epochs were read to their end, so their counts round up.
+    # Iterators of finished epochs were read to their end, so their numbers of batches
+    # are rounded up.
     new_taken = [change.ceil(count) for count in taken]
     steps_before = 0
     if keeps_iterator and taken:

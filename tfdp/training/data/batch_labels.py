@@ -42,7 +42,8 @@ class LabelRecord:
         self._labels = kept
         for number, batch in enumerate(batches, start=1):
             if self.is_active:
-                # A generator may reuse its arrays for the next batch.
+                # The labels are copied, since a generator may reuse its arrays for the
+                # next batch.
                 labels = class_labels(batch)
                 kept[number] = {name: label.copy() for name, label in labels.items()}
                 kept.pop(number - _NUM_KEPT_BATCHES, None)

@@ -22,7 +22,7 @@ _SELECTION_STAGES = {
 
 
 def batch_size_of(dataset: tf.data.Dataset) -> int | None:
-    """Return the batch size of a dataset, or `None` if its stages do not show it."""
+    """Return the rows of each batch of a dataset, or `None` if they are not known."""
     found = _size_in_spec(dataset) or _compat.dataset_batch_size(dataset)
     return found if found > 0 else None
 
@@ -107,7 +107,7 @@ def _sizes_of_batch_stage(num_rows: int, size: int) -> dict[str, Any] | None:
 
 
 def _length(dataset: tf.data.Dataset) -> int:
-    """Return the cardinality of a dataset, negative if it is infinite or unknown."""
+    """Return a dataset's number of elements; negative if infinite or unknown."""
     return int(dataset.cardinality().numpy())
 
 

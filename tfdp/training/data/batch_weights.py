@@ -49,9 +49,9 @@ def weigh_batches(
 
 
 def have_equal_rows(local_batches: list, host_group: ProcessGroup) -> bool:
-    """Return whether static shapes show that all replicas have equal row counts.
+    """Return whether all replicas are known to have the same number of rows.
 
-    The result is `False` if `host_group` has several workers. Arguments are those of
+    It is known from static shapes, on a single worker only. The arguments are those of
     `weigh_batches`.
     """
     firsts = [first_tensor(batch) for batch in local_batches]

@@ -48,8 +48,8 @@ from tfdp.training.data.stages import BATCHES, MAPS, PASS_THROUGH, SELECTIONS
 REBALANCE_REASON = (
     "with `--rebalance` it changes which rows these are, while they are read ahead"
 )
-# For each `shuffle` stage with a new order in each iteration: the generation of the
-# cluster in which the stage was first distributed.
+# Generation of the cluster in which a `shuffle` stage was first distributed, for each
+# stage with a new order in each iteration. A change of the workers begins a generation.
 _generations: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _POLICY = tf.data.experimental.AutoShardPolicy
 # Stages that read no files. The check whether there are enough files leaves them out,
@@ -106,11 +106,14 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
 
 
 def _check_order(strategy: Any, dataset: Any) -> None:
-    """Raise if the order of a dataset depends on how often it was read before a change.
+    """Raise if a shuffle's order depends on reads before the workers changed.
 
     Args:
         strategy: A tfdp strategy, whose workers may have changed.
         dataset: `tf.data.Dataset`.
+
+    Raises:
+        ValueError: If such a `shuffle` was distributed before the change.
     """
     generation = strategy.extended.generation
     for part in _compat.dataset_inputs(dataset):
@@ -128,10 +131,13 @@ def _check_order(strategy: Any, dataset: Any) -> None:
 def _distribute_rows(
     strategy: Any, dataset: Any, options: Any, read_options: ReadOptions
 ) -> Any:
-    """Distribute by rows a dataset that is the same on all workers.
+    """Distribute a dataset that is the same on all workers: each takes its rows.
 
-    `options` are the user's `tf.distribute.InputOptions`, or `None`; `read_options` are
-    the result of `compare_datasets`.
+    Args:
+        strategy: A tfdp strategy.
+        dataset: `tf.data.Dataset` of global batches.
+        options: The user's `tf.distribute.InputOptions`, or `None`.
+        read_options: `ReadOptions`, the result of `compare_datasets`.
     """
     ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
     divided = _divide_early(strategy, dataset, ranks)
@@ -202,8 +208,8 @@ def _distribute_own_files(
     """
     local_batches = _batch_local_rows(strategy, dataset)
     lengths = _check_shards(strategy, shard, dataset, local_batches)
-    # If one worker cannot rebatch its rows, no worker does: steps have collectives, so
-    # that all workers need steps of one kind.
+    # All workers need steps of one kind, since steps have collectives. So no worker
+    # rebatches its rows if one of them cannot.
     if local_batches is None or None in lengths:
         return _distribute_own_batches(strategy, dataset, options)
     syncs_end_of_data = (
@@ -220,7 +226,12 @@ def _distribute_own_files(
 def _batch_local_rows(strategy: Any, dataset: Any) -> tf.data.Dataset | None:
     """Batch the rows of this worker's files by its share of a global batch.
 
-    The result is `None` if the pipeline does not end in `batch`.
+    Args:
+        strategy: A tfdp strategy.
+        dataset: `tf.data.Dataset` in batches of the global size.
+
+    Returns:
+        `tf.data.Dataset`, or `None` if the pipeline does not end in `batch`.
     """
     return batch_local_rows(
         dataset, strategy.extended.local_ranks, strategy.num_replicas_in_sync
@@ -245,7 +256,8 @@ def _check_shards(
     """
     group = strategy.extended.worker_group
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    # Any policy but `AUTO` and `OFF` would divide the files again.
+    # Policies other than `AUTO` and `OFF` would divide this worker's files among the
+    # workers again.
     conflicting_policy = "" if policy in (_POLICY.AUTO, _POLICY.OFF) else str(policy)
     length = None if local_batches is None else int(local_batches.cardinality())
     beside = [shard.name, conflicting_policy, length]
@@ -291,7 +303,10 @@ def _records_of(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _can_read(distributed: Any) -> bool:
-    """Return whether an element can be read: TensorFlow raises if files are too few."""
+    """Return whether a distributed dataset yields an element without an error.
+
+    TensorFlow raises one if there are fewer files than workers.
+    """
     try:
         for _ in _compat.local_dataset(distributed).take(1):
             pass
@@ -385,7 +400,7 @@ def check_batch_size(strategy: Any, batch_size: int | None, what: str) -> None:
 
 
 def _has_rows(dataset: Any) -> bool:
-    """Return whether data is a `tf.data.Dataset` whose elements have rows."""
+    """Return whether data is a `tf.data.Dataset` with an axis of rows."""
     return isinstance(dataset, tf.data.Dataset) and any(
         map(has_rows, tf.nest.flatten(dataset.element_spec))
     )
@@ -426,7 +441,7 @@ def length_of(strategy: Any, adapter: Any) -> Length:
 
 
 def is_endless(source: Any) -> bool:
-    """Return whether the data is a dataset that never ends."""
+    """Return whether data is a `tf.data.Dataset` that repeats indefinitely."""
     cardinality = getattr(source, "cardinality", None)
     if callable(cardinality):
         cardinality = cardinality()

@@ -127,7 +127,7 @@ def divide_early(
         return Division(obstacle=obstacle)
     for each in after:
         local_rows = each.rebuild_on_pairs(local_rows)
-    # The rows are not shared with user arrays: `batch` has allocated them.
+    # `batch` has allocated the rows, so they share no memory with the user's arrays.
     local_rows = divide_rows(local_rows, ranks, num_replicas, static, is_shared=False)
     length = int(batches.cardinality())
     if length != tf.data.UNKNOWN_CARDINALITY:
@@ -193,7 +193,7 @@ def _batch_local_rows(
 
 
 def _contains_none(dataset: tf.data.Dataset) -> bool:
-    """Return whether elements contain a `None`, which `window` does not support."""
+    """Return whether an element's spec contains a `None`, which `window` rejects."""
     specs = tf.nest.flatten(dataset.element_spec)
     return any(isinstance(spec, _compat.NoneTensorSpec) for spec in specs)
 
@@ -259,7 +259,7 @@ def divide_rows(
 
     @no_autograph
     def divide(rows: Any, total: tf.Tensor) -> Any:
-        """Return the rows of each of `ranks`, and the number of rows of the batch."""
+        """Divide this worker's rows among `ranks`; pass on the batch's row count."""
         part = Part(total, static, ranks[0], is_shared)
         parts = tuple(rows_of_rank(rows, rank, num_replicas, part) for rank in ranks)
         # `DeepCopy` is stateful, which keeps TensorFlow from making the `map` parallel:
@@ -307,7 +307,7 @@ def batch_local_rows(
 
 
 def elements_of(dataset: tf.data.Dataset) -> Elements:
-    """Find the raw elements of a pipeline, and the stages that map them one by one."""
+    """Return the raw elements of a pipeline, and its maps of single elements."""
     kind = _compat.kind_of_part(dataset)
     if kind == "ZipDataset":
         return _elements_of_zip(dataset)
@@ -333,7 +333,7 @@ def elements_of(dataset: tf.data.Dataset) -> Elements:
 
 
 def _elements_of_zip(dataset: tf.data.Dataset) -> Elements:
-    """Find the raw elements of a `zip`, and combine the maps of its inputs into one."""
+    """Return the `Elements` of a `zip`: raw elements zipped, and one joint map."""
     nest = _compat.zipped(dataset)
     parts = [elements_of(part) for part in tf.nest.flatten(nest)]
     obstacle = next((part.obstacle for part in parts if part.obstacle), "")
@@ -343,7 +343,7 @@ def _elements_of_zip(dataset: tf.data.Dataset) -> Elements:
     calls = tf.nest.pack_sequence_as(nest, [_compose(each) for each in maps])
 
     def call(element: Any) -> Any:
-        """Call the maps of each zipped pipeline on its part of an element."""
+        """Map each part of an element by the maps of the pipeline that it is from."""
         return keras.tree.map_structure_up_to(
             calls, lambda one, part: one(part), calls, element
         )

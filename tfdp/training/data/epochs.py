@@ -93,7 +93,7 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
         loops.note_batch_rows(iterator.data_adapter.batch_size)
 
     def of_epoch() -> Any:
-        """Return the distributed dataset of the next epoch."""
+        """Distribute the dataset of the adapter for the next epoch, and return it."""
         return _distribute_adapter(strategy, iterator, island)
 
     is_shuffled = _compat.shuffles_arrays(iterator.data_adapter)
@@ -132,7 +132,10 @@ def _count_reads(strategy: Any, iterator: Any) -> None:
 
 
 def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
-    """Return whether rows follow the workers' speed; warn if they cannot."""
+    """Return whether batches are divided by weights; warn if they cannot be.
+
+    It is `True` only for training data under `--rebalance`.
+    """
     is_for_training = loops.awaiting_training_data() is not None
     if strategy.extended.balance is None or not is_for_training:
         return False
@@ -220,7 +223,7 @@ def _seed_array_order(strategy: Any, iterator: Any, with_common_end: Callable) -
     first_seed = common_seed(extended.worker_group)
 
     def of_epoch() -> Any:
-        """Return the distributed dataset of the next epoch."""
+        """Distribute the dataset of the next epoch, with the agreed end; return it."""
         return with_common_end(_distribute_adapter(strategy, iterator))
 
     _compat.set_dataset_of_epoch(iterator, SeededShuffle(first_seed, of_epoch))
@@ -262,7 +265,11 @@ def _distribute_adapter(
 ) -> Any:
     """Distribute the dataset of an iterator's data adapter.
 
-    With an `island` only the rows of that island are distributed.
+    Args:
+        strategy: A tfdp strategy.
+        iterator: Epoch iterator of Keras.
+        island: `Island` whose rows are distributed, or `None` for all. Defaults to
+            `None`.
     """
     dataset = iterator.data_adapter.get_tf_dataset()
     if island is not None:
@@ -297,7 +304,7 @@ def _warn_of_dropped_batches(extended: Any, lengths: list[Length]) -> None:
 
 
 def _warn_of_no_end(strategy: Any, iterator: Any) -> None:
-    """Warn if an epoch never ends, because the dataset repeats indefinitely."""
+    """Warn on the first worker if this pass over the data never ends."""
     has_end = iterator.steps_per_epoch or iterator.num_batches
     if has_end or not is_endless(_compat.source_of(iterator.data_adapter)):
         return
@@ -312,7 +319,9 @@ def _warn_of_no_end(strategy: Any, iterator: Any) -> None:
 def _agree_on_steps(iterator: Any, steps: int | None) -> None:
     """Set the number of steps of an epoch on which all workers have agreed.
 
-    `None` stands for an unknown number of steps.
+    Args:
+        iterator: Epoch iterator of Keras, whose adapter is replaced if it differs.
+        steps: Int, or `None` for an unknown number.
     """
     adapter = iterator.data_adapter
     if adapter.num_batches != steps:

@@ -59,7 +59,7 @@ class FileShard:
 
     @classmethod
     def of_divided_files(cls, dataset: tf.data.Dataset) -> FileShard | None:
-        """Return the shard that a dataset reads, or `None` for undivided files."""
+        """Like `of_dataset`, but `None` also if all workers read all files."""
         shard = cls.of_dataset(dataset)
         return shard if shard and shard.num_workers > 1 else None
 
@@ -202,7 +202,7 @@ def _workers_sharing_files() -> WorkerGroup:
 
 
 def _list_files(patterns: list[str]) -> Listing:
-    """List the files that patterns match, with their sizes.
+    """List the files that patterns match, with their sizes, as this worker sees them.
 
     An error of the file system becomes the `problem` of the listing.
     """
@@ -223,9 +223,13 @@ def _list_files(patterns: list[str]) -> Listing:
 
 
 def _find_problem(names: list[str]) -> str:
-    """Return the `Listing.problem` of file names, such as 'matches no file'.
+    """Return what is wrong with the files that patterns match.
 
-    The text is empty if the names are usable.
+    Args:
+        names: List of strings, the matched files, one of them maybe several times.
+
+    Returns:
+        String for `Listing.problem`, such as 'matches no file'; empty for usable names.
     """
     if not names:
         return "matches no file"

@@ -40,8 +40,8 @@ _ROUNDING = 1e-3
 # there are several. A projection and the norm of each block are compared.
 _MAX_BLOCKS = 64
 _BLOCK_SIZE = 1024
-# Limits in bytes and rows above which arrays are not checked for the same rows in
-# another order.
+# Limits in bytes and rows of an array up to which it is described so that the same rows
+# in another order can be recognized.
 _ORDERED_BYTES = 250_000_000
 _ORDERED_ROWS = 100_000
 # The approximate number of evenly spaced numbers that are hashed of a long row.
@@ -347,7 +347,8 @@ def _is_different(first: dict | None, other: dict | None) -> bool:
         return True
     if first["paths"] and other["paths"] and first["rows"] and other["rows"]:
         # Lists of paths without a common name may be copies of one data set under other
-        # names. Lists that differ and have a common name do not hold the same files.
+        # names, so they do not count as different. Lists with a common name that differ
+        # do.
         return bool(set(first["rows"][1]) & set(other["rows"][1]))
     if len(first["parts"]) != len(other["parts"]):
         return True
@@ -398,9 +399,11 @@ def _list_workers(ranks: list[int]) -> str:
 
 
 def _bytes_per_array(bytes_of_arrays: list[int]) -> int:
-    """Return the bytes to read of each array: all, or an equal share for large ones.
+    """Return how many bytes may be read of each array, within `_WHOLE_BYTES`.
 
     `bytes_of_arrays` are the sizes of the arrays in memory.
+
+    Small arrays are read as a whole, and large ones share the rest equally.
     """
     if sum(bytes_of_arrays) <= _WHOLE_BYTES:
         return _WHOLE_BYTES
@@ -411,7 +414,7 @@ def _bytes_per_array(bytes_of_arrays: list[int]) -> int:
 
 
 def _split_into_parts(array: Any) -> list[_ArrayPart]:
-    """Split an array into its components, such as the columns of a table."""
+    """Split an array into its parts, such as a table's columns; empty if it fails."""
     if array is None:
         return []
     try:
@@ -435,7 +438,7 @@ def _is_scipy_sparse(array: Any) -> bool:
 
 
 def _item_bytes(array: Any) -> int:
-    """Return the number of bytes of an item of an array of any supported class."""
+    """Return the bytes of one item of an array, of any class in `ArrayValues`."""
     if hasattr(array, "element_size"):  # a torch tensor
         return array.element_size()
     dtype = getattr(array.dtype, "as_numpy_dtype", array.dtype)  # a TensorFlow tensor
@@ -454,7 +457,7 @@ def as_numpy(array: Any) -> np.ndarray:
 
 
 def _bytes_of(values: np.ndarray, *, only_names: bool) -> Any:
-    """Return the bytes of an array, independent of the machine.
+    """Return bytes that are the same for equal values on every machine.
 
     Args:
         values: Array of NumPy.
@@ -472,7 +475,7 @@ def _bytes_of(values: np.ndarray, *, only_names: bool) -> Any:
 
 
 def _encode(item: Any) -> bytes:
-    """Encode an object: its value if it is a plain one, or else its class name."""
+    """Encode an object as bytes: a plain value itself, or else its class name."""
     if isinstance(item, bytes):
         return item
     if isinstance(item, str):

@@ -64,14 +64,15 @@ def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
         )
 
     def load(index: np.ndarray) -> list[np.ndarray]:
-        """Load an element as a flat list of arrays, like those of the first element."""
+        """Load an element as a flat list of arrays; raise if its specs differ."""
         return _checked_parts(source[int(index)], int(index), first, specs)
 
     @no_autograph
     def element(index: tf.Tensor) -> Any:
-        """Load an element in a graph, with the structure and shapes of the first."""
+        """Load the element of an index in a graph, as a nest of tensors."""
         dtypes = [spec.dtype for spec in specs]
-        # A stateful function would not be split: each worker would load all elements.
+        # The function is marked as stateless: with a stateful one, the `map` would not
+        # be split, and each worker would load all elements.
         parts = tf.numpy_function(load, [index], dtypes, stateful=False)
         for part, spec in zip(parts, specs, strict=True):
             part.set_shape(spec.shape)
@@ -84,7 +85,7 @@ def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
 
 
 def _length_of(source: Any) -> int:
-    """Return the number of elements of a source; raise a `ValueError` without one."""
+    """Return `len(source)`; raise a `ValueError` if it has no length or indices."""
     try:
         if not hasattr(source, "__getitem__"):
             raise TypeError

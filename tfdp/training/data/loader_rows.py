@@ -69,7 +69,7 @@ class LocalRowsSampler:
         return self._numbers(self.totals)
 
     def _numbers(self, totals: collections.deque[int]) -> Iterator[list]:
-        """Yield the numbers of this worker's rows of each batch.
+        """Yield for each batch the list of row numbers that this worker reads.
 
         `totals` receives the number of rows of each global batch.
         """
@@ -104,7 +104,11 @@ class RandomnessWatch:
 
 
 def rows_of_loader(strategy: Any, loader: Any) -> Any:
-    """Return an adapter that loads only a worker's rows, or `loader` with a warning."""
+    """Return a Keras adapter of a torch `DataLoader` that loads a worker's rows.
+
+    If workers cannot load their rows only, `loader` is returned, with a warning. All
+    workers call it.
+    """
     worker_group = strategy.extended.worker_group
     _synchronize_generators(worker_group, loader)
     division = strategy.extended.local_ranks, strategy.num_replicas_in_sync
@@ -122,7 +126,7 @@ def rows_of_loader(strategy: Any, loader: Any) -> Any:
     local_loader = loader_of_rows(loader, loader.dataset, *division)
 
     def describe() -> tuple:
-        """Return a dataset of this worker's rows, and what workers compare of it."""
+        """Build the dataset of this worker's rows, and a dict that workers compare."""
         facts = {
             "number of batches": len(loader),
             "rows": len(loader.dataset),

@@ -31,7 +31,7 @@ _ROW_KEEPING_STAGES = {
     *(*PASS_THROUGH, *SELECTIONS, "ShuffleDataset", "CacheDataset", "SnapshotDataset"),
     "AssertCardinalityDataset",
 }
-# Stands for the row count of parts that a `map` returns: only a batch itself shows it.
+# Description of the row count of a part that a `map` returns: only a batch shows it.
 _UNKNOWN_ROWS = "unsure"
 
 
@@ -116,10 +116,12 @@ class _ZippedBatches(NamedTuple):
 
 
 def _rows_by_stages(dataset: tf.data.Dataset) -> list:
-    """Describe the row count of each flattened part, for `_rows_may_differ`.
+    """Describe where the row count of each flattened part comes from.
 
     Each description is `_UNKNOWN_ROWS`, a `_ZippedBatches`, or a text for parts that
     come from one dataset.
+
+    `_rows_may_differ` compares the descriptions of two parts.
     """
     num_parts = len(tf.nest.flatten(dataset.element_spec))
     kind = _compat.kind_of_part(dataset)
@@ -156,9 +158,14 @@ def _rows_of_zip(datasets: list[tf.data.Dataset]) -> list:
 
 
 def _rows_may_differ(one: Any, other: Any) -> bool | None:
-    """Return whether two parts may have different row counts; `None` if unknown.
+    """Return whether two parts of a batch may have different row counts.
 
-    `_rows_by_stages` returned the descriptions `one` and `other` of these parts.
+    Args:
+        one: Description of a part, as `_rows_by_stages` returns it.
+        other: Description of the other part.
+
+    Returns:
+        Bool, or `None` if only reading a batch shows it.
     """
     if isinstance(one, _ZippedBatches) and isinstance(other, _ZippedBatches):
         return one.sizes != other.sizes or _rows_may_differ(one.rows, other.rows)
@@ -166,9 +173,11 @@ def _rows_may_differ(one: Any, other: Any) -> bool | None:
 
 
 def _rows_of_first_batch(dataset: tf.data.Dataset) -> list[int | None] | None:
-    """Count the rows of each flattened part of a batch; `None` if none can be read.
+    """Read a batch, and count the rows of each flattened part.
 
-    The count of a part without an axis of rows is `None`, too.
+    Returns:
+        List of ints, `None` for a part without an axis of rows; or `None` if no batch
+        can be read.
     """
     plain = _without_state(dataset)
     if plain is None:

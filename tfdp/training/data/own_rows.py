@@ -188,7 +188,7 @@ def rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) ->
     make = adapter.get_tf_dataset
 
     def describe() -> tuple:
-        """Return a dataset of this worker's rows, and what workers compare of it."""
+        """Build the dataset of this worker's rows, and a dict that workers compare."""
         facts = describe_batches(dataset)
         items = make()
         return items, facts | {"batch": describe_spec(items.element_spec["rows"])}
@@ -236,7 +236,11 @@ def describe_batches(dataset: LocalRowsDataset) -> dict[str, Any]:
 
 
 def _num_rows_of(source: Any, index: int) -> int:
-    """Return the number of rows of a batch from the user's class, validated."""
+    """Return the row count of a batch, from `num_rows` of the user's `PyDataset`.
+
+    Raises:
+        ValueError: If it is not an integer of at least 1.
+    """
     count = source.num_rows(index)
     if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
         raise ValueError(
@@ -341,7 +345,7 @@ class StoredArraysAdapter(_compat.ArrayDataAdapter):
 
         given = {name: arguments.get(name) for name in _PARTS}
         for name, part in given.items():
-            # Keras reads all of `y` to apply class weights.
+            # With class weights Keras reads all of `y` at once, so `y` is not replaced.
             if name != "y" or not self._has_class_weight:
                 given[name] = keras.tree.map_structure(stand_in, part)
         super().__init__(

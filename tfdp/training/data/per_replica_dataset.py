@@ -98,8 +98,8 @@ def divide_and_prefetch(
     if num_ahead:
         divided = divided.prefetch(num_ahead)
     if not is_tuned:
-        # Autotuning is turned off if no stage gains from it, since the deletion of an
-        # iterator waits for autotuning, see `delete_in_background`.
+        # Deletion of an iterator waits for autotuning, see `delete_in_background`. So
+        # autotuning is turned off if no stage gains from it.
         options = tf.data.Options()
         options.autotune.enabled = False
         divided = divided.with_options(options)
@@ -169,7 +169,7 @@ class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
 
     @property
     def element_spec(self) -> Any:
-        """Spec of an element, per replica if there are several."""
+        """Spec of an element, per replica if there are several local replicas."""
         return element_spec_of(self, self.dataset)
 
     @property
@@ -225,7 +225,10 @@ class PerReplicaIterator(StepIterator):
         return self._batch(*element)
 
     def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
-        """Return whether a next batch exists, and its reader, as in `StepIterator`."""
+        """Return whether a next batch exists, and a function that returns it.
+
+        It implements `StepIterator._next_step`.
+        """
         _check_generation(self)
         with CountedRead() as read:
             optional = self._iterator.get_next_as_optional()
@@ -254,7 +257,7 @@ class PerReplicaIterator(StepIterator):
 
     @property
     def _counts_rows(self) -> bool:
-        """Bool, whether the next batch is a `CountedBatch`."""
+        """Bool, whether batches are `CountedBatch`es, with their number of rows."""
         return self.read_options.counts_rows and not self.read_options.syncs_end_of_data
 
     def _batch(self, parts: tuple, num_rows: tf.Tensor) -> Any:
@@ -296,7 +299,7 @@ class PerReplicaSpec(ComponentsSpec):
     __slots__ = ()
 
     def _from_components(self, components: Any) -> Any:
-        """Rebuild the value around this worker's dataset or iterator."""
+        """Rebuild a dataset or iterator inside a `tf.function` from its component."""
         strategy_id, read_options, generation = self._settings
         return self.value_type(
             components,
@@ -363,7 +366,7 @@ def distribute_divided(
 
 
 def is_read_on_cpus(strategy: Any, options: Any) -> bool:
-    """Return whether a step reads its rows from host memory, and not from a GPU.
+    """Return whether steps read rows from a `PerReplicaDataset` in host memory.
 
     The user's `tf.distribute.InputOptions`, if given, need stock distributed data,
     except in a job that continues after a loss.

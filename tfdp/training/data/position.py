@@ -89,7 +89,8 @@ class DataPosition:
         if worker_group is not None:
             facts_by_worker = worker_group.all_gather("the position in the data", facts)
         self._descriptions = [item["description"] for item in facts_by_worker]
-        # All workers restore their positions, or none: the first reason is for all.
+        # All workers restore their positions, or none does. So the first reason that a
+        # worker has applies to all.
         self.nondeterminism = _first_not_none(
             item["nondeterminism"] for item in facts_by_worker
         )
@@ -115,7 +116,7 @@ class DataPosition:
         )
 
     def fit_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `fit` that must be equal in a resumed run."""
+        """Return the arguments of `fit` that a resumed run must share, by name."""
         return {
             "batch_size": self._first_batch_size,
             "steps_per_epoch": self.iterator.steps_per_epoch,
@@ -273,9 +274,11 @@ def current() -> DataPosition | None:
 
 
 def enumerate_batches(original: Callable, iterator: Any) -> Iterator:
-    """Enumerate the batches of an epoch; skip those before a restored position.
+    """Yield the batches of an epoch, without those before a restored position.
 
-    `original` is Keras's method of the iterator that enumerates an epoch.
+    Args:
+        original: Keras's method of the iterator that enumerates an epoch.
+        iterator: Epoch iterator of Keras.
     """
     position = current()
     batches = original(iterator)
@@ -330,7 +333,7 @@ def _first_not_none(values: Iterable[str | None]) -> str | None:
 
 
 def _skip(iterator: Any, count: int) -> None:
-    """Skip batches of an iterator, at most until its end."""
+    """Read and drop batches of an iterator, at most until its end."""
     local = getattr(iterator, "components", iterator)
     for _ in itertools.islice(local, count):
         pass

@@ -17,7 +17,8 @@ UNEQUAL_ROWS = (
     "All parts of a batch must have the same number of rows, so that they can be "
     "divided among the replicas."
 )
-# Separates the names of parts in the error message of a graph; the row counts follow.
+# Separator of the parts' names in the message of an assertion in a graph. The row
+# counts follow the names.
 BETWEEN_NAMES = " | "
 
 
@@ -284,7 +285,7 @@ def _first_size(part: Any) -> int | None:
 
 
 def _assert_equal_rows(parts: dict[str, Any]) -> None:
-    """Add a graph assertion that parts have equal row counts, unless specs show it."""
+    """Have the graph raise if parts differ in row counts, unless specs show it."""
     static = {part.shape[0] for part in parts.values()}
     if len(parts) < 2 or (len(static) == 1 and None not in static):
         return
@@ -339,7 +340,13 @@ def num_rows(tensor: Any) -> tf.Tensor:
 def _begin_and_size(num_rows: Any, rank: int, num_replicas: int) -> tuple[Any, Any]:
     """Return the first row of a replica in a batch, and its number of rows.
 
-    `num_rows` is that of the global batch. The results are scalar int64 tensors.
+    Args:
+        num_rows: Int or scalar tensor, rows of the global batch.
+        rank: Int, the replica.
+        num_replicas: Int, on all workers.
+
+    Returns:
+        Pair of scalar int64 tensors.
     """
     num_rows = tf.cast(num_rows, tf.int64)
     least, extra = num_rows // num_replicas, num_rows % num_replicas

@@ -101,13 +101,16 @@ def _is_map_of(dataset: tf.data.Dataset, names: str | tuple[str, ...]) -> bool:
 
 
 def rebuild_map(dataset: tf.data.Dataset, call: Callable[[Any], Any]) -> Stage:
-    """Return a `map` of a function, with the parallelism of a dataset's last stage."""
+    """Return a `Stage` that maps `call`, as parallel as a dataset's last stage."""
     parallel = _compat.parallelism_of(dataset)
     return Stage(lambda rows, call: rows.map(call, num_parallel_calls=parallel), call)
 
 
 def rebuild_stage(dataset: tf.data.Dataset) -> Stage:
-    """Return the last stage of a dataset, one of `PASS_THROUGH` and `SELECTIONS`."""
+    """Return a `Stage` like the last stage of a dataset, to append elsewhere.
+
+    The stage must be one of `PASS_THROUGH` and `SELECTIONS`.
+    """
     kind = _compat.kind_of_part(dataset)
     if kind == "OptionsDataset":  # callers set the options of the rebuilt pipeline
         return Stage(lambda rows, _: rows)
@@ -167,6 +170,6 @@ def no_autograph(function: Callable) -> Callable:
 def as_map_function(
     dataset: tf.data.Dataset, function: Callable[[Any], Any]
 ) -> Callable:
-    """Wrap a function of one element for `map`, which unpacks tuple elements."""
+    """Wrap a function of one element, since `map` passes a tuple as arguments."""
     is_tuple = type(dataset.element_spec) is tuple
     return no_autograph(lambda *parts: function(parts if is_tuple else parts[0]))

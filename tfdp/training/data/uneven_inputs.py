@@ -76,7 +76,7 @@ class StockDataset:
 
     @property
     def element_spec(self) -> Any:
-        """Spec of an element, per replica if there are several."""
+        """Spec of an element, per replica if there are several local replicas."""
         return self._dataset.element_spec
 
 
@@ -122,7 +122,7 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
         has_next, values = self._next_step()
 
         def end() -> Any:
-            """Raise the end-of-data error when the graph runs."""
+            """Raise `tf.errors.OutOfRangeError` when the graph runs."""
             with tf.control_dependencies([raise_out_of_range(self.strategy)]):
                 return values()
 
@@ -152,7 +152,7 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
 
     @property
     def components(self) -> Any:
-        """The iterator of this worker, a composite tensor."""
+        """The iterator of this worker, which `tf.function` passes on."""
         return self._iterator
 
 
@@ -196,7 +196,7 @@ class CountedIterator(StockIterator):
 
 
 class ShortestIterator(StockIterator):
-    """Stock iterator that ends with the worker that has the least data.
+    """Stock iterator that ends as soon as one worker has no more data.
 
     TensorFlow's own iterator always ends with the most data.
     """
@@ -257,7 +257,7 @@ class ComponentsSpec(tf.TypeSpec):
 
 
 def count_reads() -> None:
-    """Count the reads of batches in functions that are traced from now on."""
+    """Have functions that are traced from now on count their reads of batches."""
     if not _counts:
         _counts.extend(
             _compat.plain_variable(np.int64(0), tf.int64, "CPU:0") for _ in range(2)
@@ -266,7 +266,7 @@ def count_reads() -> None:
 
 
 def is_counting() -> bool:
-    """Return whether reads are counted."""
+    """Return whether `count_reads` was called in this process."""
     return bool(_counts)
 
 

@@ -20,6 +20,8 @@ _BATCHES_BETWEEN_CHECKS = 10
 class TensorBoardParticipant(keras.callbacks.Callback):
     """Participant in the saves of weights for embeddings by worker 0's `TensorBoard`.
 
+    It runs on the other workers, since a save of sharded state needs all of them.
+
     Args:
         every: Int, number of epochs between saves.
     """
@@ -95,7 +97,7 @@ class BroadcastRestoredState(keras.callbacks.Callback):
         self._strategy = strategy
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Set the initial epoch and all replicated variables to worker 0's."""
+        """Set the initial epoch and all replicated variables to those of worker 0."""
         worker_group = self._strategy.extended.worker_group
         local_epoch = _compat.initial_epoch(self.model)
         epoch = worker_group.all_gather("a backup", local_epoch)[0]
@@ -136,7 +138,7 @@ class OptimizerProgressCheck(keras.callbacks.Callback):
             self.model.optimizer.redistribute_accumulated()
 
     def _check(self) -> None:
-        """Raise a `RuntimeError` if each step overflows, by `check_progress`."""
+        """Call the optimizer's `check_progress`, which raises if all steps overflow."""
         if hasattr(self.model.optimizer, "check_progress"):
             self.model.optimizer.check_progress()
 

@@ -115,7 +115,7 @@ def comparable(value: Any) -> Any:
 
 
 def _comparable_dict(value: dict) -> dict[str, Any]:
-    """Return a dict without entries that may differ between workers."""
+    """Return a dict's entries in comparable form, without those that may differ."""
     if value.get("class_name") == "__lambda__" or set(value) == {"value"}:
         # The code of a lambda is not compared: it includes line numbers of the file.
         return {}

@@ -1,9 +1,9 @@
 """Saving and loading with the user's own optimizer, so that plain Keras opens files.
 
 Keras saves and loads a `DistributedOptimizer` through a view of the optimizer that it
-wraps, see `tfdp.training.keras_hooks.file_view`. The functions here replace functions
-of Keras, and receive the replaced function as `original`; the table is in
-`tfdp.training.keras_hooks.install`.
+wraps, the plain optimizer, see `tfdp.training.keras_hooks.file_view`. The functions
+here replace functions of Keras, and receive the replaced function as `original`, before
+its own arguments; the table is in `tfdp.training.keras_hooks.install`.
 """
 
 from __future__ import annotations
@@ -60,6 +60,10 @@ def _save_with_plain_optimizer(
     """Save with a function of Keras and the plain optimizer.
 
     With sharded state all workers take part, and worker 0 writes.
+
+    Raises:
+        OSError: With sharded state, on all workers but 0, if worker 0 could not save.
+            Worker 0 raises its own error.
     """
     optimizer: Any = getattr(model, "optimizer", None)
     is_sharded = getattr(optimizer, "is_sharded", False)
@@ -111,7 +115,11 @@ def save_tensors(
 def load_with_plain_optimizer(
     original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load with a function of Keras and the plain optimizer."""
+    """Load with a function of Keras and the plain optimizer.
+
+    Raises:
+        ValueError: With sharded state, if only some workers see the file.
+    """
     if getattr(getattr(model, "optimizer", None), "is_sharded", False):
         _check_file_on_all_workers(
             model.optimizer, args[0] if args else kwargs.get("filepath")
@@ -121,7 +129,7 @@ def load_with_plain_optimizer(
 
 
 def _check_file_on_all_workers(optimizer: Any, path: Any) -> None:
-    """Raise if only some workers see a file, from which each reads its slices."""
+    """Raise a `ValueError` if only some workers see a file to load shards from."""
     worker_group = _compat.strategy_of_optimizer(optimizer).extended.worker_group
     exists = os.path.exists(path) if isinstance(path, (str, os.PathLike)) else True
     topic = (
@@ -177,7 +185,7 @@ def load_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
 
 
 def _accumulators_of_replicas(optimizer: Any) -> list:
-    """Return the accumulators of a Keras optimizer; empty with one replica."""
+    """Return a Keras optimizer's accumulators; an empty list with one replica."""
     if num_replicas_of(optimizer) == 1 or not _compat.has_accumulators(optimizer):
         return []
     return _compat.accumulators(optimizer)

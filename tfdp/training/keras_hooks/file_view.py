@@ -124,7 +124,10 @@ def _with_full_state(
 
 
 def _view_of(tensor: StateTensor, full_state: FullState) -> VariableView:
-    """Create a view of a sharded tensor; a loaded value updates the local shards."""
+    """Create a view of a sharded tensor, which is saved from its gathered value.
+
+    A loaded value is written to the local shards. `full_state` has gathered values.
+    """
 
     def write(value: Any) -> None:
         """Assign the elements of a loaded array to the local shards."""
@@ -204,7 +207,7 @@ class AccumulatedGradients:
         )
 
     def counter(self, iterations: Any) -> VariableView:
-        """Create a view of the update counter, counted in micro-batches as in Keras."""
+        """Create a view of `iterations` that counts micro-batches, as in Keras."""
         count = self.accumulation.count
 
         def read() -> np.ndarray:
@@ -328,7 +331,7 @@ def loss_scaling_of(optimizer: keras.optimizers.LossScaleOptimizer) -> LossScali
 
 
 def pop_accumulation_steps(optimizer: Any) -> int:
-    """Remove `gradient_accumulation_steps` from an optimizer, and return it.
+    """Remove `gradient_accumulation_steps` from a Keras optimizer; return it, or 1.
 
     Raises:
         ValueError: If the optimizers of a `MultiOptimizer` have different ones.

@@ -1,8 +1,8 @@
 """Losses and layers under several replicas: scales, moments, convolutions, seeds.
 
 Each function in the table of `tfdp.training.keras_hooks.install` replaces a Keras
-function. It receives that function as `original`, and only calls it if no tfdp strategy
-is active.
+function. It receives that function as `original`, before the function's own arguments,
+and only calls it if no tfdp strategy is active.
 
 Keras's steps are traced as the program of one device, and `tfdp.training.program` then
 divides the program among the replicas. `program_trace.current()` is not `None` during
@@ -141,7 +141,11 @@ def masked_moments(original: Callable, layer: Any, inputs: Any, mask: Any) -> An
 def normalize(
     original: Callable, layer: Any, inputs: Any, training: Any = None, mask: Any = None
 ) -> Any:
-    """Normalize each replica's rows separately, in an eager step on all rows."""
+    """Call a `BatchNormalization`, in an eager step once for each replica's rows.
+
+    An eager step runs on the rows of all replicas. The moving statistics become the
+    mean over replicas, weighted by rows.
+    """
     trace = program_trace.current()
     is_eager = trace is not None and trace.is_eager
     counts = trace.row_counts if is_eager else []  # type: ignore[union-attr]
@@ -220,7 +224,7 @@ def pad_empty_batch(original: Callable, inputs: Any, *args: Any, **kwargs: Any) 
 
 
 def _may_be_empty(inputs: Any) -> bool:
-    """Return whether inputs may have no rows, on a device where that fails."""
+    """Return whether inputs may have no rows where that fails: on CPUs, without XLA."""
     context = replica_context()
     if context is None or context.num_replicas_in_sync == 1 or xla.is_tracing():
         return False

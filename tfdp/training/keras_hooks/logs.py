@@ -58,11 +58,14 @@ def _logs_of_eager_step(strategy: Any, model: Any, outputs: Any) -> Any:
 
 
 def mean_over_workers(worker_group: WorkerGroup, logs: Any) -> Any:
-    """Average the logs of an epoch over the workers, if each has logs of its own rows.
+    """Average the logs of an epoch over the workers, each of which has its own rows.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
         logs: Dict of numbers, the logs of this worker.
+
+    Returns:
+        Dict of the means, with the names in `logs`.
     """
     numbers = {name: np.asarray(value).tolist() for name, value in logs.items()}
     gathered = worker_group.all_gather("the logs of an epoch", numbers)
@@ -90,6 +93,8 @@ def metric_states(model: Any) -> list[Any]:
 def _sum_over_replicas(strategy: Any, model: Any, states: list) -> list[tf.Tensor]:
     """Sum states over all replicas, and pending drift probes in the same all-reduce.
 
+    A drift probe is a checksum of each replica's weights.
+
     Args:
         strategy: A tfdp strategy.
         model: The Keras model whose drift probes are included.
@@ -114,7 +119,7 @@ def _local_values(strategy: Any, value: Any) -> list:
 
 
 def _weighted_by_rows(local_values: list) -> list[tf.Tensor]:
-    """Multiply each local replica's mean by its share of the rows of this worker."""
+    """Multiply local replicas' means by their shares of the worker's rows: float64."""
     # Only steps of a loop have logs, so the loop is not `None`.
     loop: Any = loops.current()
     total = tf.add_n(loop.batch_weights)

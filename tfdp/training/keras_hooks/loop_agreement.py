@@ -132,7 +132,7 @@ def agree_on_batch(
 
 
 def _settings_of(model: Any, bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Return the settings of a loop that affect the number and kind of its steps.
+    """Return the settings in a loop's call that affect the number and kind of steps.
 
     Returns:
         Dict from the name of a setting to a value that workers can compare.
@@ -183,7 +183,8 @@ def _validation_parts(arguments: dict[str, Any]) -> dict[str, Any]:
 def _values_of(arguments: dict[str, Any]) -> ArrayValues:
     """Return the values of the arrays for a loop and for its validation.
 
-    Values are read at each call, because a script may shuffle an array in place.
+    `arguments` are those of the call, by name. Values are read at each call, because a
+    script may shuffle an array in place.
     """
     given = {name: arguments.get(name) for name in _DATA_ARGUMENTS}
     parts = named_arrays(given), named_arrays(_validation_parts(arguments))
@@ -281,7 +282,7 @@ def _digest_of_assignments(model: Any) -> str:
 def _check_assignments(
     worker_group: WorkerGroup, topic: str, gathered: list[dict], model: Any
 ) -> None:
-    """Raise if workers have assigned different values to a sharded weight.
+    """Raise a `ValueError` if workers assigned different values to a sharded weight.
 
     Without a difference no further message is sent.
 

@@ -3,7 +3,8 @@
 Keras clips each replica's gradient, and checks it for overflow, before it sums the
 gradients; one device clips and checks the sum. Each function replaces a Keras function;
 the table is in `tfdp.training.keras_hooks.install`. It receives that function as
-`original`, and only calls it if no tfdp strategy is active.
+`original`, before the function's own arguments, and only calls it if no tfdp strategy
+is active.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from tfdp.training.step.step import checked_gradients, keras_step
 def apply(
     original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
-    """Reduce and apply gradients by `take_step`, as a `DistributedOptimizer` does."""
+    """Reduce and apply gradients by `take_step`, as a `DistributedOptimizer` does.
+
+    In the compiled part of a step, or in a traced program, the update is deferred.
+    """
     if replica_context() is None:
         return original(optimizer, grads, trainable_variables)
     if defer(optimizer, grads, trainable_variables):
@@ -60,7 +64,8 @@ def build(original: Callable, optimizer: Any, variables: Any) -> None:
     """Build an optimizer; in the scope of a tfdp strategy, move it there first.
 
     Raises:
-        ValueError: If it was built outside of the scope, or has variables from outside.
+        ValueError: If the optimizer was built outside of the scope, or if one of
+            `variables` was created outside.
     """
     if in_tfdp_scope():
         bring_into_scope(optimizer)
@@ -85,7 +90,7 @@ def apply_or_defer(
 
 
 def check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
-    """Agree on whether the gradients of all replicas are finite."""
+    """Return whether the gradients of all replicas are finite, a scalar bool tensor."""
     finite = original(optimizer, grads)
     if program_trace.current() is not None:
         return finite

@@ -1,8 +1,9 @@
 """TensorFlow under tfdp: replica contexts, tapes, traced functions, seeds, caches.
 
-Each function replaces a TensorFlow function and receives it as `original`; the table is
-in `tfdp.training.keras_hooks.install`. Keras's steps are traced as the program of one
-device, which `tfdp.training.program` then divides among the replicas.
+Each function replaces a TensorFlow function and receives it as `original`, before the
+function's own arguments; the table is in `tfdp.training.keras_hooks.install`. Keras's
+steps are traced as the program of one device, which `tfdp.training.program` then
+divides among the replicas.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def gradient(
 
 
 def hash_once(original: Callable, signature: Any) -> int:
-    """Hash the type of a traced function once, not at every call.
+    """Hash the type of a traced function, `signature`, once and not at every call.
 
     TensorFlow looks up a traced function by a type that lists all captures, and hashes
     the list at every call, once or twice for each variable. The types are immutable:
@@ -66,7 +67,10 @@ def hash_once(original: Callable, signature: Any) -> int:
 
 
 def call_flat(original: Callable, function: Any, *args: Any) -> Any:
-    """Call a traced function; if it fails, end its pending collectives."""
+    """Call a traced function; if it fails, end its pending collectives.
+
+    If only a failed collective is reported, tfdp's error with the reason replaces it.
+    """
     try:
         return original(function, *args)
     except tf.errors.OpError as error:
@@ -102,7 +106,10 @@ def seeds_of_operation(original: Callable, op_seed: Any) -> Any:
 
 
 def key_of_generator(original: Callable, generator: Any, key: Any) -> Any:
-    """Return the key of a generator, as on one device while its program is traced."""
+    """Return a generator's key, unchanged in a trace of one device's program.
+
+    TensorFlow derives another key from it for each replica.
+    """
     if program_trace.current() is not None:
         return key
     return original(generator, key)

@@ -135,7 +135,7 @@ def save_checkpoint_atomically(write: Callable[[str], Any], prefix: str) -> Any:
 
 
 def _is_sharded_save(arguments: dict) -> bool:
-    """Return whether Keras writes several files, named after the target."""
+    """Return whether a save with these arguments writes several files."""
     return arguments.get("max_shard_size") is not None
 
 

@@ -47,6 +47,9 @@ def make_function(
         original: Callable, the method of Keras that creates it.
         model: The Keras model.
         force: Bool, whether it is created again. Defaults to `False`.
+
+    Returns:
+        The result of `original`. The function is set as the attribute `name`.
     """
     before = getattr(model, name)
     with _without_xla(model):
@@ -91,7 +94,7 @@ def _trace_conditions(model: Any) -> tuple[int, int]:
 
 
 def _build_for_predict(model: Any, batch: Any) -> None:
-    """Build the layers of `predict_step`; Keras does so only for `fit`, `evaluate`."""
+    """Build the layers that `predict_step` calls; Keras does so for other loops."""
 
     def spec(part: Any) -> Any:
         """Return the spec of a replica's tensor, with any number of rows."""
@@ -119,7 +122,7 @@ def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
 
     @functools.wraps(compute)
     def step(*args: Any, **kwargs: Any) -> Any:
-        """Compute a step; if the data has ended, update without data and raise."""
+        """Compute a step; if the data has ended, update without data, raise again."""
         try:
             with recording(updates):
                 return compute(*args, **kwargs)
@@ -134,7 +137,7 @@ def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
 
 
 def drop_stale_function(model: Any, name: str) -> None:
-    """Discard the function of a step if shards or workers changed after its trace.
+    """Discard the function of a step if shards or workers changed after its creation.
 
     Args:
         model: The Keras model.
@@ -173,7 +176,7 @@ def chosen_xla(original: Callable, model: Any) -> bool:
 def build_symbolically(
     original: Callable, model: Any, iterator: Any = None, data_batch: Any = None
 ) -> Any:
-    """Build a model from the spec of the data; Keras would take a generator's batch."""
+    """Build a model from the data's spec; Keras would take a batch out of the data."""
     if strategy_of(model) is None or iterator is None:
         return original(model, iterator=iterator, data_batch=data_batch)
     dataset = _compat.distributed_dataset(iterator)
@@ -212,7 +215,7 @@ def _of_all_replicas(spec: Any, num_replicas: int) -> Any:
 def reduce_per_replica(
     original: Callable, values: Any, strategy: Any, reduction: Any
 ) -> Any:
-    """Merge the outputs of the replicas at the end of a step.
+    """Merge the outputs of the replicas at the end of a step: rows, or logs.
 
     Keras interleaves the rows of several workers in the order of stock sharding. Here
     rows are concatenated in the order of ranks.

@@ -4,7 +4,8 @@ Each function without an underscore replaces a Keras function; the table is in
 `tfdp.training.keras_hooks.install`. It receives that function as `original`, and only
 calls it for a model without a tfdp strategy. In the functions below `name` is the
 method of Keras that was called, `bound` are the arguments of the call, and `arguments`
-is their dict by name, in which a function may replace some.
+is their dict by name, in which a function may replace some. A feature is an addition to
+training, such as local steps, which registers hooks as a `Feature`.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ def _gradient_exchange(fit: Fit | None) -> Any:
 
 
 def _measure_links(fit: Fit) -> None:
-    """Load or measure the speed of links, which the choice of algorithms uses."""
+    """Load or measure the speed of links, by which all-reduce algorithms are chosen."""
     extended = fit.strategy.extended
     link_measure.load_or_measure_links(
         extended.algorithm_selector,
@@ -196,7 +197,7 @@ def _measure_links(fit: Fit) -> None:
 def _check_data(
     strategy: Any, name: str, model: Any, arguments: dict[str, Any]
 ) -> None:
-    """Raise if data is invalid; wrap generators to check their batches on reading.
+    """Raise a `ValueError` if data is invalid; wrap generators to check each batch.
 
     Args:
         strategy: The model's tfdp strategy.
@@ -230,7 +231,7 @@ def _set_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> N
 
 
 def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
-    """Return the logs of an epoch.
+    """Return the logs of an epoch, after the hooks of features for its end.
 
     If an interrupted run had completed all batches of the epoch, its last logs are
     used. Logs over each worker's own rows are averaged over the workers.
@@ -252,7 +253,9 @@ def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
 def _agree_on_loop(
     name: str, model: Any, bound: inspect.BoundArguments, strategy: Any
 ) -> bool:
-    """Raise on every worker if workers differ in a loop, or its callbacks are invalid.
+    """Raise a `ValueError` on every worker if workers would run different loops.
+
+    It is raised for invalid callbacks of `fit`, too.
 
     Args:
         name: String, `"fit"`, `"evaluate"` or `"predict"`.
@@ -278,7 +281,11 @@ def _agree_on_loop(
 
 @contextlib.contextmanager
 def _undo_recording_after(fit: Fit | None) -> Iterator[None]:
-    """Deactivate after `fit` the recorders and drift probes of its callbacks."""
+    """Deactivate after `fit` the recorders and drift probes of its callbacks.
+
+    A recorder measures a step's collectives; a drift probe adds a checksum of weights.
+    A loop without a `Fit`, such as `evaluate`, suspends them if it runs within `fit`.
+    """
     if fit is None:
         with _suspend_recording():
             yield
@@ -295,7 +302,7 @@ def _undo_recording_after(fit: Fit | None) -> Iterator[None]:
 
 
 def _stop_recording(model: Any, recorders: Any, watches: Any) -> None:
-    """Deactivate later recorders and probes; retrace the step if there were any.
+    """Deactivate the recorders and probes of `fit`; retrace the step if there were any.
 
     Args:
         model: The Keras model.

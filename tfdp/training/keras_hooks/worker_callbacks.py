@@ -37,7 +37,7 @@ _BATCH_HOOKS = (
 def select_callbacks(
     strategy: Any, model: Any, callbacks: Any, *, is_fit: bool, each_batch: bool
 ) -> Any:
-    """Select the callbacks that this worker runs.
+    """Select the callbacks that this worker runs, and add those that synchronize it.
 
     Args:
         strategy: A tfdp strategy.
@@ -81,7 +81,7 @@ def order_callbacks(callbacks: Any) -> Any:
         callbacks: Callback, list of callbacks or `CallbackList` for Keras.
 
     Returns:
-        List of callbacks, or the same `CallbackList`.
+        List of callbacks, with a `History`; or the same `CallbackList`.
     """
     given, last = callback_list(callbacks), backup_callbacks(callbacks)
     first = other_callbacks(callbacks)
@@ -134,7 +134,7 @@ def tfdp_callback_names(callbacks: Any) -> list[str]:
 
 
 def callback_list(callbacks: Any) -> list:
-    """Return a list of the user's callbacks; of a `CallbackList` its own list."""
+    """Return the user's callbacks as a new list; of a `CallbackList` its own list."""
     is_list = isinstance(callbacks, keras.callbacks.CallbackList)
     return callbacks.callbacks if is_list else keras.tree.flatten(callbacks or [])
 
@@ -153,6 +153,9 @@ def describe_mismatch(names: dict[int, list[str]]) -> str:
 
 def add_optimizer_check(model: Any, callbacks: Any) -> Any:
     """Prepend the `OptimizerProgressCheck` that `fit` needs for some optimizers.
+
+    Also end local steps that an interrupted `fit` has left active, and drop a trace
+    with outdated settings.
 
     Args:
         model: The Keras model.
@@ -220,7 +223,7 @@ def _is_sharded(model: Any, callbacks: list) -> bool:
 
 
 def _saving_participants(callback: Any) -> list:
-    """Return callbacks that take part in the saves of worker 0's callback.
+    """Return another worker's participants in the saves of worker 0's callback.
 
     Saving sharded state requires all workers. The participants write no files.
     """

@@ -264,7 +264,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
     def flush(self) -> None:
         """Apply an update of the accumulated micro-batches now, outside a step.
 
-        Does nothing if no micro-batches are accumulated.
+        Does nothing if no micro-batches are accumulated. Replicas with local steps are
+        averaged afterwards.
         """
         if self.accumulated_steps:
             self._traces.run(self, "flush", self._flush)
@@ -284,7 +285,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         local_steps.after_sync()
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """Overwrite variables with their moving averages at the end of training."""
+        """Overwrite variables with their moving averages, if used, after training."""
         if self.is_sharded:
             if any(part.use_ema for part in innermost(self.inner_optimizer)):
                 self.overwrite_with_averages(var_list)
@@ -428,7 +429,16 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         return features.local_steps
 
     def _step(self, variables: list, loss: Any = None) -> Step:
-        """Return the settings and state of a step on the calling replica."""
+        """Return the settings and state of a step on the calling replica.
+
+        Args:
+            variables: List of Keras variables that have gradients.
+            loss: Scalar tensor, this replica's part of the loss, if a feature reads it.
+                Defaults to `None`.
+
+        Raises:
+            ValueError: If features in use cannot be combined.
+        """
         features = self.features
         for feature in features.installed.values():
             feature.check(self)
@@ -515,7 +525,7 @@ def _first_traced(gradients: list) -> list:
 
 
 def _reducer() -> GradientReducer:
-    """Return the reducer of the replica, after a check of the strategy."""
+    """Return the replica's reducer; raise a `ValueError` for a strategy not of tfdp."""
     if replica_context() is None:
         arguments.check_strategy(tf.distribute.get_strategy())
     return replica_reducer()

@@ -206,7 +206,7 @@ class Features:
             return self._optimizer.add_variable(**arguments)
 
     def _untrack(self, variables: Sequence[Any]) -> None:
-        """Remove variables from those of the optimizer."""
+        """Remove variables of a feature from the variables of the optimizer."""
         _compat.untrack(self._optimizer, list(variables))
 
     def _create_missing(self) -> None:

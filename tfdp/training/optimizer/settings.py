@@ -139,7 +139,11 @@ class OptimizerSettings:
     def exclude_from_weight_decay(
         self, var_list: Any = None, var_names: Any = None
     ) -> None:
-        """Exclude variables from weight decay, see `keras.optimizers.Optimizer`."""
+        """Exclude variables from weight decay, see `keras.optimizers.Optimizer`.
+
+        Raises:
+            ValueError: For a `MultiOptimizer` that has no inner optimizers yet.
+        """
         parts = innermost(self.inner_optimizer)
         if not parts:
             raise ValueError(

@@ -255,7 +255,11 @@ class ShardableOptimizer(OptimizerSettings):
         return wanted and is_tfdp(strategy) and strategy.num_replicas_in_sync > 1
 
     def _create_shards(self, variables: list[Any]) -> ShardedState:
-        """Create the sharded state of the wrapped optimizer for these variables."""
+        """Create the sharded state of the wrapped optimizer for these variables.
+
+        Raises:
+            ValueError: If a running step would shard parameters that it has read whole.
+        """
         if self.sharding_options.shards_parameters and not tf.executing_eagerly():
             raise ValueError(
                 "A step builds an optimizer that shards parameters, but the step has "

@@ -118,11 +118,11 @@ class BackwardGathers:
             self._reduced.append(piece.op)
 
     def gather_rest(self) -> None:
-        """Gather all remaining units."""
+        """Trace the second gathers of all units that are still waiting for one."""
         self._gather(len(self._waiting))
 
     def _gather(self, count: int) -> None:
-        """Gather units again until `count` of them are done."""
+        """Trace second gathers until `count` of the waiting units have one."""
         for number in range(self._done, min(count, len(self._waiting))):
             gathered, uses = self._waiting[number]
             unit = gathered.unit
@@ -147,16 +147,17 @@ class BackwardGathers:
             self._done += 1
 
     def _take_reduced(self) -> list[tf.Operation]:
-        """Return operations that reduced gradients, without the latest one.
+        """Return the reductions of gradients that a new gather must wait for.
 
-        Each is returned once: no earlier gather waits for it.
+        The latest reduction is left out, and so are those that an earlier gather waits
+        for.
         """
         found = self._reduced[self._num_awaited : -1]
         self._num_awaited += len(found)
         return found
 
     def _prefetch(self, position: int) -> int:
-        """Return the number of units to gather ahead of a waiting unit.
+        """Return how many units are gathered ahead of a waiting unit, by its options.
 
         Args:
             position: Int, position of the unit among the waiting ones.
@@ -164,11 +165,14 @@ class BackwardGathers:
         return self._waiting[position][0].unit.options.prefetch
 
     def _gate(self, before: int) -> list[tf.Operation]:
-        """Return the gate of a gather: the last operation before a unit is first used.
+        """Return the gate of a gather.
+
+        It is the last operation that computes before the backward pass uses a given
+        unit.
 
         Args:
-            before: Int, position of the unit among the waiting ones; if negative, the
-                operation before the backward pass.
+            before: Int, position of that unit among the waiting ones. If negative, the
+                gate is the last operation before the backward pass.
 
         Returns:
             List of one operation or none.
@@ -191,7 +195,7 @@ class _RecomputedTensors:
         }
 
     def tensor(self, old: tf.Tensor) -> tf.Tensor:
-        """Return the replacement of a tensor of the forward pass."""
+        """Return a forward tensor's replacement; repeat casts and reshapes."""
         if id(old) not in self._recomputed:
             op = old.op
             inputs = [self.tensor(op.inputs[0]), *op.inputs[1:]]
@@ -201,12 +205,15 @@ class _RecomputedTensors:
 
 
 def _uses(unit: GatheredUnit, passes: list[tuple[int, int]]) -> Iterator[_Use]:
-    """Yield the inputs in the backward passes that come from a unit.
+    """Yield the inputs of operations in the backward passes that come from a unit.
 
     Args:
-        unit: `GatheredUnit`.
+        unit: `GatheredUnit` of the forward pass.
         passes: List of pairs of ages, the positions in the graph of the operations
             before and at the end of each backward pass.
+
+    Yields:
+        `_Use`: an operation, and its input that is a value of the unit or its cast.
     """
     pending = list(unit.values.values())
     while pending:
@@ -225,7 +232,7 @@ def _uses(unit: GatheredUnit, passes: list[tuple[int, int]]) -> Iterator[_Use]:
 
 
 def _is_repeated(op: tf.Operation, tensor: tf.Tensor) -> bool:
-    """Return whether an operation is repeated on the tensor of a second gather."""
+    """Return whether an operation on `tensor` is repeated after a second gather."""
     first, *others = op.inputs
     is_constant = all(other.op.type == "Const" for other in others)
     return op.type in _REPEATED_OPS and first is tensor and is_constant

@@ -241,6 +241,9 @@ def _parts_of(
         ranges: `Ranges` of all owners.
         gathers: `Gathers`, which knows the owner of each replica.
         devices: Sequence of strings, the device of each part.
+
+    Returns:
+        List of `tf.Variable`, one for each local replica.
     """
     owner = gathers.groups.owner
     return [

@@ -42,15 +42,15 @@ class Gathers:
         self._units: list[weakref.ref[Unit]] = []
         self._host_group = extended.host_group
         self._worker_group = extended.worker_group
-        # By the `id` of a parameter, the function that announces its read to the other
-        # workers while this worker reads alone.
+        # By the `id` of a parameter: a function that announces to the other workers
+        # that this worker reads the parameter. It has entries only in `reading_alone`.
         self.announcements: dict[int, Callable[[], None]] = {}
         self._owners = self._owners_of_all(extended.num_local)
 
     def add_unit(
         self, parameters: Sequence[ShardedParameter], options: UnitOptions
     ) -> None:
-        """Add a unit of parameters that are gathered together."""
+        """Add a unit of parameters that are gathered together, after earlier units."""
         unit = Unit(len(self._units), tuple(parameters), options)
         self._units.append(weakref.ref(unit))
         for parameter in parameters:
@@ -64,7 +64,7 @@ class Gathers:
 
     @property
     def most_gathered(self) -> int:
-        """Int, the most bytes that a step has gathered at a time."""
+        """Int, the most bytes of parameters that a step gathers at a time."""
         sizes = [unit.num_bytes for unit in self.units]
         prefetch = max((unit.options.prefetch for unit in self.units), default=0)
         return most_gathered(sizes, prefetch)
@@ -86,7 +86,7 @@ class Gathers:
         return parameter.eager_source
 
     def read(self, parameter: ShardedParameter) -> tf.Tensor:
-        """Return the whole parameter, gathered at the first read."""
+        """Return the whole parameter; a step gathers its unit at the first read."""
         if (trace := program_trace.traced()) is not None:
             return _read_in_program(trace, parameter)
         step = self.step()
@@ -143,7 +143,7 @@ class Gathers:
         return gather_parameter(parameter, self._owners, self._host_group)
 
     def serve(self, parameter: ShardedParameter) -> None:
-        """Take part in `gather_on_hosts` of another worker, without its result."""
+        """Send this worker's parts for a gather on another worker; keep no result."""
         serve_parameter(parameter, self._owners, self._host_group)
 
     def _eager_value(self, parameter: ShardedParameter) -> tf.Tensor:
@@ -154,7 +154,8 @@ class Gathers:
         if replica_context() is None:
             self._announce_read(parameter)
             return self.gather_on_hosts(parameter)
-        # The first local replica of an eager step gathers for all local replicas.
+        # Local replicas of an eager step run one after another. The first one gathers
+        # the parameter for all of them.
         run = _compat.shared_run_object()
         if parameter.eager_value is None or parameter.eager_value[0] is not run:
             whole = self.gather_on_hosts(parameter)
@@ -164,9 +165,10 @@ class Gathers:
         return parameter.eager_value[1]
 
     def _announce_read(self, parameter: ShardedParameter) -> None:
-        """Announce a read to the other workers, which have to take part.
+        """Announce to the other workers that this worker reads a parameter.
 
-        If they do not, the timeout error of this worker names the parameter.
+        The read is a gather in which all workers must take part. If they do not, the
+        timeout error of this worker names the parameter.
         """
         if id(parameter) in self.announcements:
             self.announcements[id(parameter)]()
@@ -186,7 +188,7 @@ class Gathers:
 
 @contextlib.contextmanager
 def backward_pass() -> Iterator[None]:
-    """Mark the operations traced in this context as a backward pass of the step."""
+    """Mark operations traced inside as a backward pass of the replica's step."""
     steps = _steps_of_replica()
     for step in steps:
         step.begin_backward_pass()
@@ -196,7 +198,7 @@ def backward_pass() -> Iterator[None]:
 
 
 def regather_used_units() -> None:
-    """Trace the second gathers that the backward pass has needed so far.
+    """Trace the second gathers of all units that the backward pass uses so far.
 
     Call it before another collective is traced: the collective may need gradients that
     depend on these gathers, and collectives of one channel run in trace order.
@@ -219,7 +221,7 @@ def _steps_of_replica() -> list[StepGathers]:
 
 @contextlib.contextmanager
 def marked_backward_pass(trace: ProgramTrace) -> Iterator[None]:
-    """Mark operations that a program traces inside as the backward pass of replicas."""
+    """Mark operations of a traced program as a backward pass of each replica."""
     passes: list[contextlib.ExitStack] = []
 
     def begin(_: list) -> None:
@@ -238,8 +240,8 @@ def marked_backward_pass(trace: ProgramTrace) -> Iterator[None]:
 
 def gathers_of(extended: Any, groups: ShardGroups) -> Gathers:
     """Return a strategy's `Gathers` for some owners, created at the first call."""
-    # Each change of the cluster creates a new group of all replicas, and so new
-    # `Gathers`.
+    # A change of the cluster creates a new group of all replicas, which has no
+    # `Gathers` yet, so that none of the old group are used.
     found = vars(groups.group).setdefault("_parameter_gathers", {})
     key = groups.num_copies, groups.has_two_levels, groups.group.nodes
     if key not in found:
@@ -256,7 +258,7 @@ def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Ten
     dtype = read_dtype(parameter)
 
     def read() -> tf.Tensor:
-        """Read the parameter in the step of the calling replica."""
+        """Read the parameter in the step of the replica that runs the program."""
         with _compat.autocasting(dtype if parameter.casts else None):
             return parameter.reader.read(parameter)
 

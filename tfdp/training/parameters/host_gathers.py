@@ -21,7 +21,7 @@ from tfdp.training.parameters.sharded_parameter import (
 )
 from tfdp.training.replicas.synchronized_scope import MESSAGE_BYTES
 
-# Announced after the last read, in place of the position of a parameter.
+# Value that worker 0 sends after its last read, instead of a parameter's position.
 _END = -1
 
 
@@ -115,7 +115,7 @@ def _columns_of_one(
 
 
 def _columns(part: tf.Variable, begin: int, end: int) -> tf.Tensor:
-    """Return the elements `begin` to `end` of a part, padded with zeros."""
+    """Return elements `begin` to `end` of a part, flat; zeros beyond the part."""
     found = tf.reshape(part.read_value(), [-1])[begin:end]
     return tf.pad(found, [[0, end - begin - found.shape[0]]])
 

@@ -122,9 +122,13 @@ def _join(
     """Concatenate the ranges of gathered buckets that make up one variable.
 
     Args:
-        parts: List of tuples of the first element, the number of the bucket, and the
-            range in the bucket; in order of elements.
+        parts: List of tuples of four ints: the range's first element in the variable,
+            the number of the bucket, and the begin and the end of the range in the
+            bucket. They are in the order of elements.
         flats: Sequence with a tensor for each bucket, or `None` if not gathered.
+
+    Returns:
+        Flat tensor, all elements of the variable.
     """
     merged: list[list[int]] = []
     for _, number, begin, end in parts:
@@ -139,7 +143,9 @@ def _join(
 
 
 def _append(runs: list[Segment | int], item: Segment | int) -> None:
-    """Append a segment or a number of zeros; merge it with a run that it continues.
+    """Append a segment or a number of zeros to the runs that are to be packed.
+
+    If it continues the last run, it is merged with this run.
 
     Args:
         runs: List of segments and numbers of zeros, in order; changed in place.
@@ -167,7 +173,7 @@ def _pack(
     tensors: Mapping[int, tf.Tensor],
     dtype: tf.DType,
 ) -> tf.Tensor:
-    """Concatenate the padded rows of some owners, see `pack_rows`.
+    """Concatenate the padded rows of some owners of a bucket into one flat tensor.
 
     Args:
         bucket: `ShardBucket`.

@@ -137,7 +137,10 @@ def sent_bytes(members: Sequence[ShardedParameter]) -> int:
 
 
 def _row_size(members: Sequence[ShardedParameter]) -> int:
-    """Return the elements of a row: the largest sum of an owner's padded parts."""
+    """Return the number of elements that each owner encodes for some parameters.
+
+    It is the largest sum, over owners, of the sizes of the owner's padded parts.
+    """
     by_owner = zip(*(parameter.ranges for parameter in members), strict=True)
     return max(
         sum(_padded_size(stop - start) for start, stop in ranges) for ranges in by_owner

@@ -100,7 +100,7 @@ class ShardGroups:
     def gather_across_nodes(
         self, piece: tf.Tensor, replica: int, *, channel: int = 0
     ) -> tf.Tensor:
-        """Gather slices across nodes, so that each node holds all slices.
+        """Gather slices from the other nodes, so that each node holds all slices.
 
         Args:
             piece: Tensor of shape `[slice_size]`.
@@ -188,8 +188,9 @@ class ShardGroups:
             Tensor like `tensor`, equal on all replicas.
         """
         if not self.is_first_copy(replica):
-            # Copies add zeros to one sum over all replicas. Separate sums of each node
-            # could be rounded differently, so that copies of state would drift apart.
+            # Replicas with copies of a slice add zeros to one sum over all replicas.
+            # With a sum for each node, results could be rounded differently, and copies
+            # would drift apart.
             tensor = tf.zeros_like(tensor)
         return Member(self.group, replica).all_reduce(tensor)
 

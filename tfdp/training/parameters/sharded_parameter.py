@@ -112,7 +112,7 @@ class ShardedParameter(MirroredVariable):
         return np.asarray(self._get().numpy())
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> ShardedParameter:
-        """Assign a whole value; each replica assigns its part."""
+        """Assign a value of the whole shape: each replica assigns its part."""
         del args, kwargs
         value = tf.convert_to_tensor(value, self.dtype)
         value.shape.assert_is_compatible_with(self.whole_shape)
@@ -120,14 +120,14 @@ class ShardedParameter(MirroredVariable):
         return self._update_parts(lambda part, own: part.assign(own), value)
 
     def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> ShardedParameter:
-        """Add a whole value; each replica adds its part."""
+        """Add a value of the whole shape: each replica adds to its part."""
         del args, kwargs
         delta = tf.convert_to_tensor(delta, self.dtype)
         self.record(delta, replaces=False)
         return self._update_parts(lambda part, own: part.assign_add(own), delta)
 
     def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> ShardedParameter:
-        """Subtract a whole value; each replica subtracts its part."""
+        """Subtract a value of the whole shape: each replica from its part."""
         return self.assign_add(-tf.convert_to_tensor(delta, self.dtype))
 
     def assign_part(self, value: tf.Tensor) -> None:

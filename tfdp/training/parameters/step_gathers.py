@@ -204,10 +204,13 @@ class StepGathers:
             self._current[id(parameter), dtype.name] = found
 
     def _gate(self, before: int) -> list[tf.Operation]:
-        """Return the gate of a gather: the last operation before an earlier first read.
+        """Return the gate of a gather.
+
+        It is the last operation that computes before the first read of an earlier unit.
 
         Args:
-            before: Int, number of the earlier gather; if negative, the gate is empty.
+            before: Int, number of the earlier unit's gather; if negative, the gate is
+                empty.
 
         Returns:
             List of one operation or none.
@@ -380,7 +383,7 @@ class ComputeOrder:
         return _compat.op_age(traced[-1]) if traced else 0
 
     def begin_with(self, tensors: Iterable[tf.Tensor]) -> None:
-        """Include operations that depend on gathered tensors in the order.
+        """Add operations that compute from newly gathered tensors to the order.
 
         Args:
             tensors: Iterable of tensors, the gathered parameters.
@@ -389,7 +392,9 @@ class ComputeOrder:
         self._dependent.update(tensor.op for tensor in tensors)
 
     def last_until(self, age: int) -> list[tf.Operation]:
-        """Return the last computing operation up to an age.
+        """Return the last operation up to an age that takes time to compute.
+
+        Only operations that depend on gathered parameters count.
 
         Args:
             age: Int, a position in the graph.

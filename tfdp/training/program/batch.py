@@ -3,8 +3,9 @@
 The parts are the tensors among the arguments of a step, such as `x` and `y`.
 
 Rows of a dense tensor stay on their replica. Ragged and sparse tensors are gathered
-before the step, since their number of values is not a multiple of the number of rows.
-Parts with another number of rows than the first one are gathered, too.
+before the step, since their number of values is not a multiple of the number of rows:
+they are whole, the same on every replica. So are parts with another number of rows
+than the first one.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _of_other_num_rows(part: Any) -> BatchPlaceholder:
 
 
 def placeholder_of(part: Any, num_replicas: int) -> BatchPlaceholder:
-    """Create the placeholder for one part of the batch.
+    """Create the placeholder for one part of the batch; other values are kept as is.
 
     Args:
         part: Dense, ragged or sparse tensor, or another value, on one replica.
@@ -156,7 +157,11 @@ def _of_ragged(part: tf.RaggedTensor, splits_size: Size = SPLITS) -> BatchPlaceh
 
 
 def _gather_ragged(part: tf.RaggedTensor, replica: Replica) -> list[tf.Tensor]:
-    """Gather the values and the row splits of a ragged tensor from all replicas.
+    """Gather a ragged tensor from all replicas, with row splits of the whole batch.
+
+    Args:
+        part: Ragged tensor, the rows of this replica.
+        replica: `Replica` that gathers.
 
     Returns:
         List of the flat values, and the row splits of each ragged axis.
@@ -187,6 +192,10 @@ def _of_sparse(part: tf.SparseTensor) -> BatchPlaceholder:
 
 def _gather_sparse(part: tf.SparseTensor, replica: Replica) -> list[tf.Tensor]:
     """Gather a sparse tensor from all replicas, with indices into the whole batch.
+
+    Args:
+        part: Sparse tensor, the rows of this replica.
+        replica: `Replica` that gathers.
 
     Returns:
         List of indices, values, a bool for each row of this replica, and the dense

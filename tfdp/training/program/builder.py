@@ -3,7 +3,8 @@
     decision of an operation -> inputs in the forms that it needs -> the operation
 
 An input that the replica holds in another form is converted: rows are gathered, parts
-are summed, and own rows are sliced from whole tensors.
+are summed, and own rows are sliced from whole tensors. An effect is an action between
+two operations, such as an update of variables, which is not an operation of the graph.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Builder:
     """Builder of one graph of a program on a replica.
 
     Args:
-        trace: `ProgramTrace`.
+        trace: `ProgramTrace` of the step, with its effects.
         plan: `Plan` of the graph.
         scope: `Scope`, properties of the whole program.
         replica: `Replica`, with its rows and its conversions.
@@ -107,7 +108,7 @@ class Builder:
         return inner
 
     def _build_with_effects(self, needed: Container[Any]) -> None:
-        """Build some operations, and all effects, in the order of the program."""
+        """Build the operations in `needed` and run all effects, in program order."""
         effects = list(self.trace.effects.get(self.plan.graph, ()))
         built: set = set()
         for position, last in enumerate(self.plan.graph.get_operations()):
@@ -296,7 +297,7 @@ class Builder:
         return template.build(inputs, control, kind)
 
     def build(self, op: Any) -> None:
-        """Build an operation, except one that is built once its result is needed."""
+        """Build an operation; leave constants and sizes until they are needed."""
         if op.type in ("Placeholder", "PlaceholderWithDefault"):
             self._build_read(op)
             return
@@ -376,7 +377,7 @@ class Builder:
             self._inherit_multiple(tensor)
 
     def _inherit_multiple(self, tensor: Any) -> None:
-        """Register the entries per row of a tensor, if those of an input are known."""
+        """Register the entries per row of a tensor: those of an input, if computed."""
         if tensor.op.type == "Reshape":
             return
         for source in tensor.op.inputs:
@@ -411,7 +412,11 @@ class Builder:
         return tf.where(self.replica.rows.total > 0, value, other)
 
     def _is_left_to_another_replica(self, op: Any) -> bool:
-        """Return whether another replica runs this write to a shared state or a log."""
+        """Return whether an operation runs on another replica only.
+
+        This holds for prints and summaries, and for writes to a state that local
+        replicas share.
+        """
         if op.outputs:
             return False
         if is_output(op):
@@ -419,14 +424,14 @@ class Builder:
         return not self.replica.is_writer and self.scope.is_shared(op)
 
     def _build_read(self, op: Any) -> None:
-        """Run the read that a placeholder of the program stands for, if any."""
+        """Read the value of a placeholder, if the trace has a function for it."""
         tensor = op.outputs[0]
         read = self.trace.reads.get(id(tensor))
         if read is not None and id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = read()
 
     def _run_effect(self, effect: Any) -> None:
-        """Run an effect, such as an update, with tensors in the forms it needs."""
+        """Run an `Effect`, such as an update, with tensors in the needed forms."""
         if effect.kind == "parts":
             tensors = [
                 self._zero_without_rows(self._as_partial_sum(t)) for t in effect.tensors
@@ -447,7 +452,7 @@ class Builder:
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
     def _as_partial_sum(self, gradient: Any) -> Any:
-        """Return what this replica adds to the sum of a dense or sparse gradient."""
+        """Return this replica's addend of a gradient's sum, or `None` for `None`."""
         if gradient is None:
             return None
         if not isinstance(gradient, tf.IndexedSlices):
@@ -461,6 +466,10 @@ class Builder:
         """Return this replica's rows of a sparse gradient, as values and indices.
 
         The rows of all replicas together are those of one device.
+
+        Args:
+            values: Tensor of the program, the values of an `IndexedSlices`.
+            indices: Tensor of the program, its indices.
         """
         of_values, of_indices = self.facts_of((values, indices))
         are_rows = of_values.is_rows and of_indices.is_rows and not of_values.axis
@@ -507,7 +516,7 @@ class Builder:
         return self._converted[key]
 
     def _get_sizes(self, tensor: Any, fact: Fact, need: Need) -> Any:
-        """Return integers computed from sizes in the needed form."""
+        """Return a tensor of `Form.SIZES`, integers from sizes, in the needed form."""
         if need.kind is Kind.AS_HELD:
             return self.sizes_of(tensor, of_all=False)
         program_sizes = self.sizes_of(tensor, of_all=True)
@@ -520,7 +529,7 @@ class Builder:
 
     @staticmethod
     def _is_held(fact: Fact, need: Need) -> bool:
-        """Return whether a replica holds a tensor in the needed form already."""
+        """Return whether a tensor with this `Fact` needs no conversion for a `Need`."""
         if need.kind is Kind.AS_HELD:
             return True
         if need.kind is Kind.WHOLE:
@@ -530,7 +539,7 @@ class Builder:
         return (fact.is_rows and fact.axis == need.axis) or fact.form is Form.EMPTY
 
     def _held(self, tensor: Any) -> Any:
-        """Return the value that this replica has of a tensor, without conversion."""
+        """Return this replica's value of a tensor as it is held; build it if new."""
         if id(tensor) not in self.tensors:
             with self.graph.as_default():
                 self._build_now(tensor.op)
@@ -735,7 +744,7 @@ class Builder:
 
 
 def _is_built_on_demand(op: Any, decision: Decision) -> bool:
-    """Return whether an operation is built only when a result is needed."""
+    """Return whether an operation is built only on demand: a constant, or sizes."""
     if op.type == "Const" or _known_values(op, decision) is not None:
         return True
     forms = {fact.form for fact in decision.outputs}
@@ -743,7 +752,7 @@ def _is_built_on_demand(op: Any, decision: Decision) -> bool:
 
 
 def _known_values(op: Any, decision: Decision) -> list | None:
-    """Return the known outputs of an operation as arrays, or else `None`."""
+    """Return an operation's outputs as arrays if the plan knows all, else `None`."""
     if op.type == "Const" or decision.build is not None or not decision.outputs:
         return None
     values = [sizes.numbers(fact.value) for fact in decision.outputs]

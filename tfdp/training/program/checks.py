@@ -35,7 +35,7 @@ def check_step(
     operations: list[tuple[str, Any]],
     rows: int | None,
 ) -> None:
-    """Compare a step between workers, and check what it gathers.
+    """Compare a loop's first step between workers, and check what a step gathers.
 
     Args:
         strategy: A tfdp strategy.
@@ -111,7 +111,7 @@ def _describe_gathers(loop: Loop, gathers: StepGathers, listed: Any) -> str:
 
 
 def _warn_of_gathers(strategy: Any, loop: Loop, gathers: StepGathers) -> None:
-    """Warn on the first worker, once per line and model, of large gathers."""
+    """Warn on the first worker, once per user's line and model, of large gathers."""
     topics = {f"{g.operation} {g.place}" for g in gathers.large}
     unread = {topic for topic in topics if user_code.is_new(topic, loop.model)}
     new = [g for g in gathers.large if f"{g.operation} {g.place}" in unread]

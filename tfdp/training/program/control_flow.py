@@ -45,7 +45,7 @@ def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> 
     needs: Sequence[Need] = decision.details
 
     def branch(plan: Any) -> Callable:
-        """Return a function that builds one branch."""
+        """Return a function that builds the branch with this plan."""
 
         def compute() -> list:
             """Build the branch, and return its results in the needed forms."""
@@ -73,7 +73,7 @@ def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> 
 
 
 def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
-    """Build a `While` of the variables that change and are needed.
+    """Build a `While` with only those of its loop variables that change and are needed.
 
     The arguments and the result are those of `build`.
     """
@@ -102,7 +102,7 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         return builder.run_inside(plan, op.inputs, values_by_input)
 
     def cond(*values: Any) -> Any:
-        """Build the condition for values of the changed variables."""
+        """Build the condition, a bool tensor, for values of the changed variables."""
         inner = run_inside(cond_plan, values)
         return inner.get(cond_plan.graph.outputs[0], WHOLE)
 
@@ -141,7 +141,7 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
 
 
 def _counts_passes(op: Any, body: Any) -> bool:
-    """Return whether the first variable of a loop counts its passes from zero."""
+    """Return whether a loop's first variable counts passes, given its body's graph."""
     before, after = body.inputs[0], body.outputs[0].op
     # The loop of a gradient returns its counter through an `Identity`.
     while after.type == "Identity":

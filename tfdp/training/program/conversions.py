@@ -80,7 +80,7 @@ class Replica:
         self.is_first_part: tf.Tensor | None = None
 
     def of_part(self, rows: Rows, index: tf.Tensor) -> Replica:
-        """Return the replica as it computes one micro-batch.
+        """Return a copy of the replica that computes only one micro-batch.
 
         Args:
             rows: `Rows` of the micro-batch.
@@ -103,7 +103,7 @@ class Replica:
         ]
 
     def gather(self, rows: tf.Tensor, axis: int) -> tf.Tensor:
-        """All-gather the rows of all replicas along an axis."""
+        """All-gather the rows of all replicas along an axis, 0 for strings."""
         if self._group.size == 1:
             return rows
         if rows.dtype == tf.string:
@@ -117,7 +117,7 @@ class Replica:
         return tf.transpose(self._gather(tf.transpose(rows, order)), inverse)
 
     def _gather(self, rows: tf.Tensor) -> tf.Tensor:
-        """All-gather rows that are numbers, along the first axis."""
+        """All-gather the rows of all replicas, numbers, along the first axis."""
         regather_used_units()
         return self._group.gather(rows)
 
@@ -149,7 +149,8 @@ class Replica:
         Args:
             tensor: Tensor, the same on all replicas.
             axis: Int, the axis of rows.
-            multiple: Int, number of entries per row, or `None` to compute it.
+            multiple: Int, number of entries per row; or `None` to compute it in the
+                step, which fails if the size is not a multiple of the number of rows.
             may_broadcast: Bool, whether an axis of size one is not sliced, since it
                 broadcasts. Defaults to `False`.
         """
@@ -229,7 +230,8 @@ class Replica:
         """Register variables to be averaged over all replicas after the step.
 
         Args:
-            handles: Sequence of resource tensors of this replica's components.
+            handles: Sequence of resource tensors, the handles of this replica's
+                components of distributed variables.
 
         Returns:
             Bool, whether they will be averaged; `False` if that is not possible.

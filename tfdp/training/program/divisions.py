@@ -119,6 +119,9 @@ def _divides_by_name(text: str, num_replicas: int, names: set[str]) -> bool:
 def name_of_count(text: str) -> str | None:
     """Return the name to which a line assigns the number of replicas.
 
+    Args:
+        text: String, line of the user's script that reads `num_replicas_in_sync`.
+
     Returns:
         String, the name, or `""` where the line may pass the number on under any name;
         or `None` where the line only computes with it or prints it.

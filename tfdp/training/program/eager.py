@@ -5,6 +5,9 @@
 
 With `run_eagerly=True` there is no traced program that could be divided. The mode is
 for debugging: a step may be any Python code and has to be correct, but may be slow.
+
+A job is a part of the step that runs on every replica, such as an update: the first
+local replica records it as a tuple of tensors, a callable, and the kind of an `Effect`.
 """
 
 from __future__ import annotations
@@ -54,6 +57,9 @@ class EagerProgram(ProgramTrace):
             run: Callable that takes these tensors, such as an update by the optimizer.
             kind: String, that of `Effect`, such as `"parts"` for gradients. Defaults to
                 `"whole"`.
+
+        Raises:
+            ValueError: If a `tf.function` in the step makes the update.
         """
         if kind == "as held":
             run(list(tensors))
@@ -171,7 +177,7 @@ class EagerStep:
         return result
 
     def _follow(self, group: TrainingGroup) -> None:
-        """Run the jobs that the first local replica records on the running replica."""
+        """Run the first local replica's jobs on this one; copy assigned variables."""
         program = self._program
         assert program is not None
         # The first replica appends jobs while this loop runs: its thread continues
@@ -181,7 +187,7 @@ class EagerStep:
         program.copy_assigned(group.replica)
 
     def _own_result(self, group: TrainingGroup) -> Any:
-        """Return the logs, or the rows of the running replica."""
+        """Return the step's result for a replica of a group: its rows, or the logs."""
         assert self._program is not None
         result, counts = self._program.result, self._program.row_counts
         if not self.returns_rows:
@@ -203,7 +209,7 @@ def _empty_gradient_like(gradient: Any) -> Any:
 
 
 def _num_rows(args: Any) -> int:
-    """Return the number of rows of the first tensor of a nest, or 0."""
+    """Return the number of rows of the first tensor in a step's arguments, or 0."""
     first = first_tensor(args)
     return 0 if first is None else int(num_rows(first))
 
@@ -245,7 +251,7 @@ def _concatenate(parts: list) -> Any:
 
 
 def _all_gather(tensor: tf.Tensor, workers: ProcessGroup, rank: int) -> list[tf.Tensor]:
-    """All-gather a tensor of any dtype and shape; return one for each worker."""
+    """All-gather an eager tensor of any shape; return a list of all, by rank."""
     own = tf.io.decode_raw(tf.io.serialize_tensor(tensor), tf.uint8)
     joined, counts = gather_first_axis(own, workers, 0, rank)
     serialized, tensors = joined.numpy().tobytes(), []

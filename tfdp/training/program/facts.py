@@ -92,7 +92,7 @@ class Fact:
         )
 
     def held(self) -> tuple:
-        """Return form and axis of rows, which are the same in all passes of a loop."""
+        """Return the pair of the form and the axis, which is 0 except for rows."""
         return self.form, self.axis if self.is_rows else 0
 
 
@@ -117,7 +117,7 @@ def whole(sizes: Any = None, value: np.ndarray | None = None) -> Fact:
 
 
 def integers(value: np.ndarray) -> Fact:
-    """Return the `Fact` of integers that are computed from sizes.
+    """Return the `Fact` of integers: `Form.SIZES` if one is a multiple of the rows.
 
     `value` is an array of `Size` with the elements of the tensor.
     """
@@ -134,7 +134,10 @@ def part(sizes: Any = None) -> Fact:
 def own_rows(sizes: tuple[Size, ...], axis: int = 0) -> Fact:
     """Return the `Fact` of a tensor that is sharded by rows along an axis.
 
-    `sizes` is the shape of the tensor of all replicas.
+    Args:
+        sizes: Tuple of `Size`, the shape of the tensor of all replicas. If the size of
+            the axis is not a multiple of the rows, an unknown multiple replaces it.
+        axis: Int, the axis of rows. Defaults to 0.
     """
     if sizes[axis].kind != "rows":
         sizes = with_rows(sizes, axis, None)

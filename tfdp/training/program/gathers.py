@@ -45,13 +45,16 @@ class Conversion:
 def conversions_of(
     trace: ProgramTrace, plan: Plan, cuts: list[tuple[Any, bool]]
 ) -> list[Conversion]:
-    """Return the conversions of a step, in the order of the program.
+    """Return the tensors that a step gathers or sums over replicas, in program order.
 
     Args:
         trace: `ProgramTrace` of the step.
         plan: `Plan` of its graph.
         cuts: List of pairs of a tensor that the step returns, and whether it is
             returned as a partial sum.
+
+    Returns:
+        List of `Conversion`, one for each tensor.
     """
     conversions: dict[int, Conversion] = {}
     for of_graph, tensor, need, op in _needs(trace, plan, cuts):
@@ -104,9 +107,11 @@ def _is_statistic(conversion: Conversion) -> bool:
 def _needs(
     trace: ProgramTrace, plan: Plan, cuts: list[tuple[Any, bool]]
 ) -> Iterator[tuple[Plan, Any, Need | None, Any]]:
-    """Yield tuples of plan, tensor, the needed form and the operation that needs it.
+    """Yield what the operations, effects and results of a step need.
 
-    A need of `None` stands for a result that the operation itself reduces.
+    Each item is a tuple of the plan of a graph, a tensor in it, the needed form, and
+    the operation that needs the tensor. The form is `None` for a result that the
+    operation itself reduces over replicas.
 
     Args:
         trace: `ProgramTrace` of the step.
@@ -129,7 +134,7 @@ def _needs(
 
 
 def _live_operations(plan: Plan) -> Iterator[tuple[Plan, Any]]:
-    """Yield the needed operations of a plan, and those inside branches and loops."""
+    """Yield the needed operations, each with its plan, also those of inner graphs."""
     for op in in_order(plan.graph):
         if op in plan.live and op in plan.decisions:
             yield plan, op
@@ -138,7 +143,7 @@ def _live_operations(plan: Plan) -> Iterator[tuple[Plan, Any]]:
 
 
 def fingerprint_of(conversions: list[Conversion]) -> list[list[str]]:
-    """Return the conversions of a step as strings that workers compare.
+    """Return a step's conversions, a list of `Conversion`, as strings to be compared.
 
     Returns:
         List of pairs of strings: the converted tensor; the operation and its line.
@@ -205,7 +210,7 @@ def gathers_of(conversions: list[Conversion]) -> tuple[Gather, ...]:
 
 
 def gather_of(conversion: Conversion) -> Gather:
-    """Return the `Gather` of a conversion: its operation, line and bytes."""
+    """Return the `Gather` of a conversion: operation, the user's line and bytes."""
     fact, tensor = conversion.fact, conversion.tensor
     bytes_each, power, is_exact = max(tensor.dtype.size, 1), 0, fact.sizes is not None
     is_exact &= tensor.dtype != tf.string

@@ -1,4 +1,7 @@
-"""Search for the operations and tensors that a program's results and effects need."""
+"""Search for the operations and tensors that a program's results and effects need.
+
+An effect is an action between two operations, such as an update of variables.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ def _follows_from_rows(fact: Fact | None) -> bool:
 
 
 def _find_live_variables(plan: Any, op: Any, scope: Any) -> None:
-    """Find the variables of a loop that are needed, in the loop or after it.
+    """Mark the variables of a loop that are needed, in the loop or after it.
 
     A list that keeps shapes for the gradient is not needed where these shapes follow
     from the number of rows.
@@ -109,9 +112,12 @@ def _find_live_variables(plan: Any, op: Any, scope: Any) -> None:
 
 
 def _effects_inside(decision: Decision, scope: Any) -> Iterator[Any]:
-    """Yield the effects in the branches of an operation, nested ones included.
+    """Yield the effects in the graphs inside of an operation, nested ones included.
 
-    An effect is an action such as an update, see `Effect`.
+    Args:
+        decision: `Decision` for the operation, with the plans of its branches, loop or
+            call.
+        scope: `Scope` of the program, with its effects.
     """
     for inner in decision.plans:
         yield from scope.effects.get(inner.graph, ())

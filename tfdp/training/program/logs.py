@@ -38,10 +38,14 @@ class LogTail:
     operations: list[Any]
 
     def values(self, builder: Any) -> list:
-        """Return the number of rows of a replica and its values of `cuts`.
+        """Return the values from which logs are computed after the step on a replica.
 
         Args:
             builder: `Builder` of the replica's step.
+
+        Returns:
+            List of the number of rows of the replica, a float64 scalar, and its value
+            of each tensor in `cuts`; those of the kind `MEAN` are multiplied by rows.
         """
         rows = tf.cast(builder.replica.rows.own, tf.float64)
         group_rows = tf.cast(builder.replica.rows.total, tf.float64)
@@ -93,7 +97,7 @@ class LogTail:
 def find_log_tail(
     plan: Plan, results: Any, scope: Scope, *, is_of_all: bool
 ) -> LogTail:
-    """Cut off the part of a program that only its logs need.
+    """Remove from a plan the operations that only its logs need, and return them.
 
     Args:
         plan: `Plan` of the step.
@@ -126,7 +130,11 @@ def find_log_tail(
 
 
 def _bound_to_step(plan: Plan, scope: Scope) -> set:
-    """Return the set of operations that must run within the step, and their inputs."""
+    """Return the set of operations that must run within the step, not after it.
+
+    Examples are operations with effects or on rows. All operations that they depend
+    on are included.
+    """
     pending = []
     for effect in scope.effects.get(plan.graph, ()):
         pending += [t.op for t in effect.symbolic_tensors() if t.graph is plan.graph]

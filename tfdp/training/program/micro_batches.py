@@ -24,7 +24,7 @@ from tfdp.training.program.plan import Plan, converts, in_order, is_conversion
 from tfdp.training.program.rules.state import READS, is_output, writes_state
 from tfdp.training.program.view import CannotDivideError, Decision, Need
 
-# Limit on the loops of a step: each loop computes again what it needs of earlier ones.
+# Limit on the loops of a step: each loop repeats what it needs of earlier loops.
 # Masks and weights of rows need two loops; a model with a synchronized
 # BatchNormalization in every layer would need as many loops as layers.
 _MOST_LOOPS = 3
@@ -62,7 +62,8 @@ class MicroPlan:
     def is_anywhere(self, op: Any) -> bool:
         """Return whether every loop and stage that needs an operation builds it itself.
 
-        Its outputs follow from sizes, or are lists without elements.
+        It is `True` if the outputs are known numbers, follow from sizes, or are lists
+        without elements.
         """
         facts = self.plan.decisions[op].outputs if op in self.plan.decisions else ()
         return bool(facts) and all(
@@ -170,12 +171,12 @@ class _Planner:
         return self._plan.facts.get(id(tensor)) or Fact(Form.WHOLE)
 
     def _couples(self, decision: Decision) -> bool:
-        """Return whether replicas communicate while an operation runs."""
+        """Return whether replicas communicate while the decided operation runs."""
         inner = (converts(plan, self._effects) for plan in decision.plans)
         return decision.has_collective or any(inner)
 
     def _changes_state(self, op: Any, plan: Plan) -> bool:
-        """Return whether an operation, or one inside of it, changes a state."""
+        """Return whether an operation, or one of its inner graphs, changes a state."""
         if writes_state(op):
             return op.type not in PRUNED
         return op in plan.decisions and any(
@@ -215,7 +216,7 @@ class _Planner:
                     self._late.add(op)
 
     def _position_of_update(self, positions: Mapping[Any, int]) -> float:
-        """Return the position of the first update of a step, or infinity."""
+        """Return the position in the graph of a step's first update, or infinity."""
         effects = self._effects.get(self._plan.graph, ())
         # Effects of the kind "as held" only observe a tensor.
         found = [effect.position for effect in effects if effect.kind != "as held"]
@@ -228,7 +229,8 @@ class _Planner:
     def _level(self, op: Any) -> int:
         """Return the index of the first loop or stage in which an operation can run.
 
-        The tensors of loops that the operation needs are added to `_frontier`.
+        The tensors of loops that the operation needs are added to `_frontier`. If it
+        can run in no loop, a `CannotDivideError` is raised.
         """
         level = _MOST_LOOPS if op in self._late else 0
         is_inside = op in self._micro.inside
@@ -287,10 +289,10 @@ class _Planner:
         return needed
 
     def _check_returned(self, tensor: Any) -> None:
-        """Raise if a loop cannot combine a tensor's values of all micro-batches.
+        """Raise a `CannotDivideError` if a loop cannot combine a tensor's values.
 
-        These are lists, resources, rows along another axis than the first, and values
-        of one replica alone.
+        A loop combines the values of all micro-batches, except of lists, resources,
+        rows along another axis than the first, and values of one replica alone.
         """
         fact = self._fact(tensor)
         is_list = tensor.dtype in (tf.variant, tf.resource)

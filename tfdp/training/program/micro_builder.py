@@ -1,4 +1,4 @@
-"""Construction of a step that computes a replica's rows in several micro-batches."""
+"""Construction of a step with stages that run once and loops over micro-batches."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StagedBuilder(Builder):
             self._build_with_effects(set(self._of_stage(self.micro.last_stage)))
 
     def _gate(self, stage: int) -> tf.Operation:
-        """Return an operation after which a loop's results may be used.
+        """Create the operation after which the results of a stage's loop may be used.
 
         A replica that waited in a collective while another one of its process runs out
         of memory would leave the collective unusable.
@@ -76,18 +76,18 @@ class StagedBuilder(Builder):
         return gate
 
     def _of_stage(self, stage: int) -> list:
-        """Return the operations of a stage, in order."""
+        """Return the operations of a stage, an index from 0, in program order."""
         return [op for op, own in self.micro.stages.items() if own == stage]
 
     def _build_operation(self, op: Any) -> None:
-        """Build an operation; a read of an assigned state returns what is assigned."""
+        """Build an operation, or replace a read by the tensor that was assigned."""
         if op in self.micro.forwarded:
             self._store(op.outputs[0], self.get(*self.micro.forwarded[op]))
         else:
             super()._build_operation(op)
 
     def _build_micro_batches(self, stage: int) -> None:
-        """Build a loop over the micro-batches of this replica."""
+        """Build the loop after a stage, over the micro-batches of this replica."""
         returned = self.micro.results[stage]
         own = tf.cast(self.replica.rows.own, tf.int32)
         count = tf.maximum(tf.minimum(self.num_parts, own), 1)
@@ -161,7 +161,7 @@ class MicroBatchBuilder(Builder):
     begin: Any
 
     def get(self, tensor: Any, need: Need = AS_HELD) -> Any:
-        """Return a tensor in the needed form; totals come from outside of the loop."""
+        """Return a tensor like `Builder.get`, but totals from outside of the loop."""
         is_total = need.kind is Kind.WHOLE and self.parent is None
         if is_total and is_conversion(self.fact(tensor), need):
             return self.around.get(tensor, WHOLE)
@@ -179,7 +179,10 @@ class MicroBatchBuilder(Builder):
         return tf.maximum(entries // tf.maximum(self.own_rows, 1), 1)
 
     def _held(self, tensor: Any) -> Any:
-        """Return this micro-batch's value of a tensor, without a conversion."""
+        """Return this micro-batch's value of a tensor, without a conversion.
+
+        Of rows that are computed outside of the loop it takes a slice.
+        """
         is_here = (
             self.parent is not None
             or tensor.op in self.micro.inside
@@ -264,7 +267,7 @@ class _Join:
         return total + added if self._fact.form is Form.PART else added
 
     def end(self, total: Any) -> tf.Tensor:
-        """Return the combined value as a tensor, in the dtype of the program."""
+        """Return the value after the last pass as a tensor, in the program's dtype."""
         if not self._fact.is_rows:
             whole = tf.identity(tf.cast(total, self.tensor.dtype))
             whole.set_shape(self.tensor.shape)

@@ -66,7 +66,7 @@ class Plan:
         return self.facts[id(tensor)]
 
     def is_needed(self, op: Any, index: int) -> bool:
-        """Return whether an operation needs an input, or a loop needs a variable.
+        """Return whether an operation's input, or a loop's variable, is needed.
 
         Args:
             op: `tf.Operation` of the graph.
@@ -124,13 +124,16 @@ class Scope:
 def make_plan(
     graph: Any, inputs: Mapping[int, Fact], outputs: Sequence[Any], scope: Scope
 ) -> Plan:
-    """Plan a graph of the program.
+    """Plan how replicas build a graph: decide on each operation, in order.
 
     Args:
         graph: `tf.Graph` to plan.
         inputs: Dict from the `id` of a placeholder to its `Fact`.
         outputs: Sequence of tensors of the graph that are needed.
-        scope: `Scope` of the program.
+        scope: `Scope` of the program. Operations that must run whole are added to it.
+
+    Raises:
+        CannotDivideError: If a tensor has to be gathered that no collective can carry.
     """
     scope.unread.update(_find_unread(graph))
     while True:
@@ -242,7 +245,7 @@ def _plan_operation(plan: Plan, op: Any, scope: Scope) -> None:
 
 
 def _decide(view: View) -> Decision:
-    """Decide how replicas build an operation: by its graphs, a marker, or the rules."""
+    """Decide how replicas build an operation: by its graphs, a marker, or by rules."""
     op, kind = view.op, view.type
     if op in view.scope.whole:
         return _run_whole(view)
@@ -302,7 +305,7 @@ def _set_decision(plan: Plan, op: Any, decision: Decision) -> None:
 
 
 def _fact_of_constant(op: Any) -> Fact:
-    """Return the `Fact` of a constant, with its value if that is small."""
+    """Return the `Fact` of a `Const`, with its value if it has at most 64 elements."""
     tensor = op.outputs[0]
     dtype, count = tensor.dtype, tensor.shape.num_elements()
     is_number = dtype.is_integer or dtype.is_floating or dtype.is_bool
@@ -417,12 +420,16 @@ def _common_form(facts: Sequence[Fact]) -> tuple[Need, Fact]:
 def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
     """Decide how to build a `While`.
 
-    The body is planned repeatedly, until the forms of its variables stop changing.
+    The body is planned repeatedly, until the forms of its variables stop changing. A
+    loop that would contain a collective is marked to run on the whole batch.
 
     Args:
         view: `View` of the loop.
         may_divide: Bool, whether to look for collectives inside, for which the loop has
             to run on the whole batch. Defaults to `True`.
+
+    Raises:
+        CannotDivideError: If the forms still change after `_MAX_PASSES` passes.
     """
     scope = view.scope
     cond, body = _compat.loop_graphs(view.op)
@@ -481,7 +488,7 @@ def _without_value(fact: Fact) -> Fact:
 
 
 def converts(plan: Plan, effects: Mapping[Any, Sequence[Any]]) -> bool:
-    """Return whether a planned graph gathers a tensor, or sums one over replicas."""
+    """Return whether a planned graph without effects gathers or sums over replicas."""
     if effects.get(plan.graph):
         # A graph with effects is not counted as one with conversions: an update in it
         # reduces gradients itself, and raises an error where a loop does not allow it.

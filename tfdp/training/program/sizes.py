@@ -80,7 +80,11 @@ class Size:
         return _free_or_unknown(self, other)
 
     def _quotient(self, other: Size) -> Size:
-        """Divide a multiple of the rows by another one, or by a number."""
+        """Divide this multiple of the rows by another one, or by a number.
+
+        The result is `UNKNOWN` unless it is a whole number or a multiple of the rows.
+        An unknown multiple divided by the rows is `FREE`.
+        """
         of_rows = other.kind == "rows"
         if self.number is None:
             return FREE if of_rows and other.number == 1 else UNKNOWN
@@ -95,7 +99,10 @@ class Size:
         return _free_or_unknown(self, other)
 
     def maximum(self, other: Size) -> Size:
-        """Return the larger size if the batch has rows, or else `FREE` or `UNKNOWN`."""
+        """Return the larger size, or `FREE` or `UNKNOWN` if it is not known.
+
+        A multiple of the rows counts as larger than 0 and 1, as if no batch were empty.
+        """
         if self.kind == other.kind == "number":
             return number(max(self.number, other.number))
         for one, another in ((self, other), (other, self)):
@@ -166,7 +173,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def array(values: Any) -> np.ndarray:
-    """Return an array of sizes from an array of numbers or a sequence of sizes."""
+    """Return an array of `Size` from an array of numbers or a sequence of `Size`."""
     if isinstance(values, np.ndarray) and values.dtype != object:
         return array([number(n) for n in values.ravel()]).reshape(values.shape)
     result = np.empty(len(values), object)
@@ -175,7 +182,7 @@ def array(values: Any) -> np.ndarray:
 
 
 def numbers(values: np.ndarray | None) -> np.ndarray | None:
-    """Return the numbers of an array of sizes, or `None` unless all are known."""
+    """Return an array of `Size` as numbers, or `None` unless all of them are known."""
     if values is None or any(size.kind != "number" for size in values.ravel()):
         return None
     flat = [size.number for size in values.ravel()]
@@ -191,7 +198,10 @@ def broadcast(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
 
 
 def _broadcast_axis(sizes: list[Size]) -> Size:
-    """Return the size that the sizes of one axis broadcast to."""
+    """Return the size of an axis to which the operands' sizes of it broadcast.
+
+    If sizes other than one differ, a multiple of the rows takes precedence.
+    """
     others = [size for size in sizes if size != ONE]
     for kind in ("rows", "splits", "number", "unknown", "free"):
         match = next((size for size in others if size.kind == kind), None)

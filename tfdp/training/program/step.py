@@ -119,6 +119,9 @@ class DividedStep:
         Returns:
             Nest of rows that the step returns, or list of tensors from which `tail`
             computes logs.
+
+        Raises:
+            ValueError: If the step cannot be divided, or differs between workers.
         """
         # A trace captures tensors of the graph in which it was created. A step that XLA
         # compiles is built inside the compiled function, which has another graph.
@@ -189,6 +192,8 @@ class DividedStep:
 
     def _join_gates(self, builder: StagedBuilder) -> None:
         """Let a replica use a loop's results once all local replicas have run the loop.
+
+        The loops are those over micro-batches.
 
         Args:
             builder: `StagedBuilder` of a local replica, which has run. The call for the
@@ -314,7 +319,11 @@ class DividedStep:
     def _component_of(self, outer: Any, replica: int) -> Any:
         """Return the handle of a local replica's component of a captured variable.
 
-        Other captured values are returned unchanged. `replica` is the local index.
+        Other captured values are returned unchanged.
+
+        Args:
+            outer: Value outside of the program that a tensor of the program captures.
+            replica: Int, local index of the replica.
         """
         variable = self._variable_of(outer)
         return outer if variable is None else variable.values[replica].handle
@@ -324,7 +333,10 @@ class DividedStep:
         return isinstance(self._variable_of(self._outermost(handle)), MetricVariable)
 
     def _shared_states(self, graph: Any) -> set[int]:
-        """Return the `id`s of written resources that local replicas share."""
+        """Return the `id`s of resources that a graph writes and all replicas use.
+
+        Examples are tables, and variables created outside of the scope.
+        """
         if self._strategy.extended.num_local == 1:
             return set()
         return {
@@ -336,7 +348,7 @@ class DividedStep:
         }
 
     def _outermost(self, tensor: Any) -> Any:
-        """Follow captures of nested functions to the value outside of all of them."""
+        """Return the outermost value that a tensor captures, or the tensor itself."""
         while tf.is_symbolic_tensor(tensor):
             if tensor.graph not in self._captures:
                 self._captures[tensor.graph] = {
@@ -402,7 +414,10 @@ def rows_of_replica(
 
 @contextlib.contextmanager
 def _naming_operations(problem: str) -> Iterator[None]:
-    """Raise `ValueError` for an operation that prevents a division of the step."""
+    """Turn a `CannotDivideError` in the context into a `ValueError` for the user.
+
+    `problem` begins its message, which then names the operation and the user's line.
+    """
     try:
         yield
     except CannotDivideError as error:

@@ -28,7 +28,7 @@ _Entry = TypeVar("_Entry")
 
 
 def operations(names: str) -> frozenset[str]:
-    """Return the types of operations in a text, separated by blanks."""
+    """Return the set of the types of operations in a text, separated by blanks."""
     return frozenset(names.split())
 
 
@@ -135,7 +135,9 @@ class Decision:
             divides it. Defaults to `False`.
         plans: Sequence of `Plan`, one for each graph of a branch, a loop or a call.
             Defaults to none.
-        details: Further argument for building a branch or a loop. Defaults to `None`.
+        details: For a branch, a list of the `Need` of each result; for a loop, a list
+            of bools, whether its body leaves each variable unchanged. Defaults to
+            `None`.
         has_collective: Bool, whether `build` itself sums over replicas or gathers.
             Defaults to `False`.
     """
@@ -188,11 +190,14 @@ class View:
         return all(fact.has_free_sizes or fact.rank == 0 for fact in self.facts)
 
     def output_sizes(self, index: int = 0) -> Any:
-        """Return the sizes of an output, as far as TensorFlow knows them."""
+        """Return the sizes of an output, as far as TensorFlow knows them.
+
+        The result is `None` if the rank is not known, or for a list.
+        """
         return static_sizes(self.op.outputs[index], is_free=self.is_free)
 
     def whole_outputs(self) -> list[Fact]:
-        """Return the `Fact`s of the outputs if they are replicated."""
+        """Return the `Fact`s that the outputs have when all inputs are whole."""
         shape = self._shape_from_input()
         if shape is not None:
             return [whole(shape)]
@@ -235,7 +240,7 @@ class View:
         return [part(fact.sizes) for fact in self.whole_outputs()]
 
     def rows_output(self, axis: int, multiple: int | None, index: int = 0) -> Fact:
-        """Return the `Fact` of an output that is sharded by rows.
+        """Return the `Fact` of an output of known rank that is sharded by rows.
 
         Args:
             axis: Int, the axis of rows of the output.

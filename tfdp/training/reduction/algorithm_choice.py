@@ -85,9 +85,8 @@ class AlgorithmChoice:
     def all_reduce(self) -> Callable[..., tf.Tensor]:
         """Callable that all-reduces a bucket without compressors.
 
-        Its arguments are those of `tfdp.communication.collectives.ring`.
-
-        For Adasum it also needs `sizes`, the sizes of the gradients in the bucket.
+        Its arguments are those of `tfdp.communication.collectives.ring`; for Adasum
+        also `sizes`, the sizes of the gradients in the bucket.
         """
         inner, outer = self.inner.dtype, self.outer.dtype
         if self.algorithm.name == ADASUM:

@@ -17,8 +17,8 @@ from tfdp.training.compression.compressed_reduce import Wire
 from tfdp.training.reduction.algorithm_choice import RING, AlgorithmChoice
 from tfdp.training.reduction.compressor_choice import LevelCompressors, best_choice
 
-# Least fraction of the predicted time that compression has to save. It makes up for
-# two casts, which the cost model does not include.
+# Least fraction of the predicted time that compression must save to be chosen. It makes
+# up for two casts, which the cost model does not include.
 _MIN_SAVED_FRACTION = 0.1
 # Dtypes of buckets that may be compressed.
 _COMPRESSIBLE_DTYPES = ("float32", "float64")
@@ -65,12 +65,15 @@ class AlgorithmSelector:
 
     @property
     def depends_on_links(self) -> bool:
-        """Bool, whether the choice of algorithms depends on the links."""
+        """Bool, whether the algorithm is chosen by predicted times, from the links."""
         return self._fixed is None and self.topology.num_replicas > 2
 
     @property
     def needs_whole_buckets(self) -> bool:
-        """Bool, whether Adasum or a compressor cannot reduce parts of buckets."""
+        """Bool, whether parts of a bucket cannot be reduced on their own.
+
+        Adasum and some compressors need whole buckets.
+        """
         if self._compressors is None:
             return self.combines_means
         return not self._compressors.cuts_buckets
@@ -212,16 +215,18 @@ class AlgorithmSelector:
         candidates = candidates_for(self.topology)
         if self.are_links_known:
             return candidates
-        # The default links are assumptions. They are good enough for a choice by the
-        # bytes between nodes, but not for one by the latency of messages.
+        # Without a measurement the links are assumptions. These suffice for a choice by
+        # the bytes between nodes, but not for one by the latency of messages.
         safe = (RING, Algorithm("hierarchical"))
         return tuple(algorithm for algorithm in candidates if algorithm in safe)
 
 
 def _check_floating(plan: BucketPlan, option: str) -> None:
-    """Raise a `ValueError` if a bucket has integers, which an option excludes.
+    """Raise a `ValueError` if a bucket of a plan has integers.
 
-    `option` is the name of that option, for the message.
+    Args:
+        plan: `BucketPlan`.
+        option: String, name of the option that excludes integers, for the message.
     """
     for bucket in plan:
         if not tf.as_dtype(bucket.dtype).is_floating:
@@ -234,9 +239,11 @@ def _check_floating(plan: BucketPlan, option: str) -> None:
 def _fixed_algorithm(
     options: CommunicationOptions, topology: Topology
 ) -> tuple[Algorithm | None, str]:
-    """Return the algorithm of the options that can run, and a warning or `""`.
+    """Return the algorithm that the options ask for, or a replacement that can run.
 
-    The algorithm is `None` if it is to be chosen for each bucket.
+    Returns:
+        Tuple of an `Algorithm`, or `None` if it is to be chosen for each bucket; and a
+        string, a warning or `""`.
     """
     option = options.algorithm
     if option == "auto":

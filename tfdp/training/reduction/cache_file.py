@@ -87,7 +87,7 @@ def write_entries(path: pathlib.Path, entries: Mapping[str, Any]) -> bool:
 
 
 def store_entry(path: pathlib.Path, key: str, entry: Any) -> bool:
-    """Set one entry of a cache file, see `write_entries`; the others stay."""
+    """Set one entry of a cache file; the others stay. Return whether it was written."""
     return write_entries(path, {**read_entries(path), key: entry})
 
 
@@ -142,7 +142,7 @@ def store_links(key: str, links: Links, path: pathlib.Path | None = None) -> boo
 
 
 def _read_links(path: pathlib.Path) -> dict[str, Links]:
-    """Return the links of a file by their keys, without invalid entries."""
+    """Return the valid links in a file, by their keys: cluster and versions."""
     links = {}
     for key, entry in read_entries(path).items():
         with contextlib.suppress(TypeError, KeyError, ValueError):

@@ -15,7 +15,7 @@ from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
 
 @dataclasses.dataclass
 class CarriedScalar:
-    """Scalar that is summed over the replicas with a bucket.
+    """Scalar that is summed over the replicas as an element of a bucket.
 
     Args:
         value: Scalar float32 tensor of this replica.
@@ -29,7 +29,10 @@ class CarriedScalar:
 
 @contextlib.contextmanager
 def carrying(value: tf.Tensor | None) -> Iterator[CarriedScalar | None]:
-    """Open a context in which a bucket that this thread reduces carries a scalar.
+    """Open a context in which one bucket of this thread carries a scalar.
+
+    Args:
+        value: Scalar float32 tensor of this replica, or `None` for none.
 
     Yields:
         `CarriedScalar`, or `None` if `value` is `None`.
@@ -40,7 +43,7 @@ def carrying(value: tf.Tensor | None) -> Iterator[CarriedScalar | None]:
 
 
 def waiting() -> CarriedScalar | None:
-    """Return the scalar that this thread's next buckets may carry, or `None`."""
+    """Return the scalar that no bucket of this thread has carried yet, or `None`."""
     carried: CarriedScalar | None = step_context.current().carried
     return carried if carried is not None and carried.total is None else None
 

@@ -229,7 +229,11 @@ def _cell(tag: str, text: str, side: str) -> str:
 
 
 def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
-    """Create the plan of a model's step, see `strategy.communication_plan`."""
+    """Create the `CommunicationPlan` of a model's step under a tfdp strategy.
+
+    Raises:
+        ValueError: If the model is not built.
+    """
     if not model.built:
         raise ValueError(
             "The model has no variables yet. Call `model.build(input_shape)` or "
@@ -318,7 +322,7 @@ def plan_of_backward_pass(
     sparse: list[str] = []
 
     def backward(*batch: tf.Tensor) -> None:
-        """Plan the gradients of the sum of the outputs while this is traced."""
+        """Plan the buckets of the gradients that this trace computes from a batch."""
         structure = tf.nest.pack_sequence_as(like, list(batch))
         with tf.GradientTape() as tape:
             outputs = tf.nest.flatten(model(structure, training=True))

@@ -48,8 +48,9 @@ class LevelCompressors:
         inner, outer = (
             _format_of_option(option) for option in options.compression_levels
         )
-        # On a cluster of one level the format of the other level has no effect. Both
-        # are set to the same, so that flat algorithms can be used.
+        # On a single node, or with one replica per node, one of the two formats is
+        # never used. Both are set to the same one, so that flat algorithms can be
+        # chosen.
         if topology.num_nodes == 1:
             outer = inner
         elif topology.replicas_per_node == 1:
@@ -64,7 +65,10 @@ class LevelCompressors:
 
     @property
     def are_both_compressed(self) -> bool:
-        """Bool, whether a hierarchical reduction can compress both levels as wanted."""
+        """Bool, whether one hierarchical reduction can apply both formats.
+
+        With the same compressor on both levels, its `all_gather` must compress, too.
+        """
         return not self.is_uniform or self.inner.compresses_gathers
 
     @property
@@ -103,7 +107,10 @@ def best_choice(
 def _carriers(
     levels: LevelCompressors, candidates: Sequence[Algorithm], topology: Topology
 ) -> Iterator[Algorithm]:
-    """Yield the algorithms that can use the compressors, at most one per candidate."""
+    """Yield the algorithms by which a bucket can be reduced with the compressors.
+
+    Each candidate is replaced by at most one such algorithm; none is yielded twice.
+    """
     carriers: dict[Algorithm, None] = {}
     for algorithm in candidates:
         is_hierarchical = algorithm.has_levels and topology.has_levels
@@ -163,7 +170,12 @@ def _choice_of(
 
 
 def _wire(option: Any, bucket: GradientBucket) -> Wire:
-    """Return the wire format of a bucket for a compressor, a dtype or `None`."""
+    """Return the `Wire` of a bucket for one level.
+
+    Args:
+        option: `Compressor`, name of a dtype, or `None` for no compression.
+        bucket: `GradientBucket`, for which a compressor's ratio is computed.
+    """
     if not is_compressor(option):
         return Wire(dtype_name=option)
     ratio = option.wire_ratio(bucket)
@@ -171,7 +183,7 @@ def _wire(option: Any, bucket: GradientBucket) -> Wire:
 
 
 def _format_of_option(option: Any) -> Compressor | str | None:
-    """Return the compressor, or the name of the dtype, that an option stands for."""
+    """Return the compressor, or dtype name, for an option such as `"fp16"`."""
     if option == "int8":
         return BlockQuantized()
     return COMMUNICATION_DTYPES[option] if isinstance(option, str) else option

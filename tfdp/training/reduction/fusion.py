@@ -65,7 +65,7 @@ def bucket_bytes_of(entries: Sequence[Entry], options: CommunicationOptions) -> 
 
 
 def ready_order(tensors: Sequence[tf.Tensor]) -> list[int]:
-    """Return positions of tensors in the order in which they become ready."""
+    """Return positions of gradients in the order in which they are computed."""
     positions = range(len(tensors))
     if tf.executing_eagerly():
         return list(reversed(positions))
@@ -182,7 +182,7 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def unpack(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Split a flat tensor into the shapes of `like`: the inverse of `pack`."""
+    """Split a flat tensor into tensors with the shapes of `like`, as before `pack`."""
     if len(like) == 1:
         return [tf.reshape(flat, _shape(like[0]))]
     sizes = [_size(tensor) for tensor in like]
@@ -200,7 +200,7 @@ def _shape(tensor: tf.Tensor) -> object:
 
 
 def _size(tensor: tf.Tensor) -> object:
-    """Return the number of elements of a tensor as an int or a tensor."""
+    """Return a tensor's number of elements: an int, or a tensor if not static."""
     count = tensor.shape.num_elements()
     return tf.size(tensor) if count is None else count
 
@@ -250,9 +250,7 @@ class ReducedGradients:
 
 
 def divided(values: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
-    """Divide a tensor by a scalar.
-
-    `divisor` is a scalar tensor.
+    """Divide a tensor by a scalar tensor.
 
     The result of half precision is float32, since half precision may overflow at the
     divisor or underflow at the result.

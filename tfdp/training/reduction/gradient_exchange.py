@@ -10,7 +10,7 @@ from tfdp.training.reduction.fusion import ReducedGradients
 
 
 class GradientExchange:
-    """Sums of the gradients of a step that do not wait for all replicas.
+    """Base class of exchanges that sum gradients without a wait for all replicas.
 
     A step of `fit` then has no other collective: logs within an epoch are over the rows
     of this worker, and a step that needs values of other replicas is an error.

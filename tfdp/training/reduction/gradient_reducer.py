@@ -163,7 +163,7 @@ class ReplicaReducer(GradientReducer):
         return tf.math.divide_no_nan(tf.ones([], tf.float64), share * num_means)
 
     def prepare(self, gradients: list) -> list:
-        """Convert sparse gradients to dense tensors for Adasum."""
+        """Convert sparse gradients to dense tensors if Adasum combines them."""
         if not self._reducer.combines_means:
             return gradients
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
@@ -211,7 +211,10 @@ class ReplicaReducer(GradientReducer):
             )
 
     def _must_reduce_across_replicas(self) -> bool:
-        """Return whether tensors have to be reduced in the cross-replica context."""
+        """Return whether the sum runs in the cross-replica context.
+
+        It is so if the step is eager and this process has several replicas.
+        """
         # Eager replicas of a process run one after the other: a collective would wait
         # for a replica that has not started.
         return tf.executing_eagerly() and len(self._reducer.group.devices) > 1

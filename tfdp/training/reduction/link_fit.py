@@ -115,7 +115,7 @@ def fit_links(samples: Sequence[Sample], default: Links | None = None) -> Links:
 
 
 def _initial_guesses(default: Links) -> list[Links]:
-    """Return starting points: which link is slower, and whether it is shared.
+    """Return a `Links` for each combination: slower link, and whether it is shared.
 
     From one starting point the fit may converge to a wrong answer, so each is tried.
     """
@@ -132,7 +132,7 @@ def _initial_guesses(default: Links) -> list[Links]:
 
 
 def _fit_alternately(samples: Sequence[Sample], links: Links) -> list[Links]:
-    """Alternate between finding the slower link and fitting; return all fits."""
+    """Alternate between a fit and a choice of the slower link; return all fits."""
     fits: list[Links] = []
     weights = np.ones(len(samples))  # [num_samples]
     for _ in range(_MAX_ROUNDS):
@@ -154,17 +154,22 @@ def _fit_alternately(samples: Sequence[Sample], links: Links) -> list[Links]:
 
 
 def _design_row(sample: Sample, links: Links) -> list[float]:
-    """Return messages, bytes and operations of a sample, divided by its time.
+    """Return the factors of the constants in a sample's predicted time.
 
-    The product with the constants is 1 if they predict the time exactly.
+    They are messages, bytes and operations, divided by the measured time: their product
+    with the constants is 1 if these predict the time exactly.
+
+    Args:
+        sample: `Sample`.
+        links: `Links`, which tell what link is slower.
     """
     counts = [0.0] * _NUM_CONSTANTS
     for transfer in transfers_of(sample.algorithm, sample.topology):
         num_inside = num_serial_messages(transfer, links)
         num_bytes = sample.num_bytes * transfer.fraction
         outer_bytes = num_bytes * transfer.num_streams
-        # Replicas that share the link inside their node use links inside and across
-        # nodes one after the other.
+        # If the replicas of a node share its link, their messages inside and across
+        # nodes are sent one after the other, and both count.
         counts_both = links.is_inside_shared
         is_inside_slower = links.inside.seconds(num_bytes) > links.across.seconds(
             outer_bytes
@@ -234,7 +239,10 @@ def _non_negative_least_squares(
 
 
 def _with_default(links: Links, default: Links) -> Links:
-    """Replace a level of zero cost by the default, inside no slower than across."""
+    """Replace a level that no sample depends on by that of `default`.
+
+    Inside nodes, the constants are at most those across nodes.
+    """
     inside, across = links.inside, links.across
     if across == _ZERO_LINK:
         across = default.across
@@ -274,7 +282,7 @@ def _weights(ratios: np.ndarray) -> np.ndarray:
 
 
 def _plausibility(links: Links, default: Links) -> tuple[bool, bool]:
-    """Return a sort key for equally good fits.
+    """Return a sort key for equally good fits; the largest is preferred.
 
     Slower links across nodes and sharing as by default are preferred: the times of two
     nodes of two replicas also fit with inside and across exchanged.

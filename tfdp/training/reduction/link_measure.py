@@ -130,7 +130,7 @@ def num_fit_steps(arguments: dict[str, Any]) -> int | None:
 
 
 def _try_fit(samples: list[Sample], backend: str) -> dict[str, Any] | None:
-    """Fit links as a dict, or return `None` if the times do not determine them."""
+    """Fit links to samples; return a dict, or `None` if they are undetermined."""
     try:
         links = fit_links(samples, DEFAULT_LINKS[backend])
     except ValueError:
@@ -162,7 +162,10 @@ def _measure_seconds(
 ) -> float:
     """Return the median time of one all-reduce in seconds.
 
-    `num_bytes` is the size of the float32 tensor that is reduced.
+    Args:
+        algorithm: `Algorithm`.
+        num_bytes: Int, size of the float32 tensor that is reduced.
+        group: `ProcessGroup` of all replicas, which call it together.
     """
     run = _trace(AlgorithmChoice(algorithm).all_reduce, num_bytes // 4, group)
     # The first call opens connections and creates groups, so it is not timed.
@@ -178,9 +181,12 @@ def _measure_seconds(
 def _trace(
     all_reduce: Callable, length: int, group: ProcessGroup
 ) -> Callable[[], None]:
-    """Trace several consecutive all-reduces of float32 on every local replica.
+    """Trace `_CALLS_PER_REPEAT` all-reduces on every local replica.
 
-    `length` is the number of elements of the reduced tensor.
+    Args:
+        all_reduce: Callable such as `tfdp.communication.collectives.ring`.
+        length: Int, number of elements of the float32 tensor.
+        group: `ProcessGroup` of all replicas.
 
     Returns:
         Function without arguments that runs them once and waits for the end.

@@ -306,7 +306,7 @@ class Reducer:
         self.plans.make_latest(variables, self.options_of(variables))
 
     def tuned_of(self, variables: Sequence[Any] | None) -> Tuned | None:
-        """Return the tuned options of variables, or `None` for the strategy's."""
+        """Return the tuned options of a model's variables; `None` if it has none."""
         if variables is None:
             return None
         wanted = set(map(id, variables))
@@ -314,12 +314,12 @@ class Reducer:
         return tuned[-1] if tuned else None
 
     def options_of(self, variables: Sequence[Any] | None) -> CommunicationOptions:
-        """Return the options by which the gradients of variables are reduced."""
+        """Return the tuned options of a model's variables, or else the strategy's."""
         tuned = self.tuned_of(variables)
         return self.options if tuned is None else tuned.options
 
     def _warn_of_own_loop(self) -> None:
-        """Warn, once, that buckets are not tuned outside of `fit`."""
+        """Warn once, in a loop other than `fit`, that its buckets are not tuned."""
         loop = loops.current()
         in_fit = loop is not None and loop.name == "fit"
         is_affected = self.options.tunes_buckets and self._worker_group.is_chief
@@ -357,9 +357,13 @@ class Reducer:
         )
 
     def check(self, variables: list[Any], replica: int) -> None:
-        """Raise a `ValueError` if workers train different variables.
+        """Raise a `ValueError` on all workers if they train different variables.
 
-        The first local replica compares each set of variables once.
+        Workers compare each list of variables once, by their first local replica.
+
+        Args:
+            variables: List of Keras variables that the step trains.
+            replica: Int, index of the calling replica among the local ones.
         """
         if self._compares and replica == 0 and self.plans.plan_of(variables) is None:
             self.plans.remember(variables, BucketPlan(()))

@@ -94,7 +94,7 @@ def are_unique(indices: tf.Tensor) -> bool:
 
 
 def marked_unique(indices: tf.Tensor) -> tf.Tensor:
-    """Mark indices as unique, so that `are_unique` returns `True` for them."""
+    """Mark a tensor of indices, so that `are_unique` returns `True` for it."""
     return _compat.marked(indices, _UNIQUE)
 
 
@@ -154,7 +154,11 @@ def _has_no_duplicates(values: Any) -> bool:
 def sum_duplicates(
     indices: tf.Tensor, values: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return unique indices, and the sum of the rows of each."""
+    """Sum the rows of a sparse gradient that have the same index.
+
+    Returns:
+        Tuple of the unique indices, and the sum of the rows of each.
+    """
     unique, position = tf.unique(indices)
     summed = tf.math.unsorted_segment_sum(values, position, tf.size(unique))
     return unique, summed

@@ -33,8 +33,8 @@ class AssignedValues:
     def __init__(self) -> None:
         self._count = 0
         self._digest = ""
-        # Whether the workers' parts of the weight are known to come from different
-        # assigned values.
+        # Whether workers have assigned different values to the weight, and not all of
+        # them have replaced it entirely since.
         self.is_mixed = False
 
     def add(self, value: tf.Tensor, *, replaces: bool) -> None:

@@ -27,9 +27,10 @@ def replicated_weights(model: Any) -> list:
 
 
 def compared_weights(model: Any) -> list:
-    """Return the weights that workers compare.
+    """Return the weights of a model that workers compare.
 
-    They are the replicated ones, and those whose assignments are recorded.
+    They are the replicated weights, and the weights with sharded state, whose
+    assignments outside of steps are recorded.
     """
     replicated = replicated_weights(model)
     known = {id(weight) for weight in replicated}
@@ -134,7 +135,12 @@ def outliers(values: Sequence[Any]) -> list[int]:
 
 
 def _describe_outliers(values: Sequence[Any], replicas: Sequence[str]) -> str:
-    """Name the replicas whose value differs from the most frequent one.
+    """Describe the replicas whose value differs from the most frequent one.
+
+    Args:
+        values: Sequence with a value for each replica, such as a checksum; not all
+            alike.
+        replicas: Sequence of strings, the names of the replicas.
 
     Returns:
         String, such as `"replica 1 differs from the other 2"`.
@@ -203,6 +209,10 @@ def _local_checksums(strategy: Any, weights: Sequence[Any]) -> list[list[int]]:
 
     For replicated weights it is the checksum of the value. For weights that record
     assignments outside of steps, the checksum of the record is added.
+
+    Args:
+        strategy: A tfdp strategy.
+        weights: Sequence of Keras variables.
 
     Returns:
         List with, for each local replica, a list with an int for each weight.

@@ -54,8 +54,8 @@ class DriftProbe:
         self._num_assigned = -1
         self._step: tf.Tensor | None = None
         self._is_due: tf.Tensor | None = None
-        # One tensor `[num_replicas]` for each local replica: zeros, except for the
-        # checksum at the replica's rank.
+        # One tensor `[num_replicas]` for each local replica, in a step that is being
+        # traced: zeros, except for the checksum at the replica's rank.
         self.rows: list[tf.Tensor] = []
 
     def start(self) -> None:
@@ -72,9 +72,12 @@ class DriftProbe:
         self._assigned.assign(checksum_of_text(digest))
 
     def read(self) -> tuple[int, list[float]]:
-        """Return the step of the last check and a checksum of each replica.
+        """Return the result of the last check.
 
-        The checksum of a replica that was not checked in this step is 0.
+        Returns:
+            Tuple of an int, the step of the check, and a list with a float for each
+            replica, by rank: the checksum of its weights, or 0 if this replica was not
+            checked in this step.
         """
         handle = self._result.handle
         result = tf.raw_ops.ReadVariableOp(resource=handle, dtype=_DTYPE).numpy()
@@ -117,10 +120,13 @@ class DriftProbe:
         return in_graph and self.rows[0].graph is tf.compat.v1.get_default_graph()
 
     def record(self, row: tf.Tensor) -> None:
-        """Store the result of a check.
+        """Store the result of a check in a variable on the host, and clear `rows`.
+
+        In a step without a check, the previous result stays.
 
         Args:
-            row: Tensor of shape `[num_replicas]` with the checksums of all replicas.
+            row: Tensor of shape `[num_replicas]` with the checksums of all replicas,
+                the sum of `rows` over replicas.
         """
         with tf.device(self._host):
             result = tf.concat([tf.cast(self._step, _DTYPE)[tf.newaxis], row], axis=0)
@@ -129,7 +135,10 @@ class DriftProbe:
         self.rows = []
 
     def _checksums(self) -> tf.Tensor:
-        """Return a checksum of the weights on each local replica: `[num_local]`."""
+        """Compute a float64 checksum of each local replica's weights: `[num_local]`.
+
+        The checksum of assignments outside of steps is added to each.
+        """
         weights = [weight.value for weight in replicated_weights(self.model)]
         numbers = []
         for replica, device in enumerate(self._extended.group.devices):

@@ -91,6 +91,9 @@ def _merge(
         host_group: `ProcessGroup` with one member for each worker.
         add_up: Callable that sums a tensor over the workers, or `None` for an
             all-reduce. Defaults to `None`.
+
+    Returns:
+        List of the merged tensors, one for each state, in `_DTYPE`.
     """
     by_replica = zip(*states, strict=True)
     # For each local replica, all states in one flat tensor `[state_size]`.

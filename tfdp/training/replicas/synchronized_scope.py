@@ -44,7 +44,8 @@ class NewVariables:
 
     def __init__(self) -> None:
         self._records: list[tuple[weakref.ref[Any], list]] = []
-        # During a step: the entries of `_records` of variables from before the step.
+        # While a step runs: pairs of a weak reference and a signature, those of
+        # `_records` whose variables were created before the step.
         self.before: list[tuple[weakref.ref[Any], list]] = []
         self._are_local = False
 
@@ -91,10 +92,12 @@ class CreatedVariables:
     """A worker's new variables, kept alive while workers compare and broadcast them.
 
     Args:
-        records: List of pairs, a reference to a variable and its signature.
+        records: List of pairs, a weak reference to a variable and its signature, from
+            `NewVariables`.
 
     Attributes:
-        signatures: List of all signatures, including those of collected variables.
+        signatures: List of all signatures, including those of variables that were
+            garbage-collected.
     """
 
     def __init__(self, records: list[tuple[weakref.ref[Any], list]]) -> None:
@@ -105,7 +108,8 @@ class CreatedVariables:
     def summary(self) -> dict[str, Any] | None:
         """Dict to send to the other workers, or `None` without new variables.
 
-        It has the digests of all and of live signatures, and the positions of collected
+        `"created"` is the digest of all signatures, `"alive"` that of the signatures of
+        existing variables, and `"gone"` the list of the positions of garbage-collected
         variables.
         """
         if not self._variables:
@@ -167,8 +171,9 @@ class SynchronizedScope:
         extended.defers_parameters, calls = self._outer.pop()
         extended.num_scopes -= 1
         result = self._stock.__exit__(kind, error, trace)
-        # Nested scopes synchronize when the outermost one is left. After an error this
-        # worker may be the only one that leaves it, and may enter it again.
+        # Nested scopes synchronize when the outermost one is left. After an error
+        # nothing is synchronized: this worker may be the only one with the error, and
+        # may enter the scope again.
         if kind is None and not extended.num_scopes:
             line = user_code.place_of(inspect.currentframe())
             # If a collective ran inside, all workers leave the scope and can compare
@@ -231,10 +236,14 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
     Args:
         optimizer: Keras optimizer that is not built.
         variables: Sequence of the variables that it will train.
+
+    Raises:
+        ValueError: In a `tf.function` that `strategy.run` calls, where variables cannot
+            be created on all replicas.
     """
 
     def build(strategy: Any) -> None:
-        """Build the optimizer in cross-replica context."""
+        """Build the optimizer in cross-replica context; broadcast its new slots."""
         optimizer.build(list(variables))
         # The current step uses the slots, so they must be equal on all workers now.
         synchronize_new_variables(strategy)
@@ -246,7 +255,8 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
         return
     is_inside = context is not None and not tf.executing_eagerly()
     if is_inside and _compat.step_graph() is None:
-        # Creating variables would wait for the other replicas, which wait for this one.
+        # A replica that created variables here would wait for the other replicas, which
+        # wait for this one.
         raise ValueError(
             f"The optimizer {optimizer.name!r} would be built by an update inside of a "
             "`tf.function` that `strategy.run` calls. Build it before, in the scope: "
@@ -271,7 +281,7 @@ def _synchronize(strategy: Any, new: NewVariables, line: str = "") -> None:
     group: WorkerGroup = strategy.extended.worker_group
 
     def check(rank: int) -> None:
-        """Raise if the worker of this rank has left the scope without variables."""
+        """Raise if the worker `rank` has left the scope without new variables."""
         other, own = group.progress_of(rank), created.signatures
         if own and other is not None and progress.has_left_scope(other, line):
             raise ValueError(left_scope_message(rank, line, own))
@@ -373,7 +383,7 @@ def broadcast_variables(strategy: Any, variables: Sequence[Any]) -> None:
 
 
 def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
-    """Assign the first worker's values of variables, which are sent together."""
+    """Broadcast worker 0's values of one chunk of variables, and assign them."""
     extended = strategy.extended
     values = [np.asarray(v.values[0].numpy()) for v in variables]
     local_bytes = b"".join(value.tobytes() for value in values)

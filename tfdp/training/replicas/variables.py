@@ -50,7 +50,7 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
         return super()._update_replica(update_fn, value, **kwargs)
 
     def _in_program(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the local copy, while a step's program is traced.
+        """Call the named method of this replica's copy, in a traced program.
 
         Raises:
             NotImplementedError: Outside of a traced program.
@@ -135,7 +135,8 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
     """
 
     merge = "sum"
-    # The total that the last assignment outside of a step set, or `None`.
+    # The value to which the last assignment outside of a step set the merged state, or
+    # `None`.
     _begins_with: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -150,9 +151,10 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
         return self.dtype.is_floating or self.dtype.is_integer
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Assign a value, on a replica to its component.
+        """Assign a value; inside a replica, to this replica's component only.
 
-        Outside of a replica, the components are set so that their merge is the value.
+        Outside of a replica, the components are set so that their merge is the value. A
+        traced assignment of a maximum or minimum sets how the components merge.
         """
         in_replica = replica_context() is not None
         if program_trace.current() is not None:
@@ -189,17 +191,20 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
                 component.assign(np.zeros_like(initial))
 
     def _begin_whole(self, value: Any) -> None:
-        """Set each component to the whole initial value, not to a part of a sum.
+        """Set each component to the whole initial value, not to its part of a sum.
 
-        The merge by maximum or minimum is detected while the first step is traced,
-        before any update. By then the value was divided among the components.
+        It is called when the traced update shows a merge by maximum or minimum, before
+        any update runs. Until then the value was divided among the components.
+
+        Args:
+            value: Number or array, the value that was assigned last outside of a step.
         """
         with tf.init_scope():
             for component in self.values:
                 component.assign(tf.cast(value, component.dtype))
 
     def _assign_parts(self, total: tf.Tensor) -> Any:
-        """Divide an integer among the replicas; the first gets the remainder.
+        """Divide an integer among all replicas' components; rank 0 gets the remainder.
 
         TensorFlow's method drops the remainder: 1 on two replicas would be read as 0.
         """

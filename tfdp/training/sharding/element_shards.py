@@ -72,7 +72,11 @@ class ElementShards(OwnedState):
         _compat.update_variables(optimizer, [], [], rate)
 
         def kind(place: Place) -> Any:
-            """Return the same key for adjacent segments to update as one."""
+            """Return a key that adjacent segments share if they can be updated as one.
+
+            Dense segments can, and so can those without a gradient. A sparse one is
+            alone.
+            """
             segment, _, _ = place
             is_sparse = segment.index in gradients.sparse
             return segment if is_sparse else segment.index in gradients.dense
@@ -133,7 +137,7 @@ class ElementShards(OwnedState):
             )
 
         def update(values: tf.Tensor, gradient: Any, rate: Any) -> tf.Tensor:
-            """Update the values of the run and its slots; return the new values."""
+            """Update `values` of adjacent segments and their slots; return new ones."""
             view = TensorView(values)
             slots = {
                 name: _slot_range(items[self.buckets.index(number)], start, stop)
@@ -165,7 +169,7 @@ class ElementShards(OwnedState):
         return [pack([_segment_value(s, variables) for s in row]) for row in rows]
 
     def average(self, optimizer: Any, variables: list[Any]) -> None:
-        """Move the averages towards the variables.
+        """Move the moving averages that the replica owns towards the variables.
 
         Args:
             optimizer: Keras optimizer with the settings of the averages.
@@ -177,7 +181,7 @@ class ElementShards(OwnedState):
         _compat.move_averages(stand_in, views)
 
     def averages(self) -> list[tf.Tensor]:
-        """Return the replica's slice of the moving averages for each bucket."""
+        """Return the moving averages of the replica's slice of each bucket, padded."""
         by_bucket = dict(zip(self.buckets, self._own_averages, strict=True))
         return [
             _padded(
@@ -210,7 +214,7 @@ def _slice_variable(value: tf.Tensor) -> Any:
 
 
 def _segment_value(segment: Segment, variables: Sequence[Any]) -> tf.Tensor:
-    """Return the elements of a segment on the active replica."""
+    """Return a segment's elements as a flat tensor, read on the running replica."""
     replica = _compat.active_local_replica_id()
     return own_elements(variables[segment.index], segment, replica)
 
@@ -218,10 +222,11 @@ def _segment_value(segment: Segment, variables: Sequence[Any]) -> tf.Tensor:
 def _decayed_segment(
     optimizer: Any, segment: Segment, variables: Sequence[Any], rate: Any
 ) -> tf.Tensor:
-    """Return the elements of a segment after weight decay."""
+    """Return a segment's elements, after weight decay if its variable has it."""
     value = _segment_value(segment, variables)
-    # Variables are excluded from weight decay by their names, and the names of other
-    # replicas' copies end in the replica's number.
+    # The exclusion of variables from weight decay compares names. Only replica 0's copy
+    # is called like the variable: the names of other copies end in the replica's
+    # number.
     first = _compat.local_value(variables[segment.index], 0)
     if not _compat.uses_weight_decay(optimizer, first):
         return value

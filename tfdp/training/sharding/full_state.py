@@ -103,10 +103,10 @@ def redistribute_sums(strategy: Any, totals: Iterable[Any]) -> None:
 def _redistribute_sum(
     parts: Sequence[tf.Variable], host_group: ProcessGroup, num_replicas: int
 ) -> None:
-    """Set the local parts of one sum to the mean of all replicas' parts."""
+    """Set the local replicas' parts of a sum to the mean of all replicas' parts."""
 
     def mean(values: list[tf.Tensor]) -> tf.Tensor:
-        """Return the mean of a tensor over all replicas, from the local replicas'."""
+        """Return the mean over all replicas of a tensor for each local one."""
         total = tf.reshape(tf.add_n(values), [-1])
         if host_group.size > 1:
             total = Member(host_group, 0).all_reduce(total)
@@ -146,7 +146,7 @@ def _row_ranges(shape: tuple[int, ...], item_bytes: int) -> Iterator[tf.Tensor]:
 
 
 def _fill(part: np.ndarray, start: int, tensor: StateTensor) -> None:
-    """Copy the owned elements of a tensor into its part that begins at `start`."""
+    """Copy a tensor's owned elements to `part`, which begins at element `start`."""
     stop = start + len(part)
     for shard in tensor.owned_shards:
         first, last = max(start, shard.start), min(stop, shard.stop)

@@ -36,7 +36,7 @@ def memory_report(distributed: Any) -> MemoryReport:
 
 
 def _bytes_held(variable: Any) -> int:
-    """Return the bytes of a parameter on the replica that holds most of it."""
+    """Return a parameter's bytes on the replica that holds the most of its elements."""
     parameter = sharded_parameter(variable)
     if parameter is None:
         return entry_of(variable).num_bytes

@@ -153,7 +153,7 @@ def _tensor(
 def _named_shards(
     group: ShardedParamGroup, state: OwnedState
 ) -> list[tuple[str, LocalShard]]:
-    """Return the shards of a replica's state with the names of their tensors."""
+    """Return pairs of a state tensor's name and a shard of a replica's state."""
     shards = [(name, _full_shard(item)) for name, item in state.singles.items()]
     if isinstance(state, VariableShards):
         return shards + _named_shards_of_variables(group, state)
@@ -171,7 +171,7 @@ def _named_shards(
 def _named_shards_of_variables(
     group: ShardedParamGroup, state: VariableShards
 ) -> list[tuple[str, LocalShard]]:
-    """Return the shards of whole variables with the names of their tensors."""
+    """Return pairs of a state tensor's name and a shard of whole variables."""
     names = {
         id(slot): slot_name(attribute, index, group.variables)
         for attribute, slots in state.slots.items()
@@ -302,7 +302,7 @@ def _range_shard(
     size = segment.size
 
     def read(first: int, last: int) -> np.ndarray:
-        """Return elements of the segment, counted from the segment's first."""
+        """Return elements of the segment, by position in it, as a flat array."""
         if not getattr(variable, "had_slice_assigned", False):
             return _compat.elements_of(variable, begin + first, begin + last)
         # After `write` has assigned a slice, TensorFlow copies the whole variable on

@@ -8,8 +8,8 @@ from typing import Any
 from tfdp.ground.arguments import check_choice
 from tfdp.ground.plans.units import DEFAULT_UNITS, UnitOptions
 
-# The values of `sharding`, by stage of ZeRO. Each stage shards what its value says and
-# what the earlier stages shard.
+# The values of `sharding`, by stage of ZeRO from 0. Each stage also shards what the
+# earlier stages shard.
 SHARDINGS = ("none", "optimizer", "gradients", "parameters")
 
 

@@ -98,8 +98,8 @@ class ShardCollectives:
         ):
             flat = None
             if piece is not None:
-                # The key of a collective contains the shape, and clipping or an update
-                # may have lost the static shape.
+                # Two replicas run the same collective only if their tensors have the
+                # same static shape, which clipping or an update may have lost.
                 whole = tf.ensure_shape(piece, [bucket.slice_size])
                 with timing.labelled(f"{timing.PARAMETERS} {channel}"):
                     flat = self.groups.gather_bucket(
@@ -109,7 +109,7 @@ class ShardCollectives:
         return unpack_rows(plan, flats)
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Sum a small tensor over the owners of different slices."""
+        """Sum a small tensor over the owners; of several copies, one counts."""
         with timing.labelled("norms"):
             return self.groups.all_reduce(tensor, self.replica)
 
@@ -137,12 +137,12 @@ class ShardCollectives:
         return self.groups.scatter_bucket(bucket, flat, route.levels, caller)
 
     def _gather_before(self, tensors: Iterable[tf.Tensor]) -> None:
-        """Gather parameters that the backward pass needs before these gradients."""
+        """Trace the second gathers that gradients need, before their reduction."""
         if self.backward is not None:
             self.backward.gather_until(max(map(_compat.op_position, tensors)))
 
     def _note_reduced(self, slices: Slices) -> None:
-        """Report reduced slices to the gathers of the backward pass."""
+        """Let later gathers of the backward pass wait for reduced slices."""
         for piece in slices:
             if self.backward is not None and piece is not None:
                 self.backward.note_reduced(piece)
@@ -202,11 +202,11 @@ class EagerShardCollectives(WholeGradientCollectives):
         return unpack_rows(dataclasses.replace(plan, buckets=joined), flats)
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Sum a small tensor over the owners of different slices."""
+        """Sum a small tensor over the owners; of several copies, one counts."""
         return self.reducer.sum([self._counted_once(tensor)])[0]
 
     def _counted_once(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return a tensor on the first replica with these slices, or else zeros."""
+        """Return a tensor, or zeros on a replica whose slices are copies."""
         is_first = self.groups.is_first_copy(self.replica)
         return tensor if is_first else tf.zeros_like(tensor)
 

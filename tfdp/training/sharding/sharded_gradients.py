@@ -73,7 +73,7 @@ class ShardedGradients:
     def scaled_by(
         self, factors: tf.Tensor, plan: ShardPlan, owner: int
     ) -> ShardedGradients:
-        """Return the gradients with the elements of each variable times its factor.
+        """Return the gradients, each multiplied by the factor of its variable.
 
         Args:
             factors: Tensor of shape `[num_variables]`.
@@ -101,7 +101,7 @@ class ShardedGradients:
         return dataclasses.replace(self, slices=slices, sparse=sparse)
 
     def without_rows(self, plan: ShardPlan, owner: int) -> ShardedGradients:
-        """Return the gradients with sparse ones added to the slices as elements.
+        """Return the gradients with sparse ones converted to elements of the slices.
 
         Args:
             plan: `ShardPlan`.
@@ -176,14 +176,15 @@ class ShardedGradientStatistics(GradientStatistics):
         norms = [tf.reduce_sum(squares) for squares in self._measured[::2]]
         total = tf.cast(tf.add_n(norms), tf.float32)
         for rows in [rows for sums in self.sums for rows in sums.sparse.values()]:
-            # Clipping squares rows with the same index separately; the norm squares
-            # their sum.
+            # For clipping, rows of a sparse gradient with the same index are squared
+            # separately. For the norm of all gradients, they are summed first and then
+            # squared.
             one_by_one = tf.cast(_sum_of_squares(rows.values), tf.float32)
             total += squared_norm([rows]) - one_by_one
         return total
 
     def squared_norms(self, group: ShardedParamGroup) -> tf.Tensor:
-        """Return a tensor `[num_variables]`: the squared norms of a group's gradients.
+        """Return a tensor `[num_variables]`: the squared norm of each whole gradient.
 
         Rows of a sparse gradient with the same index are squared separately.
         """
@@ -229,6 +230,8 @@ def _squares_and_flags(
     group: ShardedParamGroup, sums: ShardedGradients, owner: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Measure the gradients in an owner's slices, variable by variable.
+
+    The arguments are those of `own_squares`.
 
     Returns:
         Tuple of two tensors `[num_variables]`: the owner's addend of each variable's

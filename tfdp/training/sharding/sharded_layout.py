@@ -93,7 +93,7 @@ class ShardedLayout(StateLayout):
     def slices_of(
         self, groups: Sequence[ParamGroup], sums: list[ShardedGradients]
     ) -> tuple[list[tf.Tensor], list[int]]:
-        """Return the slices of reduced gradients to accumulate, and their positions.
+        """Return the slices of reduced gradients to accumulate, and where to add them.
 
         Args:
             groups: Sequence of `ParamGroup`.
@@ -147,10 +147,11 @@ class ShardedLayout(StateLayout):
         measures: bool,
         loss: CarriedScalar | None = None,
     ) -> ShardedGradientStatistics:
-        """Compute norms and flags by one small all-reduce, if the step needs them.
+        """Measure the norms and finiteness of gradients by one small all-reduce.
 
-        The all-reduce also carries the loss, unless several replicas have the same
-        slices.
+        It also carries the loss, unless several replicas have the same slices. It is
+        left out if the step needs none of these. The arguments are those of
+        `StateLayout.examine`.
         """
         needed = checks or measures or any(_clips_by_norm(p.optimizer) for p in groups)
         sharded_groups = [self._sharded(group) for group in groups]
@@ -163,9 +164,11 @@ class ShardedLayout(StateLayout):
     def own_squares(
         self, groups: Sequence[ParamGroup], sums: list[ShardedGradients]
     ) -> tf.Tensor:
-        """Return the squares of the owned slices, divided by the number of copies.
+        """Return the sum of squares of the gradients in this replica's slices.
 
-        The sum over all replicas is the squared norm of the gradients.
+        It is divided by the number of replicas with the same slices, so that the sum
+        over all replicas is the squared norm of all gradients. The arguments are those
+        of `StateLayout.own_squares`.
         """
         collectives = self._collectives
         squares = [
@@ -201,15 +204,15 @@ class ShardedLayout(StateLayout):
         limit = tf.constant(optimizer.global_clipnorm, norm.dtype)
         # `norm - norm` makes the factor NaN for an infinite norm, as in Keras.
         factor = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-        # Sparse gradients are added to the slices first: in Keras, too, multiplication
-        # by a scalar makes them dense.
+        # A product with a scalar makes a sparse gradient dense in Keras, too, so sparse
+        # gradients are added to the slices first.
         whole = sums.without_rows(sharded_group.plan, owner)
         return whole.map(lambda values: values * tf.cast(factor, values.dtype))
 
     def update(
         self, group: ParamGroup, gradients: ShardedGradients, variables: list, rate: Any
     ) -> None:
-        """Update the elements of this replica; all-gather new values by bucket."""
+        """Update the elements that this replica owns; all-gather them by bucket."""
         sharded_group = self._sharded(group)
         optimizer, rate = with_schedule(group.optimizer, rate)
         news = self._state(sharded_group).update(
@@ -303,7 +306,7 @@ class ShardedLayout(StateLayout):
             parameter.reader.forget(parameter)
 
     def constrain(self, variable: Any) -> None:
-        """Apply a constraint to the gathered variable: a norm needs all elements."""
+        """Apply a variable's constraint to its whole value, which norms need."""
         parameter = sharded_parameter(variable)
         if parameter is None:
             super().constrain(variable)
@@ -315,7 +318,7 @@ class ShardedLayout(StateLayout):
         return self._state(self._sharded(group)).slots.get("momentums", [])
 
     def _sharded(self, group: ParamGroup) -> ShardedParamGroup:
-        """Return the `ShardedParamGroup` of a parameter group."""
+        """Return the `ShardedParamGroup` of the optimizer of a `ParamGroup`."""
         return self._groups[id(group.optimizer)]
 
     def _state(self, group: ShardedParamGroup) -> Any:
@@ -329,12 +332,12 @@ def _with_static_shape(gradient: Any, shape: Any) -> Any:
 
 
 def _clips_by_norm(optimizer: Any) -> bool:
-    """Return whether an optimizer clips gradients by a norm."""
+    """Return whether an optimizer has `clipnorm` or `global_clipnorm` above 0."""
     limits = (optimizer.clipnorm, optimizer.global_clipnorm)
     return any(limit is not None and limit > 0 for limit in limits)
 
 
 def _clip_factors(norms: tf.Tensor, limit: float) -> tf.Tensor:
-    """Return the factor of `tf.clip_by_norm` for each norm."""
+    """Return for each norm the factor by which `tf.clip_by_norm` would scale."""
     bound = tf.constant(limit, norms.dtype)
     return bound / tf.maximum(norms, bound)

@@ -237,12 +237,12 @@ class ShardedState:
 
     @property
     def most_gathered(self) -> int:
-        """Int, the most bytes of parameters that are gathered at a time."""
+        """Int, the most bytes of parameters that a step has gathered at a time."""
         return 0 if self._gathers is None else self._gathers.most_gathered
 
     @property
     def compression_ratio(self) -> float:
-        """Float, bytes that gathers of parameters send, over the parameters' bytes."""
+        """Float, bytes that gathers of parameters send, divided by their bytes."""
         variables = [v for part in self.parts.values() for v in part.variables]
         found = [sharded_parameter(variable) for variable in variables]
         units = {id(p.unit): p.unit for p in found if p is not None}.values()
@@ -251,7 +251,7 @@ class ShardedState:
 
     @property
     def accumulated_slices(self) -> list[Entry]:
-        """List with an entry for each bucket: its slice to accumulate in ZeRO-2."""
+        """List of `Entry`: the slice of each bucket that ZeRO-2 accumulates."""
         return [
             Entry(
                 f"bucket_{number}",
@@ -264,7 +264,7 @@ class ShardedState:
         ]
 
     def on_replica(self) -> ShardedLayout:
-        """Return the layout of a step for the replica that is running."""
+        """Return the `ShardedLayout` by which the running replica makes its step."""
         context = replica_context()
         step = None if self._gathers is None else self._gathers.step()
         collectives = collectives_class(self._extended)(

@@ -80,7 +80,7 @@ def reshaped(values: Any, shape: Sequence[int]) -> Any:
 
 
 def _not_written(values: Any) -> None:
-    """Refuse to write: split shards are only read."""
+    """Raise an error: a part of a split shard can be read, but not written."""
     raise NotImplementedError
 
 

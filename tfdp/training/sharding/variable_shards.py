@@ -40,7 +40,8 @@ class VariableShards(OwnedState):
             owned = [_compat.copy_of(variable) for variable in owned]
             self._copies = dict(zip(self.owned, owned, strict=True))
         self.clone = _compat.plain_clone(optimizer)
-        # A clone is created from the optimizer's config, which has no exclusions.
+        # A clone is created from the optimizer's config, which lacks the variables that
+        # the user has excluded from weight decay.
         if hasattr(optimizer, "exclude_alike"):
             wholes = [variables[index] for index in self.owned]
             optimizer.exclude_alike(self.clone, wholes, owned)
@@ -117,7 +118,7 @@ class VariableShards(OwnedState):
         return whole
 
     def average(self, optimizer: Any, variables: list[Any]) -> None:
-        """Move the averages towards the variables."""
+        """Move the moving averages that the replica owns towards the variables."""
         owned = self.own_values(variables)
         _compat.move_averages(self._clone_with_settings(optimizer, variables), owned)
 
@@ -127,7 +128,7 @@ class VariableShards(OwnedState):
         return [part.read_value() for part in parts]
 
     def averages(self) -> list[tf.Tensor]:
-        """Return the replica's slice of the moving averages for each bucket."""
+        """Return the moving averages of the replica's slice of each bucket, padded."""
         averages = self._own_averages
         values = {
             index: tf.convert_to_tensor(average)
@@ -145,7 +146,7 @@ class VariableShards(OwnedState):
         return variables[index] if replacement is None else replacement
 
     def _pack_slice(self, bucket: ShardBucket, values: dict[int, Any]) -> tf.Tensor:
-        """Pack the owner's slice of a bucket from values by position."""
+        """Pack the owner's slice of a bucket, of values by variable position."""
         return pack_row(bucket, self.owner, values, tf.as_dtype(bucket.dtype))
 
     def _refresh(self, variables: list[Any]) -> None:

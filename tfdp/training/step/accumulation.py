@@ -141,7 +141,7 @@ class AccumulationState:
         return [self.steps, self.count, *self.sums]
 
     def add(self, gradients: Sequence[Any], positions: Sequence[int]) -> None:
-        """Add the gradients of a micro-batch.
+        """Add the gradients of a micro-batch to the sums, and count the micro-batch.
 
         Args:
             gradients: Sequence of dense tensors.

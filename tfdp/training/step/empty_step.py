@@ -33,7 +33,7 @@ class Updates:
         self._left_out: str | None = None
 
     def note(self, optimizer: Any, make_step: Callable[[], Step]) -> None:
-        """Record an update.
+        """Record an update, in place of an earlier one by the same optimizer.
 
         Args:
             optimizer: Keras optimizer.
@@ -52,6 +52,8 @@ class Updates:
 
     def take_without_data(self, strategy: Any) -> None:
         """Run the empty step of all recorded updates on every replica.
+
+        Warn if Keras would also make a change that is left out.
 
         Args:
             strategy: A tfdp strategy, or `None` on one device.

@@ -65,7 +65,7 @@ class FlatParameter:
         self._is_changed = True
 
     def assign_add(self, value: Any) -> None:
-        """Add to the value."""
+        """Add to the value; the variables change in `write_back`."""
         self.assign(self.read_value() + tf.cast(value, self.dtype))
 
     def assign_sub(self, value: Any) -> None:
@@ -110,11 +110,11 @@ class TensorView(FlatParameter):
         self.assign(_scattered(tf.tensor_scatter_nd_update, self, rows))
 
     def scatter_add(self, rows: tf.IndexedSlices) -> None:
-        """Add to single elements."""
+        """Add to single elements, like the method of `tf.Variable`."""
         self.assign(_scattered(tf.tensor_scatter_nd_add, self, rows))
 
     def scatter_sub(self, rows: tf.IndexedSlices) -> None:
-        """Subtract from single elements."""
+        """Subtract from single elements, like the method of `tf.Variable`."""
         self.assign(_scattered(tf.tensor_scatter_nd_sub, self, rows))
 
 
@@ -147,7 +147,7 @@ def _scattered(
         view: `TensorView`.
         rows: `tf.IndexedSlices` of single elements.
     """
-    indices = rows.indices[:, tf.newaxis]  # [elements, 1]
+    indices = rows.indices[:, tf.newaxis]  # shape [elements, 1]
     return operation(view.read_value(), indices, tf.cast(rows.values, view.dtype))
 
 

@@ -78,7 +78,7 @@ class LossScale:
         self.options = options
 
         def counter(name: str, shape: tuple[int, ...] = ()) -> Any:
-            """Create an integer variable of zeros."""
+            """Create a counter with this name, an integer variable of zeros."""
             return make_variable(
                 shape=shape, dtype="int", initializer="zeros", name=name
             )
@@ -107,7 +107,7 @@ class LossScale:
         return _local(self.value).read_value()
 
     def note_success(self) -> None:
-        """Count an update; double the scale after `growth_steps` of them."""
+        """Count an update; double the scale after `growth_steps` without overflow."""
         _set(self.skips_at_minimum, 0)
         if self.options.growth_steps is None:
             return
@@ -171,16 +171,19 @@ class LossScale:
 
 
 def _in_replica_row(variable: Any, num_replicas: int) -> tf.Tensor:
-    """Return zeros in float64, with a variable's value in the row of this replica."""
+    """Return float64 zeros `[num_replicas, ...]`, with a variable's value in one row.
+
+    The row is that of the calling replica, the value its own.
+    """
     context = replica_context()
     replica = 0 if context is None else context.replica_id_in_sync_group
     value = tf.cast(_local(variable).read_value(), tf.float64)
     row = tf.one_hot(replica, num_replicas, dtype=value.dtype)
-    return tf.tensordot(row, value, axes=0)  # [num_replicas, ...]
+    return tf.tensordot(row, value, axes=0)  # shape [num_replicas, ...]
 
 
 def not_finite(gradient: Any) -> tf.Tensor:
-    """Return a scalar bool tensor, whether any element is infinite or NaN."""
+    """Return a scalar bool tensor, whether a gradient has infinity or NaN."""
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     values = gradient.values if is_sparse else gradient
     return tf.logical_not(tf.reduce_all(tf.math.is_finite(values)))

@@ -138,7 +138,7 @@ def take_empty_step(step: Step) -> None:
 
 
 def _reduce(step: Step, totals: Totals) -> list:
-    """Sum the gradients of each group over all replicas, unless ZeRO-2 has done so."""
+    """Sum each group's gradients over all replicas, unless `totals` has sums."""
     if totals.sums is not None:
         return totals.sums
     assert totals.gradients is not None
@@ -208,7 +208,7 @@ def _examine(
 
 
 def _is_finite(step: Step, statistics: GradientStatistics) -> tf.Tensor | bool:
-    """Return whether all sums are finite; checked only with a loss scale."""
+    """Return whether all sums are finite; without a loss scale `True`, unchecked."""
     return True if step.scale is None else statistics.is_finite()
 
 
@@ -234,7 +234,7 @@ def _skip(
 
 
 def _clip(step: Step, sums: list, statistics: GradientStatistics) -> list:
-    """Clip the reduced gradients of each group as its optimizer is set to."""
+    """Return each group's sums of gradients, clipped as its optimizer is set to."""
     return [
         step.layout.clip(group, reduced, statistics)
         for group, reduced in zip(step.param_groups, sums, strict=True)
@@ -242,7 +242,7 @@ def _clip(step: Step, sums: list, statistics: GradientStatistics) -> list:
 
 
 def _decay_and_update(step: Step, gradients: list) -> None:
-    """Update the variables of each group, and count the success in the loss scale."""
+    """Update each group's variables by its gradients; count it in the loss scale."""
     for group, clipped, schedule in zip(
         step.param_groups, gradients, step.schedules, strict=True
     ):
@@ -275,14 +275,16 @@ def _average_group(layout: StateLayout, group: ParamGroup) -> None:
 
 
 def _constrain(step: Step, is_kept: tf.Tensor | bool) -> None:
-    """Apply the constraints after every micro-batch, as Keras does."""
+    """Apply constraints after every micro-batch, as Keras does, if `is_kept`."""
     for variable in step.variables:
         if variable.constraint is not None:
             run_if(is_kept, functools.partial(step.layout.constrain, variable))
 
 
 def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) -> None:
-    """Advance the counters of the optimizers by one, if the step counts.
+    """Add one to the optimizers' counters after an update.
+
+    If the step counts micro-batches, as Keras's accumulation does, add one after each.
 
     Args:
         step: `Step`.

@@ -165,7 +165,7 @@ class StateLayout:
     def update(
         self, group: ParamGroup, gradients: Any, variables: list, rate: Any
     ) -> None:
-        """Decay and update the variables as Keras does, small ones in groups."""
+        """Decay and update `variables` by reduced gradients, small ones in groups."""
         decay_and_update(group.optimizer, gradients, variables, rate)
 
     def update_without_gradients(

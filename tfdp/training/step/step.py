@@ -266,7 +266,7 @@ class Step:
             total.assign_add(self.loss, read_value=False)
 
     def take_loss(self, totals: Totals) -> tf.Tensor | None:
-        """Return this replica's part of the loss of an update, if a feature reads it.
+        """Return this replica's part of an update's loss, or `None`; reset `loss_sum`.
 
         Args:
             totals: `Totals` of the update.
@@ -329,8 +329,8 @@ def checked_gradients(
         Tuple of the gradients without `None`, and their variables.
 
     Raises:
-        ValueError: If the numbers of gradients and variables differ, or the optimizer
-            does not know a variable.
+        ValueError: If the numbers of gradients and variables differ, if the optimizer
+            does not know a variable, or if it is not built and `variables` is `None`.
     """
     if variables is None and not optimizer.built:
         raise ValueError(

@@ -16,7 +16,7 @@ def changed_beside_update(model: Any) -> list:
     """Return the variables that a step changes outside of its update.
 
     They are metrics, the statistics of BatchNormalization and the states of random
-    generators.
+    generators. Sharded parameters are left out.
 
     Args:
         model: Keras model.

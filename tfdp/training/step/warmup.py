@@ -89,7 +89,9 @@ class Warmup:
         return (1.0 - done) * first + done * last
 
     def growth(self, update: tf.Tensor) -> tf.Tensor:
-        """Return the factor divided by that of the previous update, float64.
+        """Return the factor divided by that of the previous update, or 1 if that is 0.
+
+        The result is a scalar float64 tensor.
 
         Args:
             update: Scalar int tensor, the number of updates so far.

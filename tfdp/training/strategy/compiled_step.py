@@ -61,7 +61,8 @@ class CompiledStep:
 
         Args:
             args: Tuple of nested structures of tensors.
-            part: `BatchWeight` of the replica, or `None`.
+            part: `BatchWeight` of the replica, its share of the rows of the global
+                batch; or `None` if batches are not weighted.
 
         Returns:
             The result of `step`.
@@ -221,7 +222,7 @@ def _check_collectives(graph: Any) -> None:
 
 
 def _check_order(graph: Any, updates: list[Update]) -> None:
-    """Raise if an operation after an update uses a variable that the update changes.
+    """Raise if an operation after the first update uses a variable that one changes.
 
     Args:
         graph: Graph of the compiled part of a step.

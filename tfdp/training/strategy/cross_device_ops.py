@@ -35,7 +35,7 @@ class CrossDeviceOps(_compat.CollectiveAllReduce):
     def _all_reduce(
         self, reduce_op: Any, value: Any, replica_id: int, options: Any
     ) -> Any:
-        """All-reduce a value of one local replica by tfdp's reducer."""
+        """All-reduce a value of the local replica `replica_id` by tfdp's reducer."""
         del options
         return self._reducer.reduce(reduce_op, value, replica_id)
 
@@ -45,7 +45,12 @@ class CrossDeviceOps(_compat.CollectiveAllReduce):
 
 
 class _Launcher:
-    """Launcher of one replica's collectives, in the interface of the stock gather."""
+    """Launcher of one replica's collectives, in the interface of the stock gather.
+
+    Args:
+        reducer: `Reducer`.
+        replica: Int, local index of the replica.
+    """
 
     def __init__(self, reducer: Reducer, replica: int) -> None:
         self._reducer = reducer

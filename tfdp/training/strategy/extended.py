@@ -104,7 +104,8 @@ class ReplicaExtended:
     # The statistics of the step that is being built, see `step_scope`.
     _statistics: _Statistics | None = None
     _collective_keys: Any
-    # Variable that is true until the workers change, if training continues then.
+    # Variable that is true until the workers change. Functions that were traced for
+    # them assert it, if training continues after the loss of workers.
     _is_current: Any
 
     def explaining(self) -> contextlib.AbstractContextManager:
@@ -138,7 +139,8 @@ class ReplicaExtended:
         self.topology = topology
         positions = device_positions(all_devices)
         transport = new_transport(self.options, devices, self.worker_group, hosts[rank])
-        # Callable that takes a new name, and connects all workers apart from the steps.
+        # Callable that takes a new name, and connects all workers for arrays that are
+        # not sent in steps.
         self.connect_workers = functools.partial(
             connect_workers, transport, self.options, self.worker_group, hosts[rank]
         )
@@ -218,7 +220,10 @@ class ReplicaExtended:
         return False
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
-        """Create a variable of tfdp's classes, or a sharded parameter if deferred."""
+        """Create a variable of tfdp's classes, or a sharded parameter.
+
+        A parameter is sharded in a scope with `init="deferred"`.
+        """
         if is_deferred(self, kwargs):
             return deferred_parameter(self._container_strategy(), kwargs)  # type: ignore[attr-defined]
         kwargs["aggregation"] = aggregation_of(kwargs)
@@ -229,7 +234,7 @@ class ReplicaExtended:
         return variable
 
     def _register(self, variable: Any) -> None:
-        """Record the variable that each replica's component belongs to."""
+        """Record a variable by the handle of each replica's component."""
         known = vars(self).setdefault("_variables", {})
         for component in getattr(variable, "values", ()):
             known[id(component.handle)] = weakref.ref(variable)
@@ -245,7 +250,10 @@ class ReplicaExtended:
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
     ) -> Any:
-        """All-reduce a value in replica context, in a graph without a merge call."""
+        """All-reduce a nest of tensors in replica context, without a merge call.
+
+        Several eager local replicas use the stock method, which merges their calls.
+        """
         context = tf.distribute.get_replica_context()
         one_local_replica = len(self.group.devices) == 1
         if tf.executing_eagerly() and not one_local_replica:
@@ -269,7 +277,8 @@ class ReplicaExtended:
     def _get_cross_device_ops(self, value: Any) -> Any:
         """Return the operations for a value: between replicas or between hosts.
 
-        A value with a component for each local replica is reduced between replicas.
+        A value with a component for each local replica is reduced between replicas. An
+        assertion that the workers have not changed is added to the graph.
         """
         self.assert_same_workers()
         local = getattr(value, "values", (value,))
@@ -330,7 +339,7 @@ class ReplicaExtended:
                 self._statistics.weights[replica] = weight
 
     def merge_metric_variables(self, variables: list[MetricVariable]) -> list:
-        """Merge the metric states of all replicas: one tensor for each variable."""
+        """Return the merged metric states of all replicas, a tensor per variable."""
         locals_ = [[part.read_value() for part in v.values] for v in variables]
         kinds = [v.merge for v in variables]
         group = self.host_group

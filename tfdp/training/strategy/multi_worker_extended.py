@@ -62,7 +62,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self._connect()
 
     def _enter(self, worker: Worker) -> None:
-        """Set this process's place in its cluster, and watch the other workers."""
+        """Take the worker's place in its cluster, and watch the other workers."""
         self.worker = worker
         self._watchdog: Watchdog | None = None
         membership = worker.membership
@@ -122,7 +122,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     def _check_transport(self) -> None:
         """Raise a `ValueError` if training with MPI is to continue after a loss.
 
-        Collectives of TensorFlow's own are set to be aborted when a worker is lost.
+        With TensorFlow's collectives, let the watchdog abort them after a loss.
         """
         if self.worker.membership is None or self.worker_group.num_workers == 1:
             return

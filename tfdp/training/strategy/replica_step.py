@@ -220,7 +220,7 @@ def _divider_of_rows(
 def _taken_by_features(
     loop: loops.Loop | None, divider: RowDivider | None, args: tuple
 ) -> tuple:
-    """Return the arguments of a step after the hooks of features for its batch.
+    """Return the arguments of a step after features have taken or changed its batch.
 
     Args:
         loop: `Loop` of Keras that is running, or `None`.
@@ -235,7 +235,10 @@ def _taken_by_features(
 
 
 def _only_values(values: list[list]) -> list:
-    """Return the values of the only replica, in place of sums over replicas."""
+    """Return the values of the only replica, in place of sums over replicas.
+
+    `values` has a list of one tensor for each item to sum.
+    """
     return [own for (own,) in values]
 
 
@@ -287,7 +290,7 @@ def note_count_read(strategy: Any, reader: types.FrameType) -> None:
 
 
 def _wait_for_data(model: Any, fn: Callable) -> Callable:
-    """Make every operation of a step wait for the step's data.
+    """Return a step whose operations wait for its data, with the hooks of features.
 
     At the end of the data the iterator fails, and operations that did not wait for it,
     such as the counter of iterations, would already have run.
@@ -314,7 +317,7 @@ def _wait_for_data(model: Any, fn: Callable) -> Callable:
 
 
 def _begin_features(model: Any) -> list[Callable[[], None]]:
-    """Run the hooks of features before a step; return those to run after it."""
+    """Run features' hooks before a training step; return callables to run after it."""
     features = getattr(getattr(model, "optimizer", None), "features", None)
     loop = loops.current()
     if loop is None or not loop.trains:
@@ -325,13 +328,13 @@ def _begin_features(model: Any) -> list[Callable[[], None]]:
 
 
 def _local_samples(batch: Any) -> tf.Tensor | None:
-    """Return the number of rows of a batch, float32, or `None` without a tensor."""
+    """Return the number of rows of a replica's batch, or `None` without a tensor."""
     first = first_tensor(batch)
     return None if first is None else num_rows(first)
 
 
 def _split_global_batch(strategy: Any, batch: Any) -> Any:
-    """Split a global batch into the rows of each local replica."""
+    """Split a nest of global arrays into per-replica rows of local replicas."""
     tensors = keras.tree.map_structure(
         lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), batch
     )

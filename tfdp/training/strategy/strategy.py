@@ -81,7 +81,10 @@ class _Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas, on all workers, whose gradients are added up."""
+        """Number of replicas, on all workers, whose gradients are added up.
+
+        It is 1 in a step of Keras's loops, which is that of one device.
+        """
         if program_trace.current() is not None:
             return 1
         reader = inspect.currentframe()
@@ -251,7 +254,7 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
 
 
 def _prepare_process() -> None:
-    """Check the process and install the hooks, before a strategy is created."""
+    """Install tfdp's hooks; raise a `RuntimeError` if TensorFlow has been forked."""
     user_code.check_process_of_tensorflow("A strategy")
     install.install()
 
@@ -264,7 +267,7 @@ def _warn_of_slow_kernels(strategy: Any) -> None:
 
 
 def _warn_of_processes_apart(cluster: Cluster | None) -> None:
-    """Warn if a launcher that tfdp does not read has started several processes."""
+    """Warn if a launcher that tfdp does not read started processes, with no cluster."""
     apart = unconnected_processes() if cluster is None else None
     if apart:
         user_code.warn(

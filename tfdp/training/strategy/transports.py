@@ -82,7 +82,7 @@ def new_transport(
 
 
 def watch_transports(watchdog: Watchdog) -> None:
-    """Let a watchdog close the connections to all workers when a worker is lost."""
+    """Let a watchdog close all connections after a loss, and explain failures."""
     if not watchdog.closers:
         watchdog.closers = [close_transports]
         watchdog.membership.leaving.append(close_transports)
@@ -90,7 +90,7 @@ def watch_transports(watchdog: Watchdog) -> None:
 
 
 def reason_of_failure() -> str:
-    """Return why a collective between processes has failed, or `""`."""
+    """Return why a collective of a transport of this process has failed, or `""`."""
     reasons = (transport.failure for transport in list(_transports))
     return next(filter(None, reasons), "")
 
@@ -158,7 +158,7 @@ def connect_workers(
 
 
 def host_transport(transport: Transport) -> Transport:
-    """Return the transport for small tensors on hosts, given that of the replicas."""
+    """Return the hosts' transport: TensorFlow's if replicas use NCCL, else the same."""
     return TensorFlowTransport() if transport.name == "nccl" else transport
 
 
@@ -167,8 +167,16 @@ def _backend(
 ) -> str:
     """Choose the library that moves the bytes, see `CommunicationOptions.backend`.
 
+    Args:
+        options: `CommunicationOptions`.
+        devices: Sequence of strings, the local devices.
+        num_workers: Int, number of workers.
+
     Returns:
         String, the name of a backend, such as `"direct"`; never `"auto"`.
+
+    Raises:
+        ValueError: If the requested backend does not support devices or platform.
     """
     on_gpus = all(_compat.device_type(device) == "GPU" for device in devices)
     if options.backend == "nccl" and not on_gpus:
@@ -224,7 +232,7 @@ def _agree_on_transport(
 
 
 def _raise_first(errors: Sequence[str]) -> None:
-    """Raise the first error of a worker without an address; `""` stands for none."""
+    """Raise a `ValueError` with the first error of a worker; `""` stands for none."""
     for rank, text in enumerate(errors):
         if text:
             raise ValueError(f"Worker {rank} cannot be reached: {text}")

@@ -146,7 +146,7 @@ class Heartbeat(threading.Thread):
 
     @property
     def progress(self) -> WorkerProgress:
-        """`WorkerProgress`; outside of Keras's loops a long call is a computation."""
+        """`WorkerProgress`; outside of Keras's loops, a long call counts as a step."""
         own = dataclasses.replace(progress.current, source=self.source)
         waits = not own.name and self.call_seconds > _LONG_WAIT_SECONDS
         return dataclasses.replace(own, is_computing=True) if waits else own

@@ -39,7 +39,7 @@ _WRITE_SECONDS = 2.0
 # A request within this time after another one is a repetition: the signal has reached
 # other workers too.
 _SAME_REQUEST_SECONDS = 1.0
-# Most frames of a stack in a record.
+# Largest number of frames of a stack in a record, the innermost ones.
 _MOST_FRAMES = 60
 _READ_BYTES = 1 << 16
 
@@ -104,7 +104,7 @@ class FlightRecorder:
 
     @property
     def command(self) -> str:
-        """String, the command to show the records; `""` if none of a failure exists."""
+        """String, the command that shows the records; `""` without one of a failure."""
         self.wait()
         is_written = self._is_final and self._error is None
         return f"tfdp doctor {shlex.quote(str(self.folder))}" if is_written else ""
@@ -112,7 +112,16 @@ class FlightRecorder:
     def _record(
         self, reason: str, lost: int | None
     ) -> tuple[FlightRecord, dict[int, _Stack]]:
-        """Return the record without stacks, and the stacks by thread; reads no file."""
+        """Take the record of this moment; reads no file.
+
+        Args:
+            reason: String, why the record is written, a clause.
+            lost: Int or `None`, as in `FlightRecord`.
+
+        Returns:
+            Tuple of the `FlightRecord` without stacks, and a dict from the identifier
+            of a thread to its stack.
+        """
         stacks = _compat.thread_stacks(_MOST_FRAMES)
         own = self._heartbeat.progress
         num_workers = len(self._detector.ranks()) + 1
@@ -142,7 +151,12 @@ class FlightRecorder:
         return record, stacks
 
     def _write(self, reason: str, lost: int | None) -> None:
-        """Write a record on a thread; on this one while the interpreter shuts down."""
+        """Write a record on a thread; on this one while the interpreter shuts down.
+
+        Args:
+            reason: String, why the record is written, a clause.
+            lost: Int or `None`, as in `FlightRecord`.
+        """
         try:
             taken = self._record(reason, lost)
         except Exception as error:  # noqa: BLE001 the lost worker must be named
@@ -235,7 +249,8 @@ def listen(request: Callable[[], None]) -> None:
     signals = {
         number
         for number in (RECORD_SIGNAL, LAUNCHER_SIGNAL)
-        # Python does not know of handlers in C, such as another one of `faulthandler`.
+        # Python does not know of handlers in C, such as another one of `faulthandler`,
+        # so the system's list of handled signals is read, too.
         if signal.getsignal(number) is signal.SIG_DFL
         and not process_tree.handles(os.getpid(), number)
     }

@@ -137,7 +137,7 @@ class StragglerCheck:
 
 
 def _cause_of_delay(own: WorkerProgress, other: WorkerProgress) -> str:
-    """Format the clause that a straggler has not arrived within the timeout."""
+    """Format the clause that `other`, a straggler, has not arrived in time."""
     where = other.name or NO_CALL
     return (
         f"it has not arrived within {own.seconds:.0f} s; it is at {where}; a longer "

@@ -175,7 +175,7 @@ class Watchdog(threading.Thread):
             self._heartbeat.last_error = _describe(error)
             return
         if isinstance(error, ClusterChanges):
-            self._is_raised.set()  # the main thread raises what another one has found
+            self._is_raised.set()  # the watchdog need not end the process
             return  # all workers raise `ClusterChanges`, so nothing is published
         if isinstance(error, SystemExit) and error.code == PREEMPTED:
             return
@@ -274,7 +274,7 @@ class Watchdog(threading.Thread):
         self._heartbeat.beat_now(_BEAT_SECONDS)
 
     def _record_for(self, rank: int) -> None:
-        """Write this worker's flight record, since another worker received a signal."""
+        """Write this worker's flight record, since worker `rank` received a signal."""
         self._recorder.record_request(f"worker {rank} has received a signal for it")
 
     def leave(self) -> None:
@@ -388,7 +388,7 @@ class Watchdog(threading.Thread):
         """Publish the failure, abort collectives, and end the process if it hangs."""
         reason = f"worker {failure.rank} is lost"
         store = self.membership.store
-        is_host = self._rank != failure.rank == store.host  # no other worker hosts it
+        is_host = self._rank != failure.rank == store.host  # no standby has replaced it
         # A host that leaves closes its connections, which makes workers follow the
         # standby.
         if is_host and not self._detector.status(failure.rank).has_left:

@@ -15,14 +15,15 @@ from pathlib import Path
 
 from tfdp.launch.cli.signals import SignalPipe
 
-# Longest wait for the imports. When it is over, each worker imports by itself, and its
-# output shows what takes long.
+# Longest wait in seconds for the imports. After it, each worker imports TensorFlow by
+# itself, and its output shows which import is slow.
 _IMPORT_SECONDS = 60.0
-# Interval of checks for signals during the imports.
+# Seconds between checks for signals during the imports.
 _POLL_SECONDS = 0.1
-# Longest wait for a fork, which takes milliseconds unless the process is suspended.
+# Longest wait in seconds for a fork, which takes milliseconds unless the process that
+# forks is suspended.
 _FORK_SECONDS = 30.0
-# Longest wait for the end of the killed process.
+# Longest wait in seconds for the end of the process that forks, after it was killed.
 _END_SECONDS = 5.0
 _FOLDER = Path(__file__).parent
 
@@ -71,7 +72,7 @@ class Parent:
 
     @property
     def pid(self) -> int:
-        """Int, the process id."""
+        """Int, id of the process that imports TensorFlow and forks workers."""
         return self._process.pid
 
     def wait(self, signals: SignalPipe) -> bool:
@@ -111,7 +112,7 @@ class Parent:
         return number
 
     def close(self) -> None:
-        """Kill the process; its forks continue."""
+        """Kill the process that forks workers; the workers continue."""
         self._connection.close()
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -125,7 +126,12 @@ class Parent:
         self._connection.sendall(data)
 
     def _receive_number(self) -> int:
-        """Return the answer: a process id, 0 for "ready", or a negative `errno`."""
+        """Return the answer: a process id, 0 for "ready", or a negative `errno`.
+
+        Raises:
+            ConnectionError: If the process has ended.
+            TimeoutError: If it does not answer in time.
+        """
         answer = self._connection.recv(8, socket.MSG_WAITALL)
         if len(answer) < 8:
             raise ConnectionError("The process that forks workers has ended")

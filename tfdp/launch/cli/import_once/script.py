@@ -97,7 +97,7 @@ def _statements(
 
 
 def _files_of(name: str, folder: str) -> Iterator[str]:
-    """Yield the existing files of a module in a folder, and of its parent packages."""
+    """Yield the existing files in a folder of a module and of its parent packages."""
     place = folder
     for part in name.split("."):
         place = os.path.join(place, part)
@@ -144,7 +144,7 @@ def _is_environment(node: ast.AST) -> bool:
 
 
 def _changes_environment(node: ast.AST) -> bool:
-    """Return whether a node changes the environment, or uses it otherwise than to read.
+    """Return whether a node of a script may change the environment variables.
 
     A function that receives `os.environ` may change it.
     """

@@ -31,7 +31,7 @@ _READ_AT_IMPORT = (
     *("TF_", "KERAS_", "XLA_", "CUDA_", "NVIDIA_", "ONEDNN_", "DNNL_"),
     *("OMP_", "KMP_", "OPENBLAS_", "MKL_"),
 )
-# Answer to the launcher once all packages are imported.
+# Answer to the launcher, in place of a process id, once all packages are imported.
 _READY = 0
 
 
@@ -78,7 +78,7 @@ def _import(packages: list[str]) -> None:
 
 
 def _is_shadowed(script: str) -> bool:
-    """Return whether the script's folder has modules of the names of imported ones."""
+    """Return whether a module in the script's folder hides an imported one."""
     folder = os.path.dirname(os.path.abspath(script))
     for entry in os.scandir(folder):
         name = entry.name.removesuffix(".py")
@@ -184,7 +184,11 @@ class _Preloaded:
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return a spec of a preloaded package, or `None` for any other module."""
+        """Return a spec of a preloaded package, or `None` for any other module.
+
+        Python calls it as an import finder. Before the first spec, the output and
+        variables of the preloading import are replayed.
+        """
         del path, target
         if name not in self._modules:
             return None
@@ -194,16 +198,17 @@ class _Preloaded:
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: Any) -> Any:
-        """Return the preloaded package instead of a new module."""
+        """Return the preloaded package of a spec instead of a new module."""
         return self._modules[spec.name][spec.name]
 
     def exec_module(self, module: Any) -> None:
-        """Restore the package and its modules in `sys.modules`."""
+        """Put a preloaded package and all of its modules back into `sys.modules`."""
         name = module.__spec__.name
         module.__spec__ = self._specs[name]
         sys.modules.update(self._modules.pop(name))
         if name == "tfdp":
-            # Experiment trackers depend on the rank, which only a worker has.
+            # Trackers are disabled here, not at the import in advance: this depends on
+            # the rank, which only a worker has.
             importlib.import_module("tfdp.features.tracking.watch").watch_trackers()
         if not self._modules:
             sys.meta_path.remove(self)
@@ -240,7 +245,7 @@ def _send(connection: socket.socket, number: int) -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, int]:
-    """Receive a text and a descriptor, or -1; exit if the launcher has disconnected."""
+    """Receive a text and a descriptor, or -1 for none; exit at the connection's end."""
     head, descriptors, _, _ = socket.recv_fds(connection, 8, 1)
     text, size = b"", int.from_bytes(head, "little")
     while len(text) < size and (part := connection.recv(size - len(text))):

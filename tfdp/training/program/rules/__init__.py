@@ -81,7 +81,7 @@ _REPEATING_LAYOUTS = operations("BroadcastTo Fill Tile")
 
 
 def decide(view: View) -> Decision:
-    """Decide how a replica builds an operation of the program."""
+    """Decide how replicas build an operation: by the first rule for it, or whole."""
     decision = _first_decision(_RULES_OF_ANY_FORM, view)
     if decision is not None:
         return decision

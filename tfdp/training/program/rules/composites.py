@@ -1,6 +1,7 @@
 """Rules of operations that convert ragged or sparse tensors, which are whole, to rows.
 
-The output has a row for each row of the batch: a replica slices its own rows.
+The output has a row for each row of the batch: a replica slices its own rows. Rules
+return `None` where they do not apply, or if the number of rows is not known.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _rows_by_partition(view: View) -> Size | None:
 
 
 def _rows_of_product(view: View) -> Size | None:
-    """Return the number of rows of a sparse matrix times a dense one, or `None`."""
+    """Return the number of rows of sparse times dense; `None` if adjoint or unknown."""
     return None if view.attribute("adjoint_a") else _rows_by_value(2)(view)
 
 

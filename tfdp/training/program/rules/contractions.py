@@ -1,4 +1,7 @@
-"""Rules of products of matrices and `Einsum`."""
+"""Rules of products of matrices and `Einsum`; `None` where they do not apply.
+
+Labels are letters that name the axes of the inputs and of the output.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def decide_contraction(view: View) -> Decision | None:
 
 
 def _labels(view: View) -> tuple[list[str], str] | None:
-    """Return letters that name the axes, as in the equation of an `Einsum`.
+    """Return labels of the axes of a contraction, as in the equation of an `Einsum`.
 
     Returns:
         Tuple of a list with a string for each input, and the string of the output, such

@@ -1,4 +1,8 @@
-"""Rules of element-wise operations, and of operations that are linear."""
+"""Rules of element-wise operations, and of operations that are linear.
+
+They return `None` where they do not apply. Partial sums are the replicas' addends of a
+tensor; a local value is one of a replica alone, see `Form`.
+"""
 
 from __future__ import annotations
 
@@ -123,10 +127,9 @@ def decide_linear(view: View) -> Decision | None:
 def _sizes_of_partial_sum(view: View) -> Any:
     """Return the shape of a partial sum, with multiples of the number of rows.
 
-    The shape is a tuple of `Size`, or `None` if only TensorFlow may know it.
-
-    With static sizes alone, the axis of rows of a batch of one row would look like an
-    axis that broadcasts.
+    The shape is a tuple of `Size`, or `None` if only TensorFlow may know it. With
+    static sizes alone, the axis of rows of a batch of one row would look like one that
+    broadcasts.
     """
     if view.type in ("BroadcastTo", "Reshape", "Tile"):
         return _shape_from_second_input(view)
@@ -277,8 +280,6 @@ def decide_local(view: View) -> Decision | None:
 
 def _decide_parts_by_local(view: View) -> Decision | None:
     """Decide how replicas build a linear operation on partial sums and local values.
-
-    A local value is one of this replica alone, see `Form.LOCAL`.
 
     An example is the gradient of a product with a value of this replica alone.
     """

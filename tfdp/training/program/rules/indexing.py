@@ -1,4 +1,7 @@
-"""Rules of gathers and scatters, and of sums by segment."""
+"""Rules of gathers and scatters, and of sums by segment.
+
+They return `None` if the operation mixes rows, or if sizes that they need are unknown.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tfdp.training.program.view import (
 
 
 def decide_gather(view: View) -> Decision | None:
-    """Decide how replicas build a gather from a table, or within each row."""
+    """Decide how replicas build a gather by rows of indices, or within rows of data."""
     data, indices = view.facts[0], view.facts[1]
     axis = view.numbers(2)
     if axis is None or data.sizes is None or indices.sizes is None:
@@ -63,7 +66,7 @@ def decide_segment_sum(view: View) -> Decision | None:
 
 
 def decide_scatter(view: View) -> Decision | None:
-    """Decide how replicas build the sum of rows at indices, a partial sum."""
+    """Decide how replicas build a `ScatterNd`: partial sums of rows by their index."""
     indices, updates = view.facts[0], view.facts[1]
     own = indices if indices.is_rows else updates
     if own.axis != 0 or indices.sizes is None or len(indices.sizes) < 2:

@@ -1,4 +1,8 @@
-"""Rules of operations that arrange elements; joins, and what adds or moves an axis."""
+"""Rules of operations that arrange elements; joins, and what adds or moves an axis.
+
+They return `None` if the operation mixes rows, or if sizes that they need are unknown.
+`input_fact` and `input_sizes` are the `Fact` and the shape of the input of own rows.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +133,7 @@ def _broadcast(view: View) -> Decision | None:
 
 
 def _fill(view: View) -> Decision | None:
-    """Decide how replicas build a `Fill` whose shape has the number of rows."""
+    """Decide how replicas build a `Fill` whose shape has an axis of rows."""
     shape = view.facts[0].value
     axis = None if shape is None else sizes.axis_of_rows(shape)
     if axis is None:
@@ -138,7 +142,7 @@ def _fill(view: View) -> Decision | None:
 
 
 def _range(view: View) -> Decision | None:
-    """Decide how replicas build a range of row numbers: each builds its own rows'."""
+    """Decide how replicas build a range of row numbers: each builds its own."""
     limit = view.facts[1].value
     if limit is None or (view.numbers(0), view.numbers(2)) != (0, 1):
         return None
@@ -156,7 +160,7 @@ def _range(view: View) -> Decision | None:
 
 
 def _tile(view: View) -> Decision | None:
-    """Decide how replicas build a tile along other axes than rows, or once per row."""
+    """Decide how replicas build a `Tile` that keeps rows, or repeats data per row."""
     data, times = view.facts[0], view.facts[1].value
     if data.sizes is None or times is None:
         return None
@@ -172,7 +176,7 @@ def _tile(view: View) -> Decision | None:
 
 
 def _join(view: View) -> Decision | None:
-    """Decide how replicas build a concatenation or a stack."""
+    """Decide how replicas build a concatenation or a stack of row-sharded tensors."""
     is_stack = view.type == "Pack"
     count = len(view) if is_stack else len(view) - 1
     facts = view.facts[:count]

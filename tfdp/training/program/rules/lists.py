@@ -1,4 +1,7 @@
-"""Rules of lists of tensors, such as the states of a loop, and of optional values."""
+"""Rules of lists of tensors, such as the states of a loop, and of optional values.
+
+All items of a list are held in one form: the `Fact` of a list is that of its items.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ def _need_of_item(listed: Fact, item: Fact) -> tuple[Need, Fact]:
 
 
 def _with_sizes_of(listed: Fact, item: Fact) -> Fact:
-    """Return a list's `Fact` after adding an item that may have another shape."""
+    """Return a list's `Fact` with the sizes that it has in common with a new item's."""
     if listed.sizes == item.sizes or None in (listed.sizes, item.sizes):
         return listed
     shape = sizes.common([listed.sizes, item.sizes])
@@ -172,7 +175,7 @@ def _stack(view: View) -> Decision | None:
 
 
 def _from_tensor(view: View) -> Decision | None:
-    """Decide how replicas build a list of the slices of a tensor on its first axis."""
+    """Decide how replicas build a list of a tensor's slices along its first axis."""
     data = view.facts[0]
     if data.sizes is None or (data.is_rows and data.axis == 0):
         return None

@@ -1,4 +1,7 @@
-"""Rules of reductions: over rows to partial sums, over other axes to own rows."""
+"""Rules of reductions: over rows to partial sums, over other axes to own rows.
+
+They return `None` if the axes of the reduction are not known well enough.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,7 @@ def decide_reduction(view: View) -> Decision | None:
 def _decide_over_axes(view: View, input_fact: Fact) -> Decision | None:
     """Decide how replicas build a reduction, along the axis of rows or not.
 
-    `input_fact` is the `Fact` of the reduced tensor. The result is `None` if its axes
-    are not known well enough.
+    `input_fact` is the `Fact` of the reduced tensor.
     """
     assert input_fact.sizes is not None
     certain, maybe = _reduced_axes(view, len(input_fact.sizes))
@@ -122,11 +124,10 @@ def _reduced_shape(
 
 
 def _build_mean(builder: Any, op: Any, replica_inputs: list, others: list[int]) -> list:
-    """Build a partial mean: this replica's sum over the global number of entries.
+    """Build a partial mean: this replica's sum divided by the global number of entries.
 
-    `others` are the axes of the reduction other than that of rows.
-
-    The entries are counted along the axis of rows and the other axes of the reduction.
+    They are counted along the axis of rows and `others`, the other axes of the
+    reduction.
     """
     total = builder.copy(op, replica_inputs, kind="Sum")[0]
     shape = builder.fact(op.inputs[0]).sizes

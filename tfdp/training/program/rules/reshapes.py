@@ -1,4 +1,7 @@
-"""Rules of reshapes, which keep the axes before that of rows."""
+"""Rules of reshapes, which keep the axes before that of rows.
+
+`input_fact` and `input_sizes` are the `Fact` and the shape of the reshaped tensor.
+"""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ _SHAPED_LIKE_FIRST = table(
 
 
 def decide_row_by_row(view: View) -> Decision | None:
-    """Decide how replicas build an operation that computes each row separately."""
+    """Decide how replicas build an operation on single rows; `None` for others."""
     if view.type not in _INPUTS_WITH_ROWS:
         return None
     indices = _INPUTS_WITH_ROWS[view.type]
@@ -164,7 +164,9 @@ def _mixes_axis(view: View, axis: int) -> bool:
 
 
 def build_or_use_zero_row(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build a convolution or a pooling, of a row of zeros on a replica without rows.
+    """Build a convolution, pooling or padding, which fails on a tensor without rows.
+
+    On a replica without rows it runs on one row of zeros.
 
     With oneDNN, in float32 on CPUs, a convolution of no rows returns the shape of its
     input, and the gradient of a pooling ends the process. Seen with TensorFlow 2.19 to
@@ -200,7 +202,7 @@ def build_or_use_zero_row(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _with_own_rows_in_shape(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Return the inputs, with this replica's number of rows in the shape input.
+    """Return an operation's inputs, with this replica's number of rows in the shape.
 
     That shape is a constant of all rows in a step that has a fixed number of rows, such
     as one that creates noise.

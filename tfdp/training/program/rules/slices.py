@@ -1,4 +1,7 @@
-"""Rules of slices, which keep all rows."""
+"""Rules of slices that keep all rows; they return `None` for other slices.
+
+`input_fact` and `input_sizes` are the `Fact` and the shape of the sliced tensor.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def decide_strided_slice(
 
 
 def _needs_of_bounds(facts: Sequence[Fact]) -> list[Need]:
-    """Return the needed forms of the bounds of a slice.
+    """Return the needed forms of the bounds of a slice, given their `Fact`s.
 
     Bounds that are computed from sizes are those for a replica's rows, others are
     whole.
@@ -97,12 +100,12 @@ def _can_slice(view: View, item: int, input_fact: Fact, *, is_rows: bool) -> boo
 
 
 def _counts_rows(values: np.ndarray | None, index: int) -> bool:
-    """Return whether an element of an array is a multiple of the number of rows."""
+    """Return whether an element of an array of `Size` is a multiple of the rows."""
     return values is not None and values[index].kind == "rows"
 
 
 def _equals(values: np.ndarray | None, index: int, size: Size) -> bool:
-    """Return whether an element of an array is known and equal to a size."""
+    """Return whether an array of `Size` is known, and has this size at an index."""
     return values is not None and values[index] == size
 
 
@@ -133,7 +136,7 @@ def decide_slice(view: View, input_fact: Fact, input_sizes: Shape) -> Decision |
 
 
 def same_rows(view: View, input_fact: Fact) -> list[Fact]:
-    """Return the `Fact`s of outputs that have the rows of an input on the same axis."""
+    """Return the `Fact`s of outputs with the rows of an input, along the same axis."""
     return [
         view.rows_output(input_fact.axis, input_fact.multiple, index)
         for index in range(len(view.op.outputs))

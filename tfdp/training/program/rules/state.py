@@ -1,4 +1,7 @@
-"""Rules of variables, random numbers and Python functions."""
+"""Rules of variables, random numbers and Python functions; `None` for other operations.
+
+A shared state, such as a table, is one that all replicas of a worker use.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ _SEEKABLE = frozenset(("StatelessRandomUniformV2", "StatelessRandomNormalV2"))
 
 
 def decide_random(view: View) -> Decision | None:
-    """Decide how replicas build stateless random numbers: each keeps its own rows."""
+    """Decide how replicas build stateless random numbers: each those of its rows."""
     if view.type not in _STATELESS_RANDOM:
         return None
     shape = view.facts[0].value
@@ -110,7 +113,7 @@ def _build_and_slice(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _build_own_block(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build the random numbers of this replica's rows; those before are skipped.
+    """Build the random numbers of this replica's rows; earlier ones are skipped.
 
     Philox generates four numbers for each value of its counter: Salmon et al. 2011,
     https://doi.org/10.1145/2063384.2063405.

@@ -294,7 +294,7 @@ _VALUES_FROM_VALUES: dict[str, Callable[[View], np.ndarray | None]] = table(
 
 
 def decide_values(view: View) -> Decision | None:
-    """Decide how replicas build an operation whose results follow from sizes alone."""
+    """Decide how replicas build an operation whose known results follow from sizes."""
     if view.type == "BroadcastGradientArgs":
         return _decide_broadcast_axes(view)
     if view.type == "ShapeN":
