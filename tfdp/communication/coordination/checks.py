@@ -183,14 +183,18 @@ def check_same_variables(
 def variables_fact(variables: Sequence[Any], verb: str) -> Fact:
     """Return a `Fact` of a sequence of variables, as for `check_same_variables`."""
     items = [(signature_of(variable), _describe(variable)) for variable in variables]
-    outside = "; create what only one of them needs outside of `strategy.scope()`"
+    problem = "Workers have different models. Build the same one on every worker."
+    if verb == "creates":
+        problem = (
+            "Workers have different models. Build the same one on every worker; create "
+            "what only one of them needs outside of `strategy.scope()`."
+        )
 
     def explain(rank: int, index: int, first: str, other: str) -> str:
         """Return the error that names the first variable that differs."""
         return (
-            "Workers have different models. Build the same one on every worker"
-            f"{outside if verb == 'creates' else ''}. First difference, variable "
-            f"{index}: worker 0 {verb} {first}, worker {rank} {verb} {other}."
+            f"{problem} First difference, variable {index}: worker 0 {verb} {first}, "
+            f"worker {rank} {verb} {other}."
         )
 
     return _fact_of_items("variables", items, explain)

@@ -239,8 +239,18 @@ class _ArrayPart:
         return any(b"/" in _encode(item) for item in values.ravel().tolist())
 
 
+# Error of datasets with different values, to which a remedy is appended.
+_DATA_DIFFER = (
+    "Workers have data of different values, so that some rows would be read twice and "
+    "others never."
+)
+
+
 def values_fact(
-    worker_group: WorkerGroup, topic: str, values: ArrayValues, verb: str = "have data"
+    worker_group: WorkerGroup,
+    topic: str,
+    values: ArrayValues,
+    problem: str = _DATA_DIFFER,
 ) -> Fact:
     """Return a `Fact` of values that may differ by no more than rounding.
 
@@ -248,8 +258,7 @@ def values_fact(
         worker_group: `WorkerGroup` between the workers.
         topic: String, what is compared, for messages.
         values: `ArrayValues` of this worker.
-        verb: String, for the error, what workers do with the values. Defaults to
-            `"have data"`.
+        problem: String, beginning of the error. Defaults to one about datasets.
     """
 
     def explain(fingerprints: dict[int, dict]) -> str:
@@ -257,10 +266,9 @@ def values_fact(
         by_worker = list(fingerprints.values())
         difference = find_difference(worker_group, topic, by_worker, values)
         return difference and (
-            f"Workers {verb} of different values, so that some rows would be read "
-            "twice and others never. Draw, shuffle, split and list data alike on every "
-            "worker, by one seed and in sorted order, or give each a `tf.data.Dataset` "
-            f"of its own with `AutoShardPolicy.OFF`. Received: {difference}"
+            f"{problem} Draw, shuffle, split and list data alike on every worker, by "
+            "one seed and in sorted order, or give each a `tf.data.Dataset` of its own "
+            f"with `AutoShardPolicy.OFF`. Received: {difference}"
         )
 
     return Fact("values", values.fingerprints(), explain)

@@ -234,7 +234,13 @@ def _compare_workers(
             "same arguments, and compile the model alike.",
         ),
         *_array_facts(name, own["arrays"]),
-        values_fact(worker_group, topic, values, f"give `{name}` arrays"),
+        values_fact(
+            worker_group,
+            topic,
+            values,
+            f"Workers give `{name}` arrays of different values, so that some rows "
+            "would be read twice and others never.",
+        ),
         Fact(
             "configs",
             own["configs"],
