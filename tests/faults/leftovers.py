@@ -149,7 +149,7 @@ def _check(directory: Path) -> str:
     index = load_index(str(directory))
     folder = open_storage(str(directory)).below(index.token)
     for shard in index.shards:
-        files.read_files(shard, folder, index.algorithm)
+        files.read_data(shard, folder, index.algorithm)
     return index.token
 
 
