@@ -13,6 +13,7 @@ from tfdp.checkpoint import files
 from tfdp.checkpoint.index import ITEM_BYTES, Extent, Index, Shard, first_difference
 from tfdp.checkpoint.storage import Storage
 from tfdp.communication.collectives.bridge import from_bytes, new_tensor
+from tfdp.training.replicas.assigned_values import common_values
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
 
@@ -153,7 +154,8 @@ class ReadItem:
         # TensorFlow cannot convert some dtypes, such as int4 and float8.
         except tf.errors.InvalidArgumentError:
             elements = self.values
-        self.local.write(elements)
+        with common_values():
+            self.local.write(elements)
 
 
 def read_batches(
