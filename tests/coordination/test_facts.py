@@ -67,6 +67,15 @@ def test_a_long_value_is_sent_by_two_workers_if_digests_differ(
     assert sorted(sent) == [0, 2]
 
 
+def test_a_harmless_difference_does_not_hide_another(workers: list[WorkerGroup]):
+    def facts(rank: int) -> list[Fact]:
+        value = [1, 1.0, 1, 2][rank]
+        return [Fact("long", value, "They differ.", lambda: value)]
+
+    expected = "They differ. Received: : 1 on worker 0, 2 on worker 3"
+    assert _errors(workers, facts) == [expected] * 4
+
+
 def test_a_fact_may_allow_a_difference(workers: list[WorkerGroup]):
     def gather(worker: WorkerGroup) -> list[str]:
         seen: list[list] = []

@@ -88,19 +88,33 @@ def compare(
     values_of_workers, gathered = zip(*answers, strict=True)
     before(gathered)
     for fact, *values in zip(facts, *values_of_workers, strict=True):
-        other = next((r for r, each in enumerate(values) if each != values[0]), None)
-        if other is None:
-            continue
-        by_rank = dict(enumerate(values))
-        if fact.whole is not None:
-            sent = fact.whole() if worker_group.rank in (0, other) else None
-            wholes = worker_group.all_gather(f"{moment}: {fact.name}", sent)
-            by_rank = {rank: wholes[rank] for rank in (0, other)}
-        is_text = isinstance(fact.problem, str)
-        text = explain(fact.problem, by_rank) if is_text else fact.problem(by_rank)
-        if text:
-            raise ValueError(text)
+        for other in _ranks_that_differ(values, are_digests=fact.whole is not None):
+            by_rank = dict(enumerate(values))
+            if fact.whole is not None:
+                sent = fact.whole() if worker_group.rank in (0, other) else None
+                wholes = worker_group.all_gather(f"{moment}: {fact.name}", sent)
+                by_rank = {rank: wholes[rank] for rank in (0, other)}
+            is_text = isinstance(fact.problem, str)
+            text = explain(fact.problem, by_rank) if is_text else fact.problem(by_rank)
+            if text:
+                raise ValueError(text)
     return list(gathered)
+
+
+def _ranks_that_differ(values: Sequence[Any], *, are_digests: bool) -> list[int]:
+    """Return the first rank with each value that is not that of rank 0.
+
+    Args:
+        values: Sequence of a fact's value or digest on each worker.
+        are_digests: Bool, whether each value is looked at: what digests are of may be
+            equal, such as 1 and 1.0. Otherwise at most one rank is returned.
+    """
+    ranks = [
+        rank
+        for rank, value in enumerate(values)
+        if value != values[0] and rank == values.index(value)
+    ]
+    return ranks if are_digests else ranks[:1]
 
 
 def digest(value: Any) -> str:

@@ -92,7 +92,12 @@ class TracedCollectives:
     def _plan(self, loop: str) -> list[TracedCollective]:
         """Return the collectives of a loop's step, the function that has most."""
         plans = self._plans.get(loop)
-        return max(list(plans.values()), key=len, default=[]) if plans else []
+        if plans is None:
+            return []
+        # `keyrefs` is a copy: another thread may be tracing.
+        graphs = [reference() for reference in plans.keyrefs()]
+        found = [plans.get(each, []) for each in graphs if each is not None]
+        return max(found, key=len, default=[])
 
 
 def first_in_other_order(orders: Mapping[int, str]) -> tuple[int, dict[int, str]]:

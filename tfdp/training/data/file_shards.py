@@ -251,9 +251,12 @@ def _check_same_files(
     Raises:
         ValueError: If files or seeds differ, or if a worker has a problem.
     """
+    texts: list[str] = []
 
-    def check(problems: Sequence[str]) -> None:
-        """Raise the problem of the first worker that has one."""
+    def check(gathered: Sequence[list[str]]) -> None:
+        """Raise the problem of the first worker that has one; keep all texts."""
+        problems = [problem for problem, _ in gathered]
+        texts.extend(text for _, text in gathered)
         worker = next((rank for rank, each in enumerate(problems) if each), None)
         if worker is not None:
             where = f" on worker {worker}" if group.num_workers > 1 else ""
@@ -268,8 +271,8 @@ def _check_same_files(
         Fact(
             "names",
             entries,
-            _explain_files,
-            lambda: [str(files), entries[:_MAX_SENT_NAMES]],
+            lambda seen: _explain_files(seen, texts),
+            lambda: entries[:_MAX_SENT_NAMES],
         ),
         Fact(
             "seed",
@@ -281,20 +284,21 @@ def _check_same_files(
             ),
         ),
     ]
-    compare(group, "the files of `shard_files`", facts, files.problem, before=check)
+    beside = [files.problem, str(files)]
+    compare(group, "the files of `shard_files`", facts, beside, before=check)
 
 
-def _explain_files(seen: dict[int, list]) -> str:
+def _explain_files(seen: dict[int, list], texts: Sequence[str]) -> str:
     """Return the error that two workers see different files.
 
     It names a file that differs, if it is among the first of a long list.
 
     Args:
-        seen: Dict from the rank to a list of the text of a `Listing` and of pairs of a
-            name and a size.
+        seen: Dict from the ranks of two workers to pairs of a name and a size.
+        texts: Sequence of the text of each worker's `Listing`.
     """
-    rank, (count, entries) = max(seen), seen[0]
-    first, other = dict(entries), dict(seen[rank][1])
+    rank = max(seen)
+    first, other = dict(seen[0]), dict(seen[rank])
     names = sorted(first.keys() | other.keys())
     differing = (
         f"{name!r} has {_describe_size(first.get(name))} on worker 0 and "
@@ -305,7 +309,7 @@ def _explain_files(seen: dict[int, list]) -> str:
     return (
         "Workers see different files, so that some would be read twice or not at all. "
         f"`shard_files` needs the same ones on every worker. {next(differing, '')}"
-        f"Received: {count} on worker 0, {seen[rank][0]} on worker {rank}"
+        f"Received: {list_by_worker(texts)}"
     )
 
 
