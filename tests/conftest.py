@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import gc
 import os
 import pathlib
 import tempfile
@@ -14,6 +15,10 @@ import tfdp  # noqa: F401  # isort: skip
 from tests.harness import costs, groups, tiers
 from tests.harness.pool import CaseFailed, ClusterPool
 from tests.harness.registry import Case, load_cases
+
+# Modules and tests that are collected stay, so that looking for garbage among them, up
+# to `pytest_collection_finish`, takes seconds and finds next to nothing.
+gc.disable()
 
 # What was measured on this machine must not decide what the tests see, nor the
 # other way round.
@@ -50,6 +55,13 @@ def pytest_collection_modifyitems(
     """Chooses the tests of a tier, and puts them in order."""
     tiers.select(config, items)
     groups.order(items)
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was collected out of all later searches for garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
