@@ -80,6 +80,9 @@ class Storage:
 
         TensorFlow opens the files by name and follows links, so links are refused.
 
+        Returns:
+            Dict from the name of a file to its size; empty if there is no folder.
+
         Raises:
             ValueError: If the folder is a link, or has an entry that is not a regular
                 file: it may lead elsewhere, or block readers.

@@ -326,7 +326,7 @@ class ElasticState:
         return True
 
     def _close(self) -> None:
-        """Close the connections of states in memory, if a load has opened them."""
+        """Close the states in memory if a load opened them; wait for their copies."""
         if "_memory" in vars(self):
             self._memory.close()
 
@@ -410,7 +410,15 @@ def _check_model(model: Any) -> None:
 
 
 def _checked_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Check the names and types of the values of a loop, and return them."""
+    """Check the names and types of the values of a loop, and return them.
+
+    Args:
+        values: Dict from the name of a value, an attribute of `ElasticState`, to it.
+
+    Raises:
+        ValueError: If a name is private, or that of another attribute.
+        TypeError: If a value has another type than those that are saved.
+    """
     for name in values:
         if name.startswith("_") or hasattr(ElasticState, name):
             raise ValueError(

@@ -31,7 +31,7 @@ _WARN_AFTER_SECONDS = 10.0
 # Interval at which a wait checks whether the other worker is alive: at first, and the
 # longest.
 _CHECK_SECONDS, _LONGEST_CHECK_SECONDS = 0.25, 3.0
-# Description of the place of a worker whose progress has no name.
+# Text in messages for where a worker is if its progress names no call.
 NO_CALL = "no call of Keras or tfdp"
 # The latest group of several workers (key `True`), and of one worker. The references
 # are strong: workers must agree on the latest group whenever their garbage collectors

@@ -40,7 +40,7 @@ CLAIM = struct.Struct("!II260s")
 ASKS, APPLIES = 0xFFFFFFFE, 0xFFFFFFFF
 # Time limit of an attempt to reach a worker, or of a probe of its port.
 PROBE_SECONDS = 1.0
-# Largest number of workers that are asked for the job, all at the same time.
+# Largest number of workers that a process asks at once whether the job is running.
 _MOST_ASKED = 32
 _T = TypeVar("_T")
 
@@ -206,9 +206,9 @@ def ask_workers(
         except (ConnectionFailed, UnauthenticatedPeer, TypeError):
             return None
 
-    # The workers to ask are drawn anew each time: if many processes start, each asks
-    # once a second.
-    # The state of the module `random` is the user's, whose seed gives initial weights.
+    # Each call draws the workers to ask, which distributes the load: many processes may
+    # start at once, and each asks once a second. The module `random` is not used for
+    # it, since the user may have seeded it, and initial weights depend on its state.
     asked = random.SystemRandom().sample(workers, min(len(workers), _MOST_ASKED))
     with ThreadPoolExecutor(len(asked) or 1) as pool:
         found = [state for state in pool.map(ask, asked) if state is not None]

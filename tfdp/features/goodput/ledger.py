@@ -255,14 +255,16 @@ class LedgerFile:
             self._file = None
 
     def _open(self) -> bool:
-        """Open the ledger of this job; in the folder of logs, add a line that names it.
+        """Open the ledger of this job.
+
+        If it is not in the launcher's folder of logs, add a line there that names it.
 
         Returns:
             Bool, false if the folder of the ledger does not exist yet.
 
         Raises:
             OSError: If a file cannot be opened or written.
-            ValueError: If it is not a regular file with a single link.
+            ValueError: If a file is not a regular one with a single link.
         """
         if self._directory is None:
             assert self._launch is not None

@@ -119,7 +119,8 @@ class _Goodput(Feature):
         Returns:
             Callable with the arguments of `step`.
         """
-        # Without time stamps in the graph, only the first call is known to trace.
+        # Traces are counted as their time stamps are added, while `data_waits` has
+        # hooks. Without time stamps, only the first call is known to trace the step.
         is_new = not data_waits and not model.run_eagerly
 
         @functools.wraps(step)

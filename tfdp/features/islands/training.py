@@ -98,7 +98,9 @@ def _order_of_callback(callback: Any) -> int:
 
 
 def sync_islands_after_flush(model: Any) -> None:
-    """On an island, exchange after an update of leftover accumulated batches.
+    """On an island, count an update of leftover accumulated batches, and sync islands.
+
+    Without islands, or outside of `fit`, it has no effect.
 
     Args:
         model: Keras model.

@@ -251,8 +251,8 @@ def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
     exposed = _mean([_covered(r.exposed(), reading) for r in replicas])
     spans = [[(begin, end) for _, begin, end in r.collectives] for r in replicas]
     busy = [_covered(span, reading) for span in spans]
-    # The wait for data is known for executions of one step only: the values are those
-    # of the last step, which starts where another one ends.
+    # An execution of several steps has values of its last step only. That step begins
+    # inside of the execution, so the wait for data before the first one is not known.
     is_whole = reading.num_steps == 1
     first = min(replica.begin for replica in replicas)
     waited = max(0.0, first - reading.begin) if is_whole else 0.0

@@ -188,10 +188,11 @@ class CheckedStep(LoopFeature):
         divisor: tf.Tensor | None,
         statistics: GradientStatistics,
     ) -> tf.Tensor | None:
-        """Implements `StepFeature.examine`: compare the sums of all replicas.
+        """Implements `StepFeature.examine`: compare the sums that replicas received.
 
         Returns:
-            Scalar bool tensor, whether all have received the same; `None` for shards.
+            Scalar bool tensor, whether all replicas have received the same sums of
+            gradients; `None` with sharded state, where each receives other sums.
         """
         if type(step.layout) is not StateLayout:
             return None

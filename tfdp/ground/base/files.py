@@ -22,8 +22,8 @@ from tfdp.ground.text import pluralize
 _READ_FLAGS = os.O_RDONLY
 for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"):
     _READ_FLAGS |= getattr(os, _flag, 0)
-# Largest number of characters of a temporary file's name. File systems allow 255 bytes,
-# and a character may take several bytes in UTF-8.
+# Largest number of characters of a temporary file's name. File systems allow 255 bytes:
+# the difference leaves room for characters that take several bytes in UTF-8.
 _MAX_NAME_CHARACTERS = 200
 
 

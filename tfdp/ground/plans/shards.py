@@ -77,7 +77,7 @@ class ShardBucket:
 
     @property
     def is_lopsided(self) -> bool:
-        """Bool, whether an all-reduce moves less, because slices are mostly padding."""
+        """Bool, whether an all-reduce moves less than collectives of padded slices."""
         return len(self.rows) * self.slice_size > _MOST_PADDING * self.num_elements
 
     @property

@@ -195,7 +195,10 @@ def _halve(node_of: np.ndarray) -> tuple[tuple[Transfer, ...], int]:
 
 
 def _combine_by_pairs(node_of: np.ndarray) -> tuple[Transfer, ...]:
-    """Return the transfers of Adasum: each halving is followed by a tiny ring.
+    """Return the transfers of Adasum: recursive halving, then doubling.
+
+    After each halving, the positions that combine a pair of vectors sum a few scalars
+    in a ring. Its messages count as empty.
 
     Args:
         node_of: Array of ints, the node of each position.

@@ -312,7 +312,10 @@ class SshJob:
         self._end_at = self._dismiss_at + self._settings.grace + _END_SECONDS
 
     def _report_lost(self) -> None:
-        """Print that a connection was lost, unless a launcher has reported a reason."""
+        """Print that a connection was lost, if nothing else explains the job's end.
+
+        A reason that a launcher has reported explains it, and so does a signal.
+        """
         if self._lost_text and not self._has_reason and not self._num_signals:
             self._print_message(None, self._lost_text, "error")
 

@@ -72,7 +72,14 @@ class SshWorker:
         return self.exit_code is None
 
     def answer(self, line: str) -> bool:
-        """Store tfdp's version if a line has it; return whether it is the first."""
+        """Store tfdp's version from the host's banner.
+
+        Args:
+            line: String, a line of the host's output.
+
+        Returns:
+            Bool, whether this line is the first banner.
+        """
         if self.version is not None:
             return False
         self.version = version_of(without_escapes(line))

@@ -136,8 +136,8 @@ class ElasticCoordinator(Coordinator):
         elif message.get("type") == "stopped":
             code = message.get("code")
             self._last_code = code if isinstance(code, int) else NODE_LOST
-            # Node 0's launcher stays after the end of its workers, since other nodes
-            # need it.
+            # Node 0's launcher stays after the end of its workers, since it runs the
+            # rendezvous of the other nodes.
             if node.is_leaving or node.rank:
                 self._dismiss(node, self._last_code)
 

@@ -73,7 +73,16 @@ def _begin_loop(
 ) -> Any:
     """Run a loop in the contexts that record its progress and explain its errors.
 
-    The arguments are those of `_run_loop`.
+    For backup callbacks in `fit`, the position in the data is recorded, too.
+
+    Args:
+        name: String, `"fit"`, `"evaluate"` or `"predict"`.
+        original: Callable, the method of Keras.
+        model: The Keras model.
+        bound: `inspect.BoundArguments` of the call, which are changed in place.
+
+    Returns:
+        The result of `original`.
     """
     strategy = strategy_of(model)
     if strategy is not None:

@@ -203,10 +203,16 @@ def _find_unread(graph: Any) -> Iterator[Any]:
 
 
 def _check_conversion(op: Any, tensor: Any, fact: Fact) -> None:
-    """Raise if no collective can carry a tensor that has to be converted.
+    """Raise if a tensor is needed from other replicas, and no collective can carry it.
+
+    Args:
+        op: Operation that needs the tensor.
+        tensor: Symbolic tensor, an input of the operation.
+        fact: `Fact` of the tensor, what each replica has of it.
 
     Raises:
-        CannotDivideError: With the operation that needs the tensor.
+        CannotDivideError: For a variant or a resource, and for strings that are not
+            sharded along their first axis.
     """
     is_text = tensor.dtype == tf.string and not (fact.is_rows and not fact.axis)
     if tensor.dtype in (tf.variant, tf.resource) or is_text:

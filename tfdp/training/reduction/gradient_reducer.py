@@ -62,7 +62,7 @@ class GradientReducer:
         return gradients
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sum tensors that are not gradients over all replicas."""
+        """Return sums over all replicas, here one, of tensors other than gradients."""
         return tensors
 
     def gather_rows(

@@ -32,8 +32,8 @@ class LocalShard:
             elements.
         write: Callable that assigns such an array, or a flat tensor.
         read_range: Callable that takes two ints and returns the elements between
-            them, counted from `start`, without copying the others; or `None` if
-            `read` copies nothing, or always all. Defaults to `None`.
+            them, counted from `start`, without copying the others. `None` if `read`
+            copies nothing, or if a part cannot be read alone. Defaults to `None`.
     """
 
     start: int

@@ -208,7 +208,10 @@ class FlightRecorder:
     def _report(self, error: Exception) -> None:
         """Print in one sentence that the record cannot be written.
 
-        An error that was printed for an earlier record is not printed again.
+        Print nothing if the previous record could not be written either.
+
+        Args:
+            error: Exception that the attempt to write has raised.
         """
         is_known, self._error = self._error is not None, error
         if is_known:

@@ -47,7 +47,8 @@ _DIAGNOSIS_SECONDS = 8.0
 _SHORT_DIAGNOSIS_SECONDS = 2.0
 # Time that the main thread has to raise the error before the process is ended.
 _GRACE_SECONDS = 4.0
-# Part of a limit that is reserved for shutdown after a worker is declared lost.
+# Part of `limit_seconds` in which this worker's process exits after another worker is
+# declared lost. Detection has the rest.
 _EXIT_SECONDS = _CHECK_SECONDS + _GRACE_SECONDS + 1.0
 # Longest wait until the end of this worker's script is published, a little more than
 # one interval of heartbeats.
