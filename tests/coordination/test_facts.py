@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.store.clusters import cluster_of, members_of, on_all
-from tfdp.communication.coordination.facts import Fact, compare
+from tfdp.communication.coordination.facts import SharedFact, compare
 from tfdp.communication.coordination.worker_group import WorkerGroup
 
 
@@ -32,7 +32,10 @@ def _errors(workers: list[WorkerGroup], facts) -> list[str]:
 
 def test_facts_that_are_alike_cost_one_exchange(workers: list[WorkerGroup]):
     def gather(worker: WorkerGroup) -> list[int]:
-        facts = [Fact("short", {"b": 1}, ""), Fact("long", [2], "", lambda: 1 / 0)]
+        facts = [
+            SharedFact("short", {"b": 1}, ""),
+            SharedFact("long", [2], "", lambda: 1 / 0),
+        ]
         return compare(worker, "start", facts, worker.rank)
 
     assert on_all(workers, gather) == [[0, 1, 2, 3]] * 4
@@ -40,11 +43,11 @@ def test_facts_that_are_alike_cost_one_exchange(workers: list[WorkerGroup]):
 
 
 def test_the_first_fact_that_differs_is_the_error_of_all(workers: list[WorkerGroup]):
-    def facts(rank: int) -> list[Fact]:
+    def facts(rank: int) -> list[SharedFact]:
         return [
-            Fact("alike", 1, "Never."),
-            Fact("names", {"n": rank > 1}, "Names differ."),
-            Fact("others", rank, "Others differ."),
+            SharedFact("alike", 1, "Never."),
+            SharedFact("names", {"n": rank > 1}, "Names differ."),
+            SharedFact("others", rank, "Others differ."),
         ]
 
     received = "n: False on worker 0, False on worker 1, True on worker 2, True on"
@@ -58,9 +61,13 @@ def test_a_long_value_is_sent_by_two_workers_if_digests_differ(
 ):
     sent = []
 
-    def facts(rank: int) -> list[Fact]:
+    def facts(rank: int) -> list[SharedFact]:
         value = [0] * 9 + [rank // 2]
-        return [Fact("long", value, "They differ.", lambda: sent.append(rank) or value)]
+        return [
+            SharedFact(
+                "long", value, "They differ.", lambda: sent.append(rank) or value
+            )
+        ]
 
     expected = "They differ. Received: 9: 0 on worker 0, 1 on worker 2"
     assert _errors(workers, facts) == [expected] * 4
@@ -68,9 +75,9 @@ def test_a_long_value_is_sent_by_two_workers_if_digests_differ(
 
 
 def test_a_harmless_difference_does_not_hide_another(workers: list[WorkerGroup]):
-    def facts(rank: int) -> list[Fact]:
+    def facts(rank: int) -> list[SharedFact]:
         value = [1, 1.0, 1, 2][rank]
-        return [Fact("long", value, "They differ.", lambda: value)]
+        return [SharedFact("long", value, "They differ.", lambda: value)]
 
     expected = "They differ. Received: : 1 on worker 0, 2 on worker 3"
     assert _errors(workers, facts) == [expected] * 4
@@ -79,7 +86,7 @@ def test_a_harmless_difference_does_not_hide_another(workers: list[WorkerGroup])
 def test_a_fact_may_allow_a_difference(workers: list[WorkerGroup]):
     def gather(worker: WorkerGroup) -> list[str]:
         seen: list[list] = []
-        fact = Fact("rank", worker.rank, lambda ranks: "")
+        fact = SharedFact("rank", worker.rank, lambda ranks: "")
         compare(worker, "start", [fact], "own", before=seen.append)
         return seen
 
@@ -96,7 +103,7 @@ def test_what_comes_before_is_raised_first(workers: list[WorkerGroup], num_worke
             compare(
                 worker if num_workers > 1 else WorkerGroup(0, 1),
                 "start",
-                [Fact("rank", worker.rank, "Differs.")],
+                [SharedFact("rank", worker.rank, "Differs.")],
                 "problem",
                 before=before,
             )

@@ -12,9 +12,11 @@ import tensorflow as tf
 
 import tfdp
 from tests.harness.tf_config import cluster_configs
+from tests.store.clusters import cluster_of, members_of, on_all
 from tfdp.communication.cluster import mpi_cluster
 from tfdp.communication.coordination import worker_group
 from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.communication.store.membership import Membership
 from tfdp.ground import _compat
 from tfdp.ground.plans.file_owners import balance_files, bytes_of_workers
 from tfdp.training.data import file_shards
@@ -257,3 +259,22 @@ def test_of_batches_that_a_stage_looks_into_no_others_are_made():
     assert batch_local_rows(rows.batch(9).map(lambda x: x + 1), [0], 2) is None
     assert batch_local_rows(rows.batch(9).shuffle(2, seed=1), [0], 2) is None
     assert batch_local_rows(rows.map(lambda x: [x]).padded_batch(9), [0], 2) is None
+
+
+def test_files_that_differ_are_counted_for_every_worker():
+    def error(member: Membership) -> str:
+        sizes = [1] * (members.index(member) + 1)
+        files = file_shards.Listing([f"{n}" for n in range(len(sizes))], sizes)
+        group = WorkerGroup(len(sizes) - 1, 3, timeout_seconds=10.0, store=member.store)
+        with pytest.raises(ValueError, match="Workers see different files") as raised:
+            file_shards._check_same_files(group, files, ["*"], None)
+        return str(raised.value)
+
+    with members_of(cluster_of(3)) as members:
+        texts = on_all(members, error)
+    assert len(set(texts)) == 1
+    assert texts[0].endswith(
+        "'1' has no entry on worker 0 and 1 byte on worker 1. Received: 1 file of 1 "
+        "byte on worker 0, 2 files of 2 bytes on worker 1, 3 files of 3 bytes on "
+        "worker 2"
+    )

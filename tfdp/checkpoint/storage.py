@@ -78,8 +78,6 @@ class Storage:
     def sizes(self) -> dict[str, int]:
         """Return the size in bytes of each file, by name.
 
-        TensorFlow opens the files by name and follows links, so links are refused.
-
         Returns:
             Dict from the name of a file to its size; empty if there is no folder.
 

@@ -194,10 +194,10 @@ def write_shards(
         for number, tensor in enumerate(state)
         for local in tensor.owned_shards
     )
-    reader = _ShardReader(state)
+    reader, buffer = _ShardReader(state), page_aligned(files.SHARD_BYTES)
     shards = []
     plan = plan_shards(owned, files.SHARD_BYTES)
-    with folder.writing() as (path, publish), page_aligned(files.SHARD_BYTES) as buffer:
+    with folder.writing() as (path, publish):
         for number, extents in enumerate(plan):
             prefix = f"worker-{worker}-{number}"
             name, num_bytes = prefix + DATA_ENDING, 0

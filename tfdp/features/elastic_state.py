@@ -25,7 +25,7 @@ from tfdp.checkpoint.random_state import gather_random_states, restore_random_st
 from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.run_schema import FACTS, RANDOM_STATES
 from tfdp.checkpoint.training_state import backup_tensors, plan_backup, run_facts
-from tfdp.communication.coordination.facts import Fact, compare, digest
+from tfdp.communication.coordination.facts import SharedFact, compare, digest
 from tfdp.communication.coordination.preemption import PreemptionNotice, PreemptionWatch
 from tfdp.communication.coordination.watch import (
     ClusterChanges,
@@ -382,7 +382,7 @@ class ElasticState:
         """Raise on every worker if the arguments of `ElasticState` differ."""
         with self._explaining():
             problem = "All workers must create `ElasticState` with the same arguments."
-            fact = Fact("arguments", self._arguments(), problem)
+            fact = SharedFact("arguments", self._arguments(), problem)
             compare(worker_group_of(self._model), "`ElasticState`", [fact])
 
     def _facts(self) -> dict[str, str]:

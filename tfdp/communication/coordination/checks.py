@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdp.communication.cluster import topology_of
-from tfdp.communication.coordination.facts import Fact, compare
+from tfdp.communication.coordination.facts import SharedFact, compare
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat
 from tfdp.ground.options import CommunicationOptions
@@ -53,7 +53,7 @@ def check_same_setup(
         ValueError: If they differ; the message names the first worker that differs
             from worker 0.
     """
-    fact = Fact("set-up", facts, _explain_setup)
+    fact = SharedFact("set-up", facts, _explain_setup)
     all_devices = compare(worker_group, "start-up", [fact], list(devices))
     return [
         _name_in_cluster(device, rank)
@@ -180,8 +180,8 @@ def check_same_variables(
     return compare(worker_group, topic, [fact], beside, timeout_seconds=timeout_seconds)
 
 
-def variables_fact(variables: Sequence[Any], verb: str) -> Fact:
-    """Return a `Fact` of a sequence of variables, as for `check_same_variables`."""
+def variables_fact(variables: Sequence[Any], verb: str) -> SharedFact:
+    """Return a `SharedFact` of variables, as for `check_same_variables`."""
     items = [(signature_of(variable), _describe(variable)) for variable in variables]
     problem = "Workers have different models. Build the same one on every worker."
     if verb == "creates":
@@ -285,7 +285,7 @@ def check_same_program(
             {s: [n, describe(firsts[s])] for s, n in counts.items()},
         ]
 
-    fact = Fact(
+    fact = SharedFact(
         "operations",
         [[compared for compared, _ in conversions], sorted(signatures)],
         functools.partial(_explain_program, topic),
@@ -328,8 +328,8 @@ def _fact_of_items(
     name: str,
     items: Sequence[tuple[Any, str]],
     describe: Callable[[int, int, str, str], str],
-) -> Fact:
-    """Return a `Fact` of a sequence of items, whose first difference is an error.
+) -> SharedFact:
+    """Return a `SharedFact` of a sequence of items, whose first difference is an error.
 
     Args:
         name: String, noun for the items.
@@ -342,7 +342,7 @@ def _fact_of_items(
         difference = _first_difference(lists)
         return "" if difference is None else describe(*difference)
 
-    return Fact(name, [each for each, _ in items], explain, lambda: items)
+    return SharedFact(name, [each for each, _ in items], explain, lambda: items)
 
 
 def _first_difference(lists: dict[int, list]) -> tuple[int, int, str, str] | None:

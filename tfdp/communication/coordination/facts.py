@@ -31,7 +31,7 @@ _LONGEST_VALUE = 60
 
 
 @dataclasses.dataclass(frozen=True)
-class Fact:
+class SharedFact:
     """A value that must be the same on all workers.
 
     Args:
@@ -55,7 +55,7 @@ class Fact:
 def compare(
     worker_group: WorkerGroup,
     moment: str,
-    facts: Sequence[Fact],
+    facts: Sequence[SharedFact],
     beside: Any = "",
     *,
     timeout_seconds: float | None = None,
@@ -66,8 +66,8 @@ def compare(
     Args:
         worker_group: `WorkerGroup` between the workers.
         moment: String, the point of the program, for error messages.
-        facts: Sequence of `Fact`, with the same names on all workers. The first one
-            that differs is the error.
+        facts: Sequence of `SharedFact`, with the same names on all workers. The first
+            one that differs is the error.
         beside: Value that is gathered in the same call. Defaults to `""`.
         timeout_seconds: Float or `None`, as for `WorkerGroup.all_gather`. Defaults to
             `None`.

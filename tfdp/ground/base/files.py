@@ -124,20 +124,18 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         os.fsync(file.fileno())
 
 
-@contextlib.contextmanager
-def page_aligned(num_bytes: int) -> Iterator[np.ndarray]:
-    """Allocate memory for `write_aligned`, and free it at the end of the block.
+def page_aligned(num_bytes: int) -> np.ndarray:
+    """Allocate memory for `write_aligned`.
 
     Forked processes share it, so that a fork during a write copies no page.
 
     Args:
         num_bytes: Int, rounded up to whole pages.
 
-    Yields:
+    Returns:
         Array of bytes, which starts at a page.
     """
-    memory = mmap.mmap(-1, _whole_pages(num_bytes))
-    yield np.frombuffer(memory, np.uint8)
+    return np.frombuffer(mmap.mmap(-1, _whole_pages(num_bytes)), np.uint8)
 
 
 def write_aligned(path: str | os.PathLike, content: np.ndarray, num_bytes: int) -> None:
@@ -157,9 +155,9 @@ def write_aligned(path: str | os.PathLike, content: np.ndarray, num_bytes: int) 
     Example:
 
     >>> path = os.path.join(tempfile.mkdtemp(), "bytes")
-    >>> with page_aligned(3) as content:
-    ...     content[:3] = 7
-    ...     write_aligned(path, content, 3)
+    >>> content = page_aligned(3)
+    >>> content[:3] = 7
+    >>> write_aligned(path, content, 3)
     >>> os.path.getsize(path)
     3
 

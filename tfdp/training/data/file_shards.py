@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.cluster import count_workers
-from tfdp.communication.coordination.facts import Fact, compare, digest
+from tfdp.communication.coordination.facts import SharedFact, compare, digest
 from tfdp.communication.coordination.worker_group import WorkerGroup, latest_group
 from tfdp.ground import _compat, user_code
 from tfdp.ground.arguments import is_integer, plain
@@ -268,13 +268,13 @@ def _check_same_files(
 
     entries = list(zip(files.names, files.sizes, strict=True))
     facts = [
-        Fact(
+        SharedFact(
             "names",
             entries,
             lambda seen: _explain_files(seen, texts),
             lambda: entries[:_MAX_SENT_NAMES],
         ),
-        Fact(
+        SharedFact(
             "seed",
             seed,
             lambda seeds: (

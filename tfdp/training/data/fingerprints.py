@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import tensorflow as tf
 
-from tfdp.communication.coordination.facts import Fact
+from tfdp.communication.coordination.facts import SharedFact
 from tfdp.communication.coordination.worker_group import WorkerGroup
 
 # The maximum number of bytes that are hashed of all arrays together. SHA-256 takes
@@ -251,8 +251,8 @@ def values_fact(
     topic: str,
     values: ArrayValues,
     problem: str = _DATA_DIFFER,
-) -> Fact:
-    """Return a `Fact` of values that may differ by no more than rounding.
+) -> SharedFact:
+    """Return a `SharedFact` of values that may differ by no more than rounding.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
@@ -271,7 +271,7 @@ def values_fact(
             f"with `AutoShardPolicy.OFF`. Received: {difference}"
         )
 
-    return Fact("values", values.fingerprints(), explain)
+    return SharedFact("values", values.fingerprints(), explain)
 
 
 def find_difference(

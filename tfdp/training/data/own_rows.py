@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.communication.coordination.facts import Fact, compare, digest
+from tfdp.communication.coordination.facts import SharedFact, compare, digest
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
 from tfdp.ground.text import pluralize
@@ -107,7 +107,7 @@ def _build_and_compare(strategy: Any, kind: str, describe: Callable[[], tuple]) 
             if text is not None:
                 raise ValueError(f"Worker {rank} cannot read its rows: {text}")
 
-    fact = Fact(
+    fact = SharedFact(
         "batches",
         told,
         f"Workers have different {kind}. Each reads its own rows of every batch, so "

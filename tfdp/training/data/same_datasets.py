@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdp.communication.coordination.facts import Fact, compare, explain
+from tfdp.communication.coordination.facts import SharedFact, compare, explain
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
 from tfdp.training.data.batch_sizes import describe_sizes, sizes_of_batches
@@ -85,8 +85,8 @@ def values_of_sources(dataset: tf.data.Dataset) -> ArrayValues:
     return ArrayValues(sources, are_sources=True)
 
 
-def elements_fact(dataset: tf.data.Dataset) -> Fact:
-    """Return a `Fact` of the structure, dtypes and shapes of a dataset's elements.
+def elements_fact(dataset: tf.data.Dataset) -> SharedFact:
+    """Return a `SharedFact` of a dataset's elements: structure, dtypes and shapes.
 
     If they differed, workers would run different steps, whose collectives would wait
     for each other indefinitely.
@@ -105,7 +105,7 @@ def elements_fact(dataset: tf.data.Dataset) -> Fact:
         ]
         return explain(problem, dict(enumerate(parts_by_path)))
 
-    return Fact("elements", describe_spec(dataset.element_spec), explain_elements)
+    return SharedFact("elements", describe_spec(dataset.element_spec), explain_elements)
 
 
 def _check_same_shuffle(seeds: list) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.communication.coordination.facts import Fact, compare, digest, explain
+from tfdp.communication.coordination.facts import SharedFact, compare, digest, explain
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.training.data.checks import describe_arrays, named_arrays
 from tfdp.training.data.fingerprints import ArrayValues, values_fact
@@ -226,8 +226,8 @@ def _compare_workers(
             raise ValueError(problem)
 
     facts = [
-        Fact("callbacks", own.get("callbacks", []), describe_mismatch),
-        Fact(
+        SharedFact("callbacks", own.get("callbacks", []), describe_mismatch),
+        SharedFact(
             "settings",
             own["settings"],
             f"Workers call `{name}` with different settings. Give every worker the "
@@ -241,7 +241,7 @@ def _compare_workers(
             f"Workers give `{name}` arrays of different values, so that some rows "
             "would be read twice and others never.",
         ),
-        Fact(
+        SharedFact(
             "configs",
             own["configs"],
             "Workers have models, optimizers, losses, metrics or callbacks with "
@@ -258,8 +258,8 @@ def _compare_workers(
     return gathered
 
 
-def _array_facts(name: str, arrays: list[dict[str, Any] | None]) -> list[Fact]:
-    """Return a `Fact` of the names, rows, shapes and dtypes of each part of arrays."""
+def _array_facts(name: str, arrays: list[dict[str, Any] | None]) -> list[SharedFact]:
+    """Return a `SharedFact` of each part of arrays: names, rows, shapes, dtypes."""
 
     def explain_arrays(parts: dict[int, Any]) -> str:
         """Return the error, unless a worker has a dataset, which is compared later."""
@@ -270,7 +270,7 @@ def _array_facts(name: str, arrays: list[dict[str, Any] | None]) -> list[Fact]:
         "which tfdp divides, or a `tf.data.Dataset` of its own with "
         "`AutoShardPolicy.OFF`."
     )
-    return [Fact("arrays", part, explain_arrays) for part in arrays]
+    return [SharedFact("arrays", part, explain_arrays) for part in arrays]
 
 
 def _digest_of_assignments(model: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.coordination.checks import variables_fact
-from tfdp.communication.coordination.facts import Fact, compare
+from tfdp.communication.coordination.facts import SharedFact, compare
 from tfdp.ground import _compat
 from tfdp.ground.base.context import in_replica_thread, replica_context
 from tfdp.ground.base.param_groups import entry_of, innermost, is_elementwise
@@ -155,8 +155,8 @@ class ShardedState:
 
     def _how(
         self, options: ShardingOptions, parts: list[Any], plans: dict[int, ShardPlan]
-    ) -> Fact:
-        """Return a `Fact` of the options, optimizers and plans.
+    ) -> SharedFact:
+        """Return a `SharedFact` of the options, optimizers and plans.
 
         Args:
             options: `ShardingOptions`.
@@ -168,7 +168,7 @@ class ShardedState:
             "optimizers": [type(part).__name__ for part in parts],
             "plans": [plans[id(part)].fingerprint for part in parts],
         }
-        return Fact(
+        return SharedFact(
             "how",
             how,
             "Workers shard their optimizers differently. Give every worker the same "
