@@ -443,11 +443,11 @@ def test_when_one_worker_fails_all_say_so_and_the_previous_one_stays(
     write_shards = writing.write_shards
 
     def fails_on_the_second(
-        state: Any, folder: Storage, worker: int, algorithm: str
+        state: Any, folder: Storage, worker: int, *arguments: Any
     ) -> list[Shard]:
         if worker == 1:
             raise OSError(28, "No space left on device", f"{folder.path}/worker-1-0")
-        return write_shards(state, folder, worker, algorithm)
+        return write_shards(state, folder, worker, *arguments)
 
     monkeypatch.setattr(writing, "write_shards", fails_on_the_second)
     replies = save(values(1), tmp_path, 3)

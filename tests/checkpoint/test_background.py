@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from tests.data.test_position import (
 from tests.harness.interrupted import Layout, run
 from tests.harness.timing import wait_until
 from tfdp.callbacks import BackupAndRestore
-from tfdp.checkpoint import background, writer
+from tfdp.checkpoint import background, copies, files, writer
 from tfdp.checkpoint.backups import Backups
 from tfdp.checkpoint.index_file import load_index
 from tfdp.checkpoint.on_all_workers import worker_group_of
@@ -112,6 +113,24 @@ def test_a_save_keeps_the_values_of_its_call_and_returns_before_they_are_written
     for weight in model.get_weights():
         np.testing.assert_array_equal(weight, np.ones_like(weight))
     assert gate.threads == {"tfdp-save"}
+
+
+def test_a_save_leaves_training_the_processor_until_somebody_waits(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(files, "SHARD_BYTES", 64)  # several files
+    monkeypatch.setattr(background, "_PROCESSOR_SHARE", 1e-6)
+    model = model_of(1.0)
+    pending = tfdp.checkpoint.save(model, tmp_path, background=True)
+    wait_until(lambda: list(tmp_path.glob("data-*/worker-0-0.data")), "the first file")
+    time.sleep(0.5)
+    assert not pending.is_done
+    assert not list(tmp_path.glob("data-*/worker-0-1.data"))
+    pending.wait()
+    monkeypatch.setattr(background, "_MOST_PAUSED_SECONDS", 0.2)
+    pending = tfdp.checkpoint.save(model, tmp_path, background=True)
+    wait_until(lambda: pending.is_done, "the end of the pauses")
+    pending.wait()
 
 
 def test_every_next_call_waits_for_the_save_under_way(gate, tmp_path):
@@ -206,7 +225,7 @@ def test_steps_go_on_while_a_backup_is_written(gate, tmp_path):
 
 
 def test_the_memory_of_a_copy_is_used_again_and_free_after_fit(tmp_path, monkeypatch):
-    copy, buffers = background.copy_to_host, []
+    copy, buffers = copies.copy_to_host, []
 
     def counted(state: Any, buffer: np.ndarray) -> Any:
         buffers.append(buffer)

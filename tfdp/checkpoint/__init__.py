@@ -3,7 +3,8 @@
 A save goes through these files from top to bottom, a restore from `api` to `reader`:
 
 - `api`: `save` and `restore`, called on all workers together.
-- `background`: copies of the state, which are written while training continues.
+- `background`: saves that are written while training continues.
+- `copies`: copies of the state in memory, which such saves write.
 - `on_all_workers`: actions that succeed on all workers or fail on all.
 - `training_state`: tensors of checkpoints and backups; load plans for both.
 - `model_state`: weights and optimizers as named state tensors.

@@ -17,6 +17,7 @@ from tfdp.checkpoint import writer as writing
 from tfdp.checkpoint.accumulated_gradients import redistribute_accumulated_gradients
 from tfdp.checkpoint.background import (
     BackgroundSaves,
+    Pause,
     PendingSave,
     Read,
     background_saves,
@@ -205,15 +206,15 @@ def save_state(
     model = serialize() if worker_group.is_chief else None
     metadata = _Metadata(os.fspath(directory), entries, model, run)
 
-    def write(read: Read, worker_group: Any) -> None:
+    def write(read: Read, worker_group: Any, pause: Pause) -> None:
         """Write the files of a checkpoint, and call `after` on worker 0; a `Write`."""
-        _write_checkpoint(metadata, read, worker_group)
+        _write_checkpoint(metadata, read, worker_group, pause)
         if worker_group.is_chief:
             after()
 
     if saves is not None:
         return saves.start(write, state, worker_group, needs_of_all)
-    return write(lambda: state, worker_group)
+    return write(lambda: state, worker_group, lambda: None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,13 +234,16 @@ class _Metadata:
     run: Any
 
 
-def _write_checkpoint(metadata: _Metadata, read: Read, worker_group: Any) -> None:
+def _write_checkpoint(
+    metadata: _Metadata, read: Read, worker_group: Any, pause: Pause
+) -> None:
     """Write the files of a checkpoint, then its index; remove older checkpoints.
 
     Args:
         metadata: `_Metadata`.
         read: `Read`, returns the state to write.
         worker_group: `WorkerGroup` between the workers.
+        pause: `Pause`, called between files.
     """
     path, rank = metadata.path, worker_group.rank
     act = functools.partial(run_on_all_workers, worker_group, path, "saved", _INTACT)
@@ -277,7 +281,7 @@ def _write_checkpoint(metadata: _Metadata, read: Read, worker_group: Any) -> Non
     try:
         act(
             "the files",
-            lambda: writing.write_local_shards(read(), folder, rank, algorithm),
+            lambda: writing.write_local_shards(read(), folder, rank, algorithm, pause),
         )
         act("the index", publish)
     except (OSError, ValueError) as error:

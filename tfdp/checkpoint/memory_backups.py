@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from tfdp.checkpoint import files
-from tfdp.checkpoint.background import copy_to_host, lack_of_memory, lower_priority
+from tfdp.checkpoint.background import lack_of_memory, lower_priority
 from tfdp.checkpoint.backups import OWNER_FILE, find_together
+from tfdp.checkpoint.copies import copy_to_host
 from tfdp.checkpoint.host_memory import HostMemory, room_bytes
 from tfdp.checkpoint.index import Extent, Index
 from tfdp.checkpoint.index_file import versions

@@ -1,7 +1,7 @@
 """Parts of a state in the memory of hosts: their headers, places and layout.
 
 Each worker's part holds the elements that this worker would write into a checkpoint,
-one shard after another, in the layout of `tfdp.checkpoint.background.copy_to_host`.
+one shard after another, in the layout of `tfdp.checkpoint.copies.copy_to_host`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tfdp.checkpoint import schema
-from tfdp.checkpoint.background import aligned
+from tfdp.checkpoint.copies import aligned
 from tfdp.checkpoint.index import (
     ITEM_BYTES,
     Extent,

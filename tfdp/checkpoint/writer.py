@@ -7,7 +7,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -128,7 +128,11 @@ def _has_index(storage: Storage) -> bool:
 
 
 def write_local_shards(
-    state: Sequence[StateTensor], folder: Storage, worker: int, algorithm: str
+    state: Sequence[StateTensor],
+    folder: Storage,
+    worker: int,
+    algorithm: str,
+    pause: Callable[[], None],
 ) -> None:
     """Write this worker's shards, and a file that lists them for worker 0.
 
@@ -137,13 +141,14 @@ def write_local_shards(
         folder: `Storage`, the data folder.
         worker: Int, rank of this worker.
         algorithm: String, the algorithm of checksums.
+        pause: Callable, called between two files.
     """
     if not folder.is_folder():
         raise ValueError(
             "the folder that worker 0 created is not visible here; give a directory "
             "that all workers share, and no other job uses"
         )
-    shards = write_shards(state, folder, worker, algorithm)
+    shards = write_shards(state, folder, worker, algorithm, pause)
     folder.write_text(_list_name(worker), json.dumps(shards))
 
 
@@ -176,7 +181,11 @@ def collect_shard_lists(folder: Storage, num_workers: int) -> tuple[Shard, ...]:
 
 
 def write_shards(
-    state: Sequence[StateTensor], folder: Storage, worker: int, algorithm: str
+    state: Sequence[StateTensor],
+    folder: Storage,
+    worker: int,
+    algorithm: str,
+    pause: Callable[[], None],
 ) -> list[Shard]:
     """Write the shards of the training state that this process owns.
 
@@ -185,6 +194,7 @@ def write_shards(
         folder: `Storage`, the subdirectory of the checkpoint.
         worker: Int, the rank of this worker.
         algorithm: String, the algorithm of checksums.
+        pause: Callable, called between two files.
 
     Returns:
         List of `Shard`, written to the disk or to the object store.
@@ -199,6 +209,8 @@ def write_shards(
     plan = plan_shards(owned, files.SHARD_BYTES)
     with folder.writing() as (path, publish):
         for number, extents in enumerate(plan):
+            if number:
+                pause()
             prefix = f"worker-{worker}-{number}"
             name, num_bytes = prefix + DATA_ENDING, 0
             for extent in extents:

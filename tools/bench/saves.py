@@ -62,14 +62,11 @@ def _add_ours(report: Report, name: str, found: dict[str, list[float]]) -> None:
     ratio = round(foreground / copy, 1)
     report.add(Figure(f"save in the foreground in copies, {name}", ratio, note=note))
     ratio = round(saving / step, 3)
-    note = f"step {1e3 * step:.0f} ms"
+    count = len(found["step_while_saving"]) / len(found["pause_in_fit"])
+    note = f"step {1e3 * step:.0f} ms, a save of {count:.0f} steps"
     report.add(
         Figure(f"step while it saves, {name}", ratio, at_most=MOST_STEP, note=note)
     )
-    none, one = _medians(found, "steps_with_none", "steps_with_one")
-    note = f"{1e3 * (one - none):.0f} ms"
-    ratio = round((one - none) / step, 2)
-    report.add(Figure(f"time that a save takes, in steps, {name}", ratio, note=note))
 
 
 def _add_memory(report: Report, name: str, found: dict[str, list[float]]) -> None:

@@ -19,8 +19,6 @@ from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.training_state import checkpoint_tensors
 
 UNITS, LAYERS, BLOCKS = map(int, sys.argv[1:4])
-# Steps of a block: without saves, with a save at each step, or with one save.
-STEPS = 7
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 strategy = tfdp.MultiWorkerMirroredStrategy()
@@ -30,38 +28,31 @@ with strategy.scope():
     model.compile("adam", "mse")
 x = np.ones((64, UNITS), "float32")
 callbacks = [tfdp.callbacks.ShardedOptimizer()] if sys.argv[4] == "sharded" else []
-model.fit(x, x, batch_size=64, epochs=2, verbose=0, callbacks=callbacks)
-names = ("step", "step_while_saving", "steps_with_none", "steps_with_one")
-seconds: dict[str, list[float]] = {name: [] for name in names}
+seconds: dict[str, list[float]] = {"step": [], "step_while_saving": []}
 
 
 class Saver(keras.callbacks.Callback):
-    """Takes the time of steps: without saves, during a save, and after one save.
+    """Takes the time of steps: in each second epoch, of those during a save.
 
     The first step of an epoch is longer than others, and left out.
     """
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        self.kind = ("none", "each", "one")[epoch % 3]
-        self.pending: tfdp.checkpoint.PendingSave | None = None
+        self.saves = epoch % 2
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        if self.kind == "each" or (self.kind == "one" and batch == 1):
+        if self.saves and batch == 1:
             self.pending = timed("pause_in_fit", save_in_background)
+        self.is_saving = self.saves and batch and not self.pending.is_done
         self.begin = time.perf_counter()
-        if batch == 1:
-            self.first_begin = self.begin
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        end = time.perf_counter()
-        if self.kind == "each" and self.pending:
-            self.pending.wait()
-        if batch and self.kind != "one":
-            name = "step" if self.kind == "none" else "step_while_saving"
-            seconds[name].append(end - self.begin)
-        if batch == STEPS - 1 and self.kind != "each":
-            seconds[f"steps_with_{self.kind}"].append(end - self.first_begin)
-        if batch == STEPS - 1 and self.pending:
+        name = "step_while_saving" if self.is_saving else "step"
+        if batch and bool(self.saves) == bool(self.is_saving):
+            seconds[name].append(time.perf_counter() - self.begin)
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        if self.saves:
             self.pending.wait()
 
 
@@ -78,13 +69,24 @@ def save_in_background() -> tfdp.checkpoint.PendingSave:
     return tfdp.checkpoint.save(model, "saved", background=True)
 
 
+def steps_of_a_save() -> int:
+    """Return a number of steps that takes as long as a save for which nobody waits."""
+    model.fit(x, x, batch_size=64, epochs=2, verbose=0, callbacks=callbacks)
+    begin = time.perf_counter()
+    model.fit(x, x, batch_size=64, epochs=5, verbose=0, callbacks=callbacks)
+    step = (time.perf_counter() - begin) / 5
+    begin, pending = time.perf_counter(), save_in_background()
+    while not pending.is_done:
+        time.sleep(0.01)
+    steps = 1 + int((time.perf_counter() - begin) / step)
+    pending.wait()
+    return max(group.all_gather("the steps of a save", steps))
+
+
+group = strategy.extended.worker_group
+xs = np.repeat(x, 1 + steps_of_a_save(), axis=0)
 model.fit(
-    np.repeat(x, STEPS, axis=0),
-    np.repeat(x, STEPS, axis=0),
-    batch_size=64,
-    epochs=3 * BLOCKS,
-    verbose=0,
-    callbacks=[Saver()],
+    xs, xs, batch_size=64, epochs=2 * BLOCKS, verbose=0, callbacks=[*callbacks, Saver()]
 )
 half = 3 * model.count_params() // 2
 source, target = (np.full(half, value, "float32") for value in (1, 2))
@@ -93,7 +95,6 @@ for _ in range(BLOCKS):
     timed("foreground", lambda: tfdp.checkpoint.save(model, "saved"))
 save_in_background().wait()  # allocates the copy
 seconds["processor"], seconds["duration"] = [], []
-group = strategy.extended.worker_group
 for _ in range(BLOCKS):
     group.all_gather("the end of the save before")
     begin, processor = time.perf_counter(), time.process_time()
