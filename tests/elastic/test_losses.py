@@ -167,6 +167,7 @@ def test_each_sample_makes_one_step_of_an_epoch_through_a_loss_and_a_join(
         3,
         kill=kill,
         features=["rows"],
+        min_workers=2,  # as many as are left
         replacements=1,
         step_seconds=0.3,
     )
