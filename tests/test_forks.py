@@ -15,6 +15,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.harness.commands import run_python
+from tests.harness.forks import run_script
 from tfdp.communication.coordination.clock import ProcessClock
 from tfdp.communication.coordination.preemption import PreemptionNotice
 from tfdp.ground import forks, user_code
@@ -167,7 +168,7 @@ def test_garbage_of_the_parent_is_never_deleted_in_a_fork():
             os._exit(0)
         print(os.waitstatus_to_exitcode(os.wait()[1]))
     """
-    done = run_python("-c", textwrap.dedent(code), deadline_seconds=DEADLINE_SECONDS)
+    done = run_script(textwrap.dedent(code), deadline_seconds=DEADLINE_SECONDS)
     assert done.output.splitlines()[-1] == "0", done.output
 
 

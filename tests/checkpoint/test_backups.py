@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,18 +26,16 @@ def train(layout: Layout, folder: Path, **arguments) -> Result:
     return run(layout, interrupted_fit.fit, folder, arguments)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Callable[..., Result]:
+@functools.cache
+def _undisturbed(layout: Layout, arguments: frozenset) -> Result:
+    with tempfile.TemporaryDirectory() as folder:
+        return train(layout, Path(folder), **dict(arguments))
+
+
+@pytest.fixture
+def undisturbed() -> Callable[..., Result]:
     """Trains without a backup and without a disturbance, once for all tests."""
-    known: dict[str, Result] = {}
-
-    def once(layout: Layout, **arguments) -> Result:
-        key = f"{layout} {sorted(arguments.items())}"
-        if key not in known:
-            known[key] = train(layout, tmp_path_factory.mktemp("run"), **arguments)
-        return known[key]
-
-    return once
+    return lambda layout, **more: _undisturbed(layout, frozenset(more.items()))
 
 
 def assert_same(found: Result, wanted: Result) -> None:
@@ -61,9 +61,12 @@ def killed_and_resumed(layout: Layout, folder: Path, seed: int, **arguments) -> 
     return train(layout, folder, directory=directory, **arguments)
 
 
+# What is undisturbed is trained once for the files that share a process.
+PROCESS_GROUP = "backups"
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
+@pytest.mark.full
 def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(undisturbed, tmp_path):
     found = killed_and_resumed(TWO_WORKERS, tmp_path, seed=1, save_freq=3)
     assert_same(found, undisturbed(TWO_WORKERS))

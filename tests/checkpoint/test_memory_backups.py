@@ -24,6 +24,7 @@ from tests.checkpoint.test_backups import (
 from tests.harness.interrupted import Layout, Result
 from tests.harness.tiers import full
 
+PROCESS_GROUP = "backups"
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 THREE_WORKERS = Layout(3, 1)

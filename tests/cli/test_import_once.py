@@ -210,6 +210,7 @@ def test_each_worker_imports_for_itself_where_a_fork_would_differ(
         assert "imported by itself" in lines_of(done.stdout, rank)
 
 
+@pytest.mark.full
 def test_a_module_is_imported_for_itself(fakes):
     fakes.script(IMPORTS_FOR_ITSELF)
     done = fakes.run("-n", "2", "-m", "script")
@@ -226,6 +227,7 @@ def test_variables_of_the_script_are_set_where_it_is_imported(fakes):
         assert lines == ["import with 3", "imported by another"], done.stdout
 
 
+@pytest.mark.full
 def test_a_variable_that_cannot_be_foreseen_is_named(fakes):
     fakes.script("exec(\"os.environ['TF_LEVEL'] = '3'\")\nimport tensorflow")
     done = fakes.run("-n", "2", "script.py")
@@ -233,6 +235,7 @@ def test_a_variable_that_cannot_be_foreseen_is_named(fakes):
     assert "script.py:9" in done.stdout, done.stdout
 
 
+@pytest.mark.full
 def test_a_module_of_a_package_imports_the_package(fakes):
     part = fakes.folder / "packages" / "tensorflow" / "part.py"
     part.write_text("value = 1")
@@ -250,6 +253,7 @@ def test_a_module_of_a_package_imports_the_package(fakes):
     assert len(imports(fakes)) == 1
 
 
+@pytest.mark.full
 def test_a_variable_that_is_set_after_the_import_is_not_too_late(fakes):
     fakes.script("import tensorflow\nos.environ['TF_LEVEL'] = '3'\nimport keras")
     done = fakes.run("-n", "2", "script.py")
@@ -283,6 +287,7 @@ def test_workers_draw_random_numbers_of_their_own(fakes):
     assert len({number for each in drawn for number in each}) == 4, done.stdout
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_the_import(fakes):
     fakes.environment["AT_IMPORT"] = "time.sleep(600)"
     fakes.script("import tensorflow")

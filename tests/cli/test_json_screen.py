@@ -138,7 +138,7 @@ def test_hosts_write_on_one_terminal(ssh_launcher):  # noqa: F811
         full(["-n", "2", "--log-format=json", "missing.py"], "Received: missing.py"),
         full(["-n", "2", *JSON, "--no-such-option", "script.py"], "--no-such-option"),
         full([*JSON, "script.py"], "-n"),
-        (["--hosts", "a", "--hostfile", "b", *JSON, "script.py"], "not both"),
+        full(["--hosts", "a", "--hostfile", "b", *JSON, "script.py"], "not both"),
     ],
 )
 def test_bad_input_is_a_line_of_json(launcher, arguments, words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cli.launcher import DEADLINE_SECONDS, IMPATIENT, lines_of
+from tests.harness.tiers import full
 
 pytestmark = pytest.mark.processes
 
@@ -42,7 +43,7 @@ def test_a_lost_worker_is_replaced_while_the_others_run(launcher):
             "sys.exit(5) if RANK == 1 else time.sleep(1.0)",
             *(0, 0, "exit code 5; it is not replaced"),
         ),
-        ("sys.exit(5)", 1, 5, "no worker is left"),
+        full("sys.exit(5)", 1, 5, "no worker is left"),
         (
             "time.sleep(1.0 * RANK); sys.exit(7 * RANK)",
             *(1, 7, "others have ended without an error"),
@@ -102,6 +103,7 @@ WAITS_FOR_ONE_THAT_FAILS = """
 """
 
 
+@pytest.mark.full
 def test_a_worker_does_not_wait_for_one_that_is_not_replaced_any_more(launcher):
     launcher.script(WAITS_FOR_ONE_THAT_FAILS)
     line = ["run", "--elastic", "1:2", "--max-restarts", "1", "script.py"]
@@ -117,12 +119,14 @@ def test_a_worker_does_not_wait_for_one_that_is_not_replaced_any_more(launcher):
     ("options", "words"),
     [
         (["--elastic", "3:2"], "it must be MIN:MAX, such as 2:4"),
-        (["--elastic", "0:2"], "it must be MIN:MAX, such as 2:4"),
-        (["--elastic", "x"], "it must be MIN:MAX, such as 2:4"),
+        full(["--elastic", "0:2"], "it must be MIN:MAX, such as 2:4"),
+        full(["--elastic", "x"], "it must be MIN:MAX, such as 2:4"),
         (["--elastic", "1:2", "-n", "2"], "cannot be combined with -n"),
-        (["--elastic", "1:2", "--rebalance"], "cannot be combined with --rebalance"),
-        (["--elastic", "1:2", "--islands"], "--islands cannot be combined with"),
-        (
+        full(
+            ["--elastic", "1:2", "--rebalance"], "cannot be combined with --rebalance"
+        ),
+        full(["--elastic", "1:2", "--islands"], "--islands cannot be combined with"),
+        full(
             ["--elastic", "1:2", "--nodes", "2", "--rendezvous", "a:1"],
             "cannot be combined with --hosts, --nodes",
         ),

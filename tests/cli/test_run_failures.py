@@ -136,6 +136,7 @@ def test_the_exit_code_is_that_of_the_lost_worker_though_others_end_first(
     assert f"worker {lost} failed with exit code 69." in result.stdout.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_who_keeps_the_output_in_a_file_sees_the_error_on_the_screen(launcher):
     launcher.script("print('Epoch 1'); raise ValueError('wrong')")
     result = launcher.run("-n", "1", "script.py", stderr=subprocess.PIPE)
@@ -154,6 +155,7 @@ The error could be from a previous operation. Restart your program to reset.
 """
 
 
+@pytest.mark.full
 def test_ctrl_c_of_a_script_that_does_not_catch_it_takes_two_lines(launcher):
     launcher.script(
         f"import atexit\natexit.register(print, {OF_PEERS!r}.strip())\n"

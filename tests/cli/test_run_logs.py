@@ -36,6 +36,7 @@ def test_a_full_disk_under_the_logs_does_not_end_the_training(launcher):
     assert result.stdout.count("cannot be written (File too large)") == 1
 
 
+@pytest.mark.full
 def test_a_full_disk_under_the_output_does_not_end_the_training(launcher):
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")
@@ -50,7 +51,9 @@ def test_a_full_disk_under_the_output_does_not_end_the_training(launcher):
     assert logs_of(launcher.folder)[0].read_text().split()[-1] == "19"
 
 
-@pytest.mark.parametrize("what", ["fifo", "symlink", full("hard link"), full("folder")])
+@pytest.mark.parametrize(
+    "what", [full("fifo"), "symlink", full("hard link"), full("folder")]
+)
 @pytest.mark.parametrize("name", ["worker-1.log", full("restarts.log")])
 def test_a_log_is_a_regular_file_and_no_link(launcher, what, name):
     victim = launcher.folder / "victim"

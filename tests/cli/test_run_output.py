@@ -127,6 +127,7 @@ def test_a_progress_bar_moves_on_a_terminal_below_the_lines_of_others(launcher):
     assert b"x" * 40 not in drawn
 
 
+@pytest.mark.full
 def test_what_a_terminal_echoes_of_ctrl_c_does_not_stand_before_the_message(launcher):
     launcher.environment |= {"TERM": "xterm-256color"}
     launcher.script("pathlib.Path('ready').touch()\ntime.sleep(600)")
@@ -145,6 +146,7 @@ def test_what_a_terminal_echoes_of_ctrl_c_does_not_stand_before_the_message(laun
     os.close(master)
 
 
+@pytest.mark.full
 def test_force_color_makes_no_terminal_of_a_pipe(launcher):
     launcher.environment["FORCE_COLOR"] = "1"
     launcher.script("print('\\r1/2', end=''); print('\\r2/2')")
@@ -362,6 +364,7 @@ def test_nobody_waits_for_what_is_written_while_the_output_fails(monkeypatch):
         assert out.drain(0.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("closed", [1, full(2)])
 def test_a_job_needs_no_open_output(launcher, closed):
     launcher.script("print('goes on')")
@@ -375,6 +378,7 @@ def test_a_job_needs_no_open_output(launcher, closed):
     assert [path.read_text() for path in logs_of(launcher.folder)] == ["goes on\n"] * 2
 
 
+@pytest.mark.full
 def test_a_worker_may_close_its_output_and_go_on(launcher):
     launcher.script("os.close(1); os.close(2); time.sleep(1); os._exit(4)")
     assert launcher.run("-n", "1", "script.py").returncode == 4

@@ -95,6 +95,7 @@ def test_a_second_ctrl_c_kills_at_once(launcher):
     launcher.assert_nothing_is_left()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("signum", "code"), [END_SIGNALS[0], *(full(*end) for end in END_SIGNALS[1:])]
 )
@@ -151,6 +152,7 @@ def test_a_timeout_between_two_attempts_is_the_end_of_the_job(capfd):
     assert "--timeout is over, the job does not start again" in capfd.readouterr().err
 
 
+@pytest.mark.full
 def test_a_closed_terminal_stops_the_workers_with_their_grace(launcher):
     launcher.script(
         """
@@ -180,6 +182,7 @@ def test_a_closed_terminal_stops_the_workers_with_their_grace(launcher):
     assert (launcher.folder / "saved-1").exists()
 
 
+@pytest.mark.full
 def test_processes_that_fork_again_and_again_do_not_outlive_the_job(launcher):
     code = """
 import os, time
@@ -266,6 +269,7 @@ while True: print("still here", flush=True)
     launcher.assert_nothing_is_left()
 
 
+@pytest.mark.full
 def test_children_of_a_dead_worker_are_found_by_session_and_by_environment(launcher):
     launcher.script(
         f"""

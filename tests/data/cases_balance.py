@@ -318,7 +318,7 @@ def rows_of_shuffled_arrays(env: Env) -> dict:
     setups=("two_workers",),
     compare=False,
 )
-@same_as("sharding_off_with_own_data_on_each_worker")
+@same_as("stop_at_the_shortest_of_known_lengths")
 def own_shards_are_left_alone(env: Env) -> dict:
     options = tf.data.Options()
     policy = tf.data.experimental.AutoShardPolicy.OFF

@@ -217,7 +217,7 @@ def a_file_per_worker(env: Env) -> dict:
     "Sharding OFF and the same data everywhere: half of it unread",
     compare=False,
 )
-@same_as("sharding_off_with_own_data_on_each_worker")
+@same_as("stop_at_the_shortest_of_known_lengths")
 def sharding_off_with_the_same_data_everywhere(env: Env) -> dict:
     """Each worker reads all that it was given: no row is left out."""
     dataset = with_policy(common.batched(_ids(), _ids()), Policy.OFF)
@@ -230,8 +230,8 @@ def sharding_off_with_the_same_data_everywhere(env: Env) -> dict:
 @case(
     "Sharding OFF and data of its own on each worker; `predict` too",
     compare=False,
-    quick_setup="two_workers",
 )
+@same_as("stop_at_the_shortest_of_known_lengths")
 def sharding_off_with_own_data_on_each_worker(env: Env) -> dict:
     rows = _ids()[env.rank :: env.setup.num_workers]
     dataset = with_policy(common.batched(rows, rows), Policy.OFF)
@@ -249,8 +249,8 @@ def sharding_off_with_own_data_on_each_worker(env: Env) -> dict:
 
 @case(
     "`map` before `batch`: each worker prepares its own rows only",
-    quick_setup="two_workers",
 )
+@same_as("py_dataset_of_rows")
 def each_worker_prepares_its_own_rows(env: Env) -> dict:
     calls = []
 

@@ -175,7 +175,7 @@ def _prepared(*arrays: np.ndarray) -> tf.data.Dataset:
 
 
 @case("Datasets with `map`: every worker prepares all rows")
-@same_as("each_worker_prepares_its_own_rows")
+@same_as("py_dataset_of_rows")
 def datasets_with_map(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
     weight = np.linspace(0, 2, NUM_ROWS, dtype="float32")

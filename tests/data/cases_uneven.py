@@ -282,7 +282,7 @@ def stop_at_the_shortest_of_unknown_lengths(env: Env) -> dict:
     "Sharding OFF, different cardinality: crash where it is known, or a hang",
     setups=("two_workers", "two_by_two"),
 )
-@same_as("files_of_different_sizes")
+@same_as("stop_at_the_shortest_of_known_lengths")
 def uneven_data_that_is_not_sharded(env: Env) -> dict:
     results = {}
     for how in "join", "stop":
@@ -300,7 +300,7 @@ def uneven_data_that_is_not_sharded(env: Env) -> dict:
     "Sharding OFF, different cardinality that nobody knows, `steps_per_execution`",
     setups=("two_workers", "two_by_two"),
 )
-@same_as("files_of_different_sizes")
+@same_as("stop_at_the_shortest_of_known_lengths")
 def uneven_data_of_unknown_length_that_is_not_sharded(env: Env) -> dict:
     results = {}
     for how in "join", "stop":
@@ -373,6 +373,7 @@ def _per_replica(env: Env) -> tf.data.Dataset:
     compare=False,
     setups=("two_workers", "two_by_two"),
 )
+@same_as("stop_at_the_shortest_of_known_lengths")
 def files_of_different_sizes(env: Env) -> dict:
     """The first worker reads 21 samples of two files, the second one 11 of one."""
     dataset = tf.data.TFRecordDataset(files_of(env, 3)).map(parse).batch(BATCH)

@@ -44,6 +44,7 @@ def _wrong_elements(env: Env) -> dict[str, tuple[tf.data.Dataset, str]]:
     compare=False,
     setups=("two_workers", "two_by_two"),
 )
+@same_as("data_that_may_differ_between_workers")
 def datasets_of_different_elements(env: Env) -> dict:
     off = tf.data.Options()
     off.experimental_distribute.auto_shard_policy = (
@@ -73,7 +74,7 @@ def datasets_of_different_elements(env: Env) -> dict:
     compare=False,
     setups=("two_workers", "two_by_two"),
 )
-@same_as("files_of_different_sizes")
+@same_as("stop_at_the_shortest_of_known_lengths")
 def a_dataset_shorter_than_a_batch_on_one_worker(env: Env) -> dict:
     x, y = common.regression_data(3 * BATCH)
     own = 3 if env.rank == 1 else len(x)
@@ -102,7 +103,7 @@ class StopAfter(keras.callbacks.Callback):
     compare=False,
     setups=("mirrored", "two_workers"),
 )
-@same_as("datasets_of_different_elements")
+@same_as("data_that_may_differ_between_workers")
 def a_dataset_without_an_end(env: Env) -> dict:
     data = _of(*common.regression_data(2 * BATCH)).repeat().batch(BATCH)
     with warnings.catch_warnings(record=True) as caught:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.harness.tf_config import cluster_configs
+from tests.harness.tiers import full
 from tests.store.clusters import cluster_of, members_of, on_all
 from tfdp.communication.cluster import mpi_cluster
 from tfdp.communication.coordination import worker_group
@@ -62,7 +63,7 @@ ALL = [f"{number:02}" for number in range(NUM_FILES)]
 
 
 @pytest.mark.filterwarnings("ignore:Files do not divide evenly")
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 5, NUM_FILES])
+@pytest.mark.parametrize("num_workers", [full(1), full(2), full(3), 5, full(NUM_FILES)])
 def test_each_epoch_has_one_order_of_which_each_worker_reads_its_part(
     folder, monkeypatch, num_workers
 ):

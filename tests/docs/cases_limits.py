@@ -89,7 +89,7 @@ class LargestRow(OfKeras):
 
 
 @case("Limits: losses that compare rows")
-@same_as("loss_that_is_a_function_of_sums")
+@same_as("losses_that_couple_rows")
 def losses_of_all_rows(env: Env) -> dict:
     return {kind.__name__: _train(env, kind) for kind in (BetweenRows, LargestRow)}
 

@@ -61,7 +61,7 @@ def check(outcome: job.Outcome, survivors: list[int], expected: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("num_workers", "devices", "where", "rank", "step"),
     [
-        (3, 1, "compute", 0, 8),
+        full(3, 1, "compute", 0, 8),
         full(2, 2, "batch", 0, 8),
         full(3, 1, "evaluate", 0, 12),
         full(3, 1, "save", 2, 9),
@@ -140,7 +140,8 @@ def test_a_loss_before_the_first_state_leaves_no_weights_that_were_sharded(
     assert "No worker has found a state from which to continue" in outcome.output
 
 
-@pytest.mark.parametrize("devices", [1, full(2)])
+@pytest.mark.full
+@pytest.mark.parametrize("devices", [1, 2])
 def test_a_loss_before_parameters_are_sharded(tmp_path, expected, devices):
     kill = {"where": "before", "rank": 2, "step": 0}
     outcome = job.run(tmp_path, 3, devices, kill=kill, features=["stage 3", "frozen"])
@@ -160,12 +161,13 @@ def test_another_loss_while_parameters_are_divided_anew(tmp_path, expected):
 def test_each_sample_makes_one_step_of_an_epoch_through_a_loss_and_a_join(
     tmp_path, expected
 ):
-    kill = {"where": "batch", "rank": 0, "step": 3}
+    kill = {"where": "compute", "rank": 0, "step": 3}
     outcome = job.run(
         tmp_path,
         3,
         kill=kill,
         features=["rows"],
+        min_workers=2,  # as many as are left
         replacements=1,
         step_seconds=0.3,
     )
@@ -251,6 +253,7 @@ def test_a_log_is_continued_by_the_next_first_worker_and_not_begun_by_a_new_one(
     assert [int(row.partition(",")[0]) for row in rows] == list(range(EPOCHS))
 
 
+@pytest.mark.full
 def test_too_few_workers_wait_for_others_to_join(tmp_path, expected):
     kill = {"where": "batch", "rank": 1, "step": 9}
     outcome = job.run(tmp_path, 2, kill=kill, min_workers=2, replacements=1)

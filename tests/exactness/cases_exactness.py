@@ -358,24 +358,18 @@ COVERING |= {
     cell_name(row, column, dtype, "parameters"): (setup_name,)
     for row, (column, dtype, setup_name) in _SHARDED_PARAMETERS.items()
 }
-# For the quick tier, where one process costs least.
-for _cell in (
-    cell_name("adamax", "ema", "float32", "optimizer"),
-    cell_name("sgd", "a_partial_batch", "float32", "gradients"),
-):
-    COVERING[_cell] = ("mirrored", "two_by_two")
-# Of these the quick tier runs each kind of sharding; "everything" accumulates, clips by
-# the global norm, averages and scales the loss.
+# Of these the quick tier runs two; "everything" accumulates, clips by the global norm,
+# averages and scales the loss.
 QUICK = {
     "clipvalue": cell_name("adagrad", "clipvalue", "float32", "optimizer"),
-    "ema": cell_name("adamax", "ema", "float32", "optimizer"),
-    "weight_decay": cell_name("lion", "weight_decay", "float64", "parameters"),
-    "a_partial_batch": cell_name("sgd", "a_partial_batch", "float32", "gradients"),
     "everything": cell_name("loss_scale_optimizer", "everything", "float32"),
 }
 # By column, the quick case that shows the same.
 SAME_AS = QUICK | {
     "no_option": "mlp_with_adamw",
+    "weight_decay": "mlp_with_adamw",
+    "ema": QUICK["everything"],
+    "a_partial_batch": "partial_batches_of_sharded_state",
     "clipnorm": "odd_variables_with_lamb_in_stage_2",
     "accumulation": QUICK["everything"],
     "global_clipnorm": QUICK["everything"],

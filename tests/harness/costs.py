@@ -21,7 +21,7 @@ from tests.harness.groups import CLUSTERS, params_of
 from tests.harness.pool import ClusterPool
 
 POOL = pytest.StashKey[ClusterPool]()
-_NAME = "cpu_seconds"
+_NAME, _COLLECTING = "cpu_seconds", "cpu_seconds_of_collecting"
 
 
 class Costs:
@@ -34,9 +34,14 @@ class Costs:
 
     def __init__(self, path: pathlib.Path | None):
         self._path = path
-        self._so_far = _own_seconds()
+        self._so_far = self._of_collecting = 0.0
         self._of_forks = 0.0
         self._rows: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self) -> None:
+        """Keeps what this process has cost so far from being that of its first test."""
+        self._so_far = self._of_collecting = _own_seconds()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -52,13 +57,16 @@ class Costs:
         if CLUSTERS not in item.fixturenames and not ends_clusters:
             spent += self._of_forks - before
         report.user_properties.append((_NAME, spent))
+        report.user_properties.append((_COLLECTING, self._of_collecting))
+        self._of_collecting = 0.0
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Adds a phase to the row of its test."""
-        row = self._rows[report.nodeid]
-        row[0] += dict(report.user_properties).get(_NAME, 0.0)
+        row, costs = self._rows[report.nodeid], dict(report.user_properties)
+        row[0] += costs.get(_NAME, 0.0)
         row[1] += report.duration
+        self._rows["starting and collecting"][0] += costs.get(_COLLECTING, 0.0)
 
     def pytest_sessionfinish(self) -> None:
         """Writes the table."""

@@ -13,9 +13,9 @@ def configure_devices(setup: Setup, flavor: str) -> None:
     """Splits the CPU into logical devices, before TensorFlow initialises."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     if not setup.distributed:
-        # This pass of Grappler's may take away what orders an update of plain Keras
-        # after a read of the same step (docs/reports/exactness.md).
-        options = {"dependency_optimization": False}
+        # Grappler may take away what orders an update of plain Keras after a read of
+        # the same step (docs/reports/exactness.md), and costs a fifth of a reference.
+        options = {"disable_meta_optimizer": True}
         tf.config.optimizer.set_experimental_options(options)
     if setup.devices_per_worker == 1 or not setup.distributed:
         return

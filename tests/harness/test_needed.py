@@ -9,6 +9,8 @@ import pathlib
 
 import pytest
 
+from tests.harness.registry import load_cases
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _LOADER = importlib.machinery.SourceFileLoader("needed", str(ROOT / "tools/needed"))
 _SPEC = importlib.util.spec_from_loader("needed", _LOADER)
@@ -16,19 +18,27 @@ assert _SPEC is not None
 needed = importlib.util.module_from_spec(_SPEC)
 _LOADER.exec_module(needed)
 
+TABLES = (needed.NEEDED, needed.LEFT_OUT)
 CLI = "tests/cli/test_nodes.py::test_all_nodes_start_again_together"
 
 
 def test_each_named_test_is_a_function_of_its_file():
-    for test in {test for tests in needed.NEEDED.values() for test in tests}:
+    cases = load_cases()
+    for test in {t for table in TABLES for tests in table.values() for t in tests}:
         path, _, name = test.partition("::")
-        tree = ast.parse((ROOT / path).read_text("utf-8"))
+        name, _, parameters = name.removesuffix("]").partition("[")
+        text = (ROOT / path).read_text("utf-8")
+        tree = ast.parse(text)
         functions = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
-        assert not name or name.partition("[")[0] in functions, test
+        assert not name or name in functions, test
+        if parameters and f"def {name}(clusters" in text:
+            case, _, setup = parameters.rpartition("-")
+            assert setup in cases[case].setups, test
+            assert setup != cases[case].quick_setup, test
 
 
 def test_each_package_of_tfdp_needs_something():
-    beginnings = tuple(begin for key in needed.NEEDED for begin in key)
+    beginnings = tuple(begin for table in TABLES for key in table for begin in key)
     packages = {path.parent for path in (ROOT / "tfdp").glob("*/__init__.py")}
     names = {f"tfdp/{package.name}/" for package in packages}
     assert {name for name in names if not name.startswith(beginnings)} == set()

@@ -766,13 +766,13 @@ def _in_batch(env: Env, kind: type) -> dict:
 
 
 @case("`tfdp.all_gather`: a contrastive loss of the global batch")
-@registry.same_as("loss_that_is_a_function_of_sums")
+@registry.same_as("losses_that_couple_rows")
 def contrastive_loss_of_gathered_rows(env: Env) -> dict:
     return _in_batch(env, InBatch)
 
 
 @case("`tfdp.all_gather`: own rows against all")
-@registry.same_as("loss_that_is_a_function_of_sums")
+@registry.same_as("losses_that_couple_rows")
 def contrastive_loss_of_own_rows(env: Env) -> dict:
     return _in_batch(env, OwnRowsAgainstAll)
 
@@ -832,7 +832,7 @@ def step_with_two_updates_and_checks(env: Env) -> dict:
 
 
 @case("A masked mean by hand, with other numbers of words in each share")
-@registry.same_as("loss_that_is_a_function_of_sums")
+@registry.same_as("losses_that_couple_rows")
 def masked_mean_by_hand(env: Env) -> dict:
     x = common.tokens(NUM_ROWS)
     x[:, 0] = np.maximum(x[:, 0], 1)
@@ -857,11 +857,12 @@ class FunctionsOfSums(OwnLoss):
 
 
 @case("A root of a mean, a quotient of sums, a cross-correlation")
+@registry.same_as("losses_that_couple_rows")
 def loss_that_is_a_function_of_sums(env: Env) -> dict:
     return _train(env, _compiled(FunctionsOfSums), *_regression())
 
 
 @case("The same in a `test_step`")
-@registry.same_as("loss_that_is_a_function_of_sums")
+@registry.same_as("losses_that_couple_rows")
 def evaluation_of_a_function_of_sums(env: Env) -> dict:
     return _train(env, _compiled(FunctionsOfSums), *_regression(), evaluates=True)

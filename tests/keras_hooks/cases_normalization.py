@@ -27,12 +27,13 @@ def _with_normalization(synchronized: bool) -> keras.Model:
 
 
 @case("Synchronized BatchNormalization")
+@same_as("an_option_makes_each_batch_normalization_global")
 def synchronized_batch_normalization(env: Env) -> dict:
     return _synchronized(env)
 
 
 @case("Synchronized BatchNormalization in validation")
-@same_as("synchronized_batch_normalization")
+@same_as("an_option_makes_each_batch_normalization_global")
 def validation_with_synchronized_batch_normalization(env: Env) -> dict:
     return _synchronized(env, validation_data=common.regression_data())
 
@@ -77,7 +78,7 @@ def _train_masked(env: Env, dtype: str) -> dict:
 
 
 @case("Wrong numbers: synchronized BatchNormalization with a mask")
-@same_as("synchronized_batch_normalization")
+@same_as("an_option_makes_each_batch_normalization_global")
 def synchronized_batch_normalization_with_a_mask(env: Env) -> dict:
     results = _train_masked(env, "float32")
     if not env.is_reference:
@@ -86,7 +87,7 @@ def synchronized_batch_normalization_with_a_mask(env: Env) -> dict:
 
 
 @case("Synchronized BatchNormalization with a mask, float64", tol=1e-9)
-@same_as("synchronized_batch_normalization")
+@same_as("an_option_makes_each_batch_normalization_global")
 def synchronized_batch_normalization_with_a_mask_in_float64(env: Env) -> dict:
     return _train_masked(env, "float64")
 
@@ -136,7 +137,7 @@ def local_batch_normalization_averages_moving_statistics(env: Env) -> dict:
 
 
 @case("SpectralNormalization")
-@same_as("synchronized_batch_normalization")
+@same_as("an_option_makes_each_batch_normalization_global")
 def spectral_normalization(env: Env) -> dict:
     def build():
         model = keras.Sequential(

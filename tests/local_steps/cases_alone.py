@@ -134,13 +134,14 @@ def check_losses_of_replicas(env: Env, build: Callable[[Make], keras.Model]) -> 
 
 
 @case("A loss of all rows is that of the replica's own", compare=False)
+@registry.same_as("replicas_alone_gather_their_own_rows")
 def losses_of_replicas_alone_are_of_their_own_rows(env: Env) -> dict:
     check_losses_of_replicas(env, of_a_root)
     return {}
 
 
 @case("Losses of masked rows and of pairs are those of the replica's", compare=False)
-@registry.same_as("losses_of_replicas_alone_are_of_their_own_rows")
+@registry.same_as("replicas_alone_gather_their_own_rows")
 def masked_and_paired_losses_of_replicas_alone(env: Env) -> dict:
     for build in masked, of_pairs:
         check_losses_of_replicas(env, build)
@@ -152,7 +153,7 @@ def masked_and_paired_losses_of_replicas_alone(env: Env) -> dict:
     compare=False,
     setups=("two_by_two",),
 )
-@registry.same_as("losses_of_replicas_alone_are_of_their_own_rows")
+@registry.same_as("replicas_alone_gather_their_own_rows")
 def losses_of_nodes_are_of_their_own_rows(env: Env) -> dict:
     options = tfdp.CommunicationOptions(node_size=env.setup.devices_per_worker)
     for build in masked, of_a_root, of_pairs, of_gathers:
@@ -283,7 +284,7 @@ def sums_of(model: keras.Model, env: Env) -> list[np.ndarray]:
 
 
 @case("The outer optimizer clips", compare=False)
-@registry.same_as("diloco_of_one_device_makes_outer_steps")
+@registry.same_as("diloco_goes_on_from_weights_that_were_set")
 def diloco_clips_outer_gradients(env: Env) -> dict:
     outer = optimizers.SGD(1.0, clipvalue=1e-3)
     callback = tfdp.callbacks.DiLoCo(SYNC_EVERY, outer, scope="replica")
@@ -417,6 +418,7 @@ def local_steps_of_several_optimizers_say_so(env: Env) -> dict:
     compare=False,
     setups=("mirrored",),
 )
+@registry.same_as("diloco_goes_on_from_weights_that_were_set")
 def diloco_of_one_device_makes_outer_steps(env: Env) -> dict:
     first = common.compiled(common.mlp(), momentum())
     begun = first.get_weights()

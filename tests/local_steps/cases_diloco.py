@@ -295,7 +295,7 @@ def diloco_is_resumed_exactly(env: Env) -> dict:
 
 
 @case("Nodes need more than one", compare=False, setups=("mirrored",))
-@registry.same_as("diloco_of_one_device_makes_outer_steps")
+@registry.same_as("diloco_goes_on_from_weights_that_were_set")
 def diloco_on_one_node_says_so(env: Env) -> dict:
     with env.scope():
         model = first_model(adam)

@@ -237,7 +237,7 @@ def local_sgd_accumulates_micro_batches(env: Env) -> dict:
 
 
 @case("Of several steps one communicates gradients", compare=False)
-@registry.same_as("losses_of_replicas_alone_are_of_their_own_rows")
+@registry.same_as("replicas_alone_gather_their_own_rows")
 def local_steps_launch_collectives_when_an_average_is_due(env: Env) -> dict:
     with env.scope():
         model = common.compiled(plans.perceptron(), optimizers.SGD(0.05))

@@ -52,7 +52,7 @@ def launches_of_a_step(env: Env, callback: keras.callbacks.Callback) -> list[Lau
 
 
 @case("Inner steps launch no collective", compare=False)
-@registry.same_as("losses_of_replicas_alone_are_of_their_own_rows")
+@registry.same_as("replicas_alone_gather_their_own_rows")
 def inner_steps_launch_nothing(env: Env) -> dict:
     found = launches_of_a_step(env, tfdp.callbacks.LocalSGD(SYNC_EVERY))
     assert {launch.branch for launch in found} == {"then_branch"}, found

@@ -64,6 +64,7 @@ def check_below_a_limit(cache: Path, *arguments: str) -> None:
     np.testing.assert_allclose(limited["loss"], free["loss"], rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space")
 def test_a_step_fits_below_a_limit_of_the_address_space(tmp_path: Path):

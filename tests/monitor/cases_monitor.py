@@ -169,7 +169,7 @@ def monitor_ends_its_thread_with_a_fit_that_fails(env: Env) -> dict:
     "Monitor: accumulation and sharded state, with the norm of micro-batches",
     compare=False,
 )
-@same_as("monitor_names_statistics")
+@same_as("monitor_measures_what_one_device_computes")
 def monitor_follows_sharding_and_accumulation(env: Env) -> dict:
     inner = keras.optimizers.Adam(0.0)
     optimizer = tfdp.DistributedOptimizer(
@@ -227,7 +227,7 @@ def mean_norm(model: keras.Model, steps: tuple[int, ...]) -> float:
     setups=("mirrored", "two_workers"),
     compare=False,
 )
-@same_as("monitor_names_statistics")
+@same_as("monitor_measures_what_one_device_computes")
 def monitor_leaves_evaluation_alone(env: Env) -> dict:
     x, y = data()
 
@@ -263,6 +263,7 @@ def monitor_leaves_evaluation_alone(env: Env) -> dict:
     setups=("two_workers",),
     compare=False,
 )
+@same_as("monitor_measures_what_one_device_computes")
 def monitor_names_statistics(env: Env) -> dict:
     with env.scope():
         layers = [keras.layers.BatchNormalization(), keras.layers.Dense(1)]

@@ -38,6 +38,7 @@ def refused(env: Env, model: keras.Model, path: str, *counts: str) -> None:
 
 
 @case("Sharded parameters: a value assigned on one worker only is named", **OPTIONS)
+@same_as("weights_of_one_worker_beside_sharded_state")
 def values_of_one_worker(env: Env) -> dict:
     x, y = common.regression_data(16)
     model = compiled(env, common.mlp)
@@ -58,7 +59,7 @@ def values_of_one_worker(env: Env) -> dict:
 
 
 @case("Sharded parameters: values are counted until all are replaced", **OPTIONS)
-@same_as("values_of_one_worker")
+@same_as("weights_of_one_worker_beside_sharded_state")
 def values_of_one_worker_count_until_they_are_replaced(env: Env) -> dict:
     x, y = common.regression_data(16)
     model = compiled(env, common.mlp)
@@ -106,7 +107,7 @@ def weights_of_one_worker_beside_sharded_state(env: Env) -> dict:
 
 
 @case("Sharded state: values of one worker only are named between steps", **OPTIONS)
-@same_as("values_of_one_worker")
+@same_as("weights_of_one_worker_beside_sharded_state")
 def values_of_one_worker_beside_sharded_state(env: Env) -> dict:
     x, y = common.regression_data(16)
     with env.scope():
@@ -142,7 +143,7 @@ class Assign(keras.callbacks.Callback):
 
 
 @case("Drift: what one worker assigns to a sharded parameter is named", **OPTIONS)
-@same_as("values_of_one_worker")
+@same_as("weights_of_one_worker_beside_sharded_state")
 def consistency_check_names_what_one_worker_assigns(env: Env) -> dict:
     model = compiled(env, common.mlp)
     data = common.regression_data()

@@ -209,18 +209,19 @@ class TwoSteps(OwnStep):
 
 
 @case("A train_step of one's own with two updates")
+@registry.same_as("deferred_parameters_train_like_one_device")
 def two_updates_in_a_step_of_sharded_parameters(env: Env) -> dict:
     return trained(env, TwoSteps)[1]
 
 
 @case("A train_step of one's own")
-@registry.same_as("two_updates_in_a_step_of_sharded_parameters")
+@registry.same_as("deferred_parameters_train_like_one_device")
 def own_steps_of_sharded_parameters(env: Env) -> dict:
     return trained(env, OwnStep)[1]
 
 
 @case("A loop of one's own in a tf.function")
-@registry.same_as("two_updates_in_a_step_of_sharded_parameters")
+@registry.same_as("deferred_parameters_train_like_one_device")
 def own_loops_of_sharded_parameters(env: Env) -> dict:
     strategy = env.distribution
     keras.utils.set_random_seed(3)
@@ -254,7 +255,7 @@ def own_loops_of_sharded_parameters(env: Env) -> dict:
 
 
 @case("train_on_batch, run_eagerly, steps_per_execution")
-@registry.same_as("two_updates_in_a_step_of_sharded_parameters")
+@registry.same_as("deferred_parameters_train_like_one_device")
 def keras_loops_of_sharded_parameters(env: Env) -> dict:
     results = {
         "eagerly": trained(env, common.mlp, run_eagerly=True)[1],
@@ -330,7 +331,7 @@ class Assigning(Subclassed):
 
 
 @case("Variables assigned to within a step and outside of it")
-@registry.same_as("two_updates_in_a_step_of_sharded_parameters")
+@registry.same_as("deferred_parameters_train_like_one_device")
 def sharded_parameters_are_assigned_to(env: Env) -> dict:
     data = common.regression_data()
     model, results = trained(env, Assigning)

@@ -114,7 +114,7 @@ def images_on_replicas_without_rows(env: Env) -> dict:
     deadline_seconds=300.0,
     tol=1e-9,
 )
-@same_as("synchronized_batch_normalization")
+@same_as("an_option_makes_each_batch_normalization_global")
 def normalizations_on_replicas_without_rows(env: Env) -> dict:
     def build() -> keras.Model:
         return branches(

@@ -137,9 +137,10 @@ def check(
 
 # For cases of these names the quick tier runs others.
 SAME_AS = {
-    "between_nodes": "between_nodes_with_both",
-    "with_accumulation": "between_nodes_with_both",
-    "with_a_loss_scale": "between_nodes_with_both",
+    "between_nodes": "between_replicas",
+    "between_nodes_with_both": "between_replicas",
+    "with_accumulation": "between_replicas",
+    "with_a_loss_scale": "between_replicas",
     "of_sharded_gradients": "of_a_sharded_optimizer",
     "of_sharded_parameters": "of_a_sharded_optimizer",
     "in_bfloat16_on_the_wire": "between_replicas",
@@ -152,8 +153,6 @@ def _register(name: str, *args: typing.Any, **options: typing.Any) -> None:
         f"adasum_{name}",
         lambda env: check(env, *args, **options),
         f"Adasum: {name.replace('_', ' ')}",
-        # Elsewhere a node is one replica.
-        quick_setup="two_by_two" if "between_nodes" in name else "",
         same_as=f"adasum_{SAME_AS[name]}" if name in SAME_AS else "",
         compare=False,
     )

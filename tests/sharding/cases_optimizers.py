@@ -170,7 +170,7 @@ for _name, _function in {
         _name,
         _function,
         "EMA of sharded state: " + _name.replace("_", " "),
-        same_as="adamax_with_ema_in_float32_and_sharded_optimizer",
+        same_as="" if _name == "averages_of_slices" else "averages_of_slices",
     )
 
 

@@ -312,7 +312,10 @@ class Begun(keras.callbacks.Callback):
         self.num_batches += 1
 
 
-@case("Back to a backup for an update of two micro-batches, without both of them")
+@case(
+    "Back to a backup for an update of two micro-batches, without both of them",
+    quick_setup="two_workers",
+)
 def a_rollback_leaves_out_all_micro_batches_of_a_bad_update(env: Env) -> dict:
     # 10 updates: the fifth is bad in its first micro-batch, and so is the sixth.
     bad = (12, 14)
@@ -465,11 +468,25 @@ def _launched(env: Env, make: Any, on: str | None) -> int:
     compare=False,
 )
 def a_guard_adds_no_collective(env: Env) -> dict:
-    for make in _plain(), _sharded("optimizer"):
-        off = _launched(env, make, None)
-        assert off >= 1
-        for on in "loss", "gradient_norm":
-            assert _launched(env, make, on) == off
+    _check_collectives(env, _plain())
+    return {}
+
+
+def _check_collectives(env: Env, make: Any) -> None:
+    off = _launched(env, make, None)
+    assert off >= 1
+    for on in "loss", "gradient_norm":
+        assert _launched(env, make, on) == off
+
+
+@case(
+    "No collective more where the optimizer is sharded, but one without clipping",
+    setups=("mirrored", "two_workers"),
+    compare=False,
+)
+@same_as("a_guard_adds_no_collective")
+def a_guard_adds_no_collective_to_sharded_state(env: Env) -> dict:
+    _check_collectives(env, _sharded("optimizer"))
     # Without clipping, the norms of sharded gradients are summed for the guard.
     make = _plain(sharding="optimizer")
     assert _launched(env, make, "loss") == _launched(env, make, None) + 1

@@ -13,7 +13,6 @@ import tfdp
 from tests.elastic import job
 from tests.harness import common
 from tests.harness.interrupted import Layout, Result, run
-from tests.harness.tiers import full
 from tests.spikes import cases_spikes as spikes
 from tests.spikes import interrupted_guard, lost_at_a_spike
 
@@ -34,10 +33,12 @@ def undisturbed(tmp_path_factory) -> dict[str, Result]:
     }
 
 
+# In the quick tier a case goes back, too.
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.processes
 # The spikes come after 10 and, with up to 2 batches that are made again, 22 batches.
-@pytest.mark.parametrize("after", [11, full(4), full(14), full(23)])
+@pytest.mark.parametrize("after", [11, 4, 14, 23])
 def test_a_run_that_is_killed_around_a_rollback_ends_bit_for_bit_as_another(
     after, undisturbed, tmp_path
 ):
@@ -70,13 +71,14 @@ def test_the_loss_of_the_micro_batches_before_a_kill_counts(tmp_path):
         np.testing.assert_array_equal(found.weights[name], value)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "layout", [full(ONE_PROCESS), TWO_WORKERS, full(TWO_BY_TWO)], ids=lambda x: x.name
+    "layout", [ONE_PROCESS, TWO_WORKERS, TWO_BY_TWO], ids=lambda x: x.name
 )
 @pytest.mark.parametrize(
-    "options", [{"memory_every": 4, "save_freq": "epoch"}, full({"save_freq": 3})]
+    "options", [{"memory_every": 4, "save_freq": "epoch"}, {"save_freq": 3}]
 )
 def test_a_rollback_gives_what_one_device_gives_without_the_batches(
     layout, options, undisturbed, tmp_path

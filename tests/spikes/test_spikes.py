@@ -11,6 +11,7 @@ import tfdp
 from tests.harness import common
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
+from tests.harness.tiers import full
 from tests.spikes import cases_spikes as spikes
 
 CASE_MODULES = ("spikes.cases_spikes",)
@@ -115,6 +116,7 @@ def test_the_loss_of_an_own_step_is_known_on_one_device_too():
     assert history["skipped_spikes"] == [1]
 
 
+@pytest.mark.full
 def test_a_model_trains_with_another_optimizer_after_a_guard():
     model = common.compiled(common.mlp())
     common.fit(model, *spikes.data(), callbacks=[tfdp.callbacks.SpikeGuard()])
@@ -151,7 +153,7 @@ def test_patience_is_checked_every_ten_steps_of_several_per_execution():
         common.fit(model, x, y, callbacks=[guard])
 
 
-@pytest.mark.parametrize("action", ["stop", "rollback"])
+@pytest.mark.parametrize("action", ["stop", full("rollback")])
 def test_a_spike_of_leftover_batches_is_acted_on(action, tmp_path, capfd):
     model = common.compiled(common.mlp())
     callbacks = [
@@ -170,6 +172,7 @@ def test_a_spike_of_leftover_batches_is_acted_on(action, tmp_path, capfd):
     assert text.splitlines()[-1].split()[1:3] == [str(len(history["loss"])), "20"]
 
 
+@pytest.mark.full
 def test_training_that_stops_counts_no_micro_batch_after_the_spike():
     found = []
     for rows, steps, guards in (

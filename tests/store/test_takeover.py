@@ -125,6 +125,7 @@ def test_what_the_store_told_survives_its_host(seed: int):
     check_kills(seed)
 
 
+@pytest.mark.full
 def test_what_the_store_told_survives_its_host_over_tcp(tmp_path):
     check_kills(3, tmp_path / "secret")
 

@@ -161,7 +161,7 @@ def xla_for_images_of_unknown_size(env: Env) -> dict:
 
 
 @case("`jit_compile=True`: a CNN with accumulation, loss scaling, sharded gradients")
-@registry.same_as("xla_for_the_update")
+@registry.same_as("xla_in_all_loops")
 def xla_with_accumulation_scaling_and_shards(env: Env) -> dict:
     # The last of 14 batches has one row: pooling and all else see an empty one too.
     num = 13 * common.BATCH_SIZE + 1
@@ -184,7 +184,7 @@ def xla_with_accumulation_scaling_and_shards(env: Env) -> dict:
 
 
 @case("`jit_compile=True`: sharded optimizer, several steps in one execution")
-@registry.same_as("xla_for_the_update")
+@registry.same_as("xla_in_all_loops")
 def xla_with_a_sharded_optimizer_and_steps_per_execution(env: Env) -> dict:
     optimizer: Any = optimizers.AdamW(0.01)
     with env.scope():
@@ -321,12 +321,13 @@ def _wide() -> keras.Model:
 
 
 @case("`jit_compile=True`: the update of large variables")
+@registry.same_as("xla_in_all_loops")
 def xla_for_the_update(env: Env) -> dict:
     return _with_an_update(env, "none")
 
 
 @case("`jit_compile=True`: the update of large variables that are sharded")
-@registry.same_as("xla_for_the_update")
+@registry.same_as("xla_in_all_loops")
 def xla_for_the_update_of_slices(env: Env) -> dict:
     return _with_an_update(env, "optimizer")
 

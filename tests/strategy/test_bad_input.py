@@ -228,9 +228,9 @@ def test_workers_with_different_numbers_of_devices_are_refused_by_all():
     ("option", "values"),
     [
         ("bucket_mb", (25.0, 8.0)),
-        ("algorithm", ("ring", "hierarchical")),
-        ("compression", ("bf16", None)),
-        ("uneven", ("join", "stop")),
+        full("algorithm", ("ring", "hierarchical")),
+        full("compression", ("bf16", None)),
+        full("uneven", ("join", "stop")),
     ],
 )
 def test_workers_that_disagree_on_options_are_refused_by_all(option: str, values):
@@ -307,7 +307,9 @@ def test_wrong_devices_are_refused_by_a_mirrored_strategy(what: str):
     assert "Received: devices=" in text
 
 
-@pytest.mark.parametrize("what", DEVICES)
+@pytest.mark.parametrize(
+    "what", ["does not exist", *(full(what) for what in [*DEVICES][1:])]
+)
 def test_wrong_devices_are_refused_by_every_worker(what: str):
     devices, expected = DEVICES[what]
     starts = [

@@ -73,6 +73,7 @@ def fit_that_dumps(folder: str) -> None:
     model.fit(x, x[:, :1], batch_size=8, epochs=3, verbose=0)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_last_batch_of_another_size_is_compiled_once_more(tmp_path: Path):
     start = forks.Start(fit_that_dumps, arguments={"folder": str(tmp_path)})

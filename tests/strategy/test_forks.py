@@ -140,6 +140,7 @@ def check(found: dict) -> None:
         assert "which was forked from process " in text
 
 
+@pytest.mark.full
 def test_what_two_workers_fork_ends_and_the_workers_go_on():
     starts = [
         Start(fit_and_fork, config, {"num_local": 1}) for config in cluster_configs(2)

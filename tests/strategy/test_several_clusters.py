@@ -15,7 +15,7 @@ from tests.harness import common
 from tests.harness.interrupted import Layout, run
 from tests.harness.tf_config import cluster_configs
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.full, pytest.mark.processes]
 
 
 def losses(x: Any, y: Any) -> list[float]:

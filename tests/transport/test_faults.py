@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.harness.tiers import full
 from tests.harness.timing import within
 from tests.transport.workers import Worker, by_sockets, each_wire, run
 from tfdp.communication.transport import (
@@ -122,14 +123,14 @@ def lose_one(worker: Worker, victim: int, what: str, num_turns: int) -> float:
 @pytest.mark.parametrize(
     ("wire", "size", "victim"),
     [
-        ("unix", 4, 2),
-        pytest.param("unix", 2, 0, marks=pytest.mark.full),
+        full("unix", 4, 2),
+        full("unix", 2, 0),
         ("memory", 3, 1),
-        pytest.param("tcp", 3, 1, marks=pytest.mark.full),
-        pytest.param("tcp", 2, 0, marks=pytest.mark.full),
-        pytest.param("unix", 2, 1, marks=pytest.mark.full),
-        pytest.param("unix", 3, 0, marks=pytest.mark.full),
-        pytest.param("memory", 2, 0, marks=pytest.mark.full),
+        full("tcp", 3, 1),
+        full("tcp", 2, 0),
+        ("unix", 2, 1),
+        full("unix", 3, 0),
+        full("memory", 2, 0),
     ],
 )
 def test_all_others_learn_within_a_second_who_was_killed(size, victim, phase, wire):

@@ -86,7 +86,7 @@ def halves(worker: Worker, dtype, length: int) -> np.ndarray:
     return array.view(np.uint16)
 
 
-@pytest.mark.parametrize("wire", ["unix", "memory"])
+@pytest.mark.parametrize("wire", ["unix", full("memory")])
 @pytest.mark.parametrize("length", [100, 12_007])
 @pytest.mark.parametrize("dtype", ["float16", BFLOAT16], ids=["float16", "bfloat16"])
 def test_half_precision_is_added_in_float32_and_rounded_once(dtype, length, wire):
@@ -116,7 +116,7 @@ def parts(worker: Worker, dtype) -> list[bytes]:
 
 
 @pytest.mark.parametrize("wire", ["unix", "memory"])
-@pytest.mark.parametrize("size", [2, 3, full(4)])
+@pytest.mark.parametrize("size", [full(2), 3, full(4)])
 @pytest.mark.parametrize("dtype", ["float32", BFLOAT16], ids=["float32", "bfloat16"])
 def test_uneven_and_empty_parts_are_scattered_and_gathered(dtype, size, wire):
     found = run(size, parts, dtype, wire=wire)
@@ -144,7 +144,7 @@ def moves(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("wire", ["unix", "memory"])
-@pytest.mark.parametrize("size", [full(1), 2, 3, full(5)])
+@pytest.mark.parametrize("size", [full(1), full(2), 3, full(5)])
 def test_arrays_are_moved_between_all_members(size, wire):
     run(size, moves, wire=wire)
 
@@ -186,7 +186,7 @@ def disagree(worker: Worker, size: int, how: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("wire", ["unix", "memory"])
+@pytest.mark.parametrize("wire", ["unix", full("memory")])
 @pytest.mark.parametrize("how", ["tag", "size", "dtype", "kind"])
 @pytest.mark.parametrize("length", [10, 12_000])
 @pytest.mark.parametrize("size", [full(2), 3])

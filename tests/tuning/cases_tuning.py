@@ -97,7 +97,6 @@ def data(num_steps: int = STEPS_PER_EPOCH) -> tuple:
 
 @case(
     "buckets that are tuned in fit",
-    quick_setup="two_workers",
     tol=1e-9,
 )
 def plans_that_change_in_fit_train_as_one_device_does(env: Env) -> dict:
@@ -190,7 +189,7 @@ def what_cannot_be_tuned_says_so_once(env: Env) -> dict:
     return {}
 
 
-@case("loops that are not tuned", compare=False)
+@case("loops that are not tuned", compare=False, quick_setup="two_workers")
 def loops_of_a_users_own_have_the_default_buckets(env: Env) -> dict:
     with tuned(env) as clock, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
