@@ -217,7 +217,7 @@ def test_a_worker_that_is_killed_between_two_puts_goes_on_exactly(server, tmp_pa
         return run(TWO_WORKERS, interrupted_fit.fit, tmp_path, more)
 
     undisturbed = train()
-    killed = train(die_at_put={"number": 6, "rank": 1}, **options)
+    killed = train(die_at_put={"backup": "step-9", "rank": 1}, **options)
     assert killed.codes[1] == KILLED, killed.output[-3000:]
     left = names(server)
     assert {name.split("/")[2] for name in left} == {"step-3", "step-6", "step-9"}
