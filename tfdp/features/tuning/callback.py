@@ -33,8 +33,8 @@ from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan
 from tfdp.ground.plans.traffic import FLAT
 from tfdp.ground.text import pluralize
+from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 from tfdp.training.keras_hooks.worker_callbacks import callback_list, prepend_callback
-from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
 from tfdp.training.reduction.link_measure import (
     cluster_key,
     load_or_measure_links,

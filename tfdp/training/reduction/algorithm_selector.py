@@ -13,8 +13,7 @@ from tfdp.ground.plans.buckets import Bucket, BucketPlan
 from tfdp.ground.plans.cost_model import candidates_for, choose, predict_seconds
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm
-from tfdp.training.compression.compressed_reduce import Wire
-from tfdp.training.reduction.algorithm_choice import RING, AlgorithmChoice
+from tfdp.training.compression.algorithm_choice import RING, AlgorithmChoice, Wire
 from tfdp.training.reduction.compressor_choice import LevelCompressors, best_choice
 
 # Least fraction of the predicted time that compression must save to be chosen. It makes
