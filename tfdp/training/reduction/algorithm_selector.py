@@ -51,6 +51,9 @@ class AlgorithmSelector:
         self.are_links_known = options.links is not None
         self._fixed, problem = _fixed_algorithm(options, topology)
         self._inner, self._outer = options.reduce_dtypes
+        if topology.replicas_per_node == 1:
+            # All messages are across nodes, also those of flat algorithms.
+            self._inner = self._outer
         self._compressors = LevelCompressors.of(options, topology)
         self._compresses = options.compression is not None
         self.combines_means = self._fixed is not None and self._fixed.is_adasum
