@@ -19,7 +19,7 @@ from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm
 from tfdp.launch.cli import forecast, main, plan
 from tfdp.launch.cli import parameter_types as types
-from tfdp.training.compression.compressed_reduce import Wire
+from tfdp.training.compression.algorithm_choice import Wire
 from tfdp.training.reduction.algorithm_selector import (
     AlgorithmChoice,
     AlgorithmSelector,

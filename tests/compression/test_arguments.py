@@ -118,6 +118,7 @@ OUTER_INT8 = {"outer": "int8"}
         # A ring cannot compress across nodes only.
         ((2, 2), {"compression": OUTER_INT8, "algorithm": "ring"}, "ring"),
         ((4, 1), {"compression": OUTER_INT8}, "ring, int8"),
+        ((4, 1), {"compression": {"outer": "bf16"}}, "ring, bfloat16"),
         ((1, 4), {"compression": OUTER_INT8}, "ring"),
         (
             (2, 2),

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tests.checkpoint import interrupted_fit
 from tests.harness.interrupted import Layout, run
 from tfdp.callbacks import BackupAndRestore, resumed_batches
+from tfdp.features import warmup
 from tfdp.training.data.batch_change import (
     BatchChange,
     Batches,
@@ -142,9 +143,9 @@ def test_the_factor_of_a_schedule_is_restored_and_multiplied_again():
     saved = resumed_batches.rate_factors(first)
     second = compiled(schedule())
     resumed_batches.restore_rate_factors(second, saved)
-    assert second.optimizer.warmup.last == 0.5
+    assert warmup.options_of(second.optimizer).last == 0.5
     assert resumed_batches.scale_rates(second, 3.0, saved)
-    assert second.optimizer.warmup.last == 1.5
+    assert warmup.options_of(second.optimizer).last == 1.5
 
 
 def test_a_schedule_that_the_script_has_adapted_is_taken_as_it_is():

@@ -303,7 +303,7 @@ def test_config_makes_an_optimizer_alike(options):
     assert isinstance(again, tfdp.DistributedOptimizer)
     assert again.get_config() == optimizer.get_config()
     assert again.accumulation_steps == options.get("accumulation_steps", 1)
-    assert again.loss_scaling == optimizer.loss_scaling
+    assert again.features.scaling == optimizer.features.scaling
     assert again.inner_optimizer.get_config() == optimizer.inner_optimizer.get_config()
 
 
@@ -342,7 +342,7 @@ def one_by_one(optimizer, scales=(1.0,)) -> list[np.ndarray]:
     chosen = [keras.Variable(np.ones(2, "float32")) for _ in range(2)]
     for scale in scales:
         if isinstance(scale, LossScaling):
-            optimizer.loss_scaling = scale
+            optimizer.features.set_scaling(scale)
         else:
             optimizer.apply([tf.fill([2], scale)] * 2, chosen)
     optimizer.flush()

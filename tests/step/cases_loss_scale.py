@@ -227,7 +227,7 @@ def _check_unwrapped(optimizer: Any, policy: str) -> None:
     """Keras's settings are kept: 2**15, doubled every 2000 updates."""
     assert isinstance(optimizer, tfdp.DistributedOptimizer)
     assert isinstance(optimizer.inner_optimizer, optimizers.SGD)
-    scaling = optimizer.loss_scaling
+    scaling = optimizer.features.scaling
     if policy == "mixed_bfloat16":
         assert scaling is None
         return
@@ -276,7 +276,7 @@ def loss_scale_optimizer_is_taken_over_with_its_state(env: Env) -> dict:
         callbacks = [tfdp.callbacks.GradientAccumulation({0: 1, 9: 2})]
     common.fit(model, *data, callbacks=callbacks)
     if not env.is_reference:
-        assert model.optimizer.loss_scaling.growth_steps == 3
+        assert model.optimizer.features.scaling.growth_steps == 3
     return {"weights": env.weights(model), "scale": _scale(model)}
 
 

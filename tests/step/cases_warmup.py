@@ -14,6 +14,7 @@ import numpy as np
 import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
+from tfdp.features.warmup import options_of
 
 case = registry.case
 optimizers = keras.optimizers
@@ -86,7 +87,7 @@ def warmup_raises_the_rate_in_a_straight_line(env: Env) -> dict:
     # Handed over: what other callbacks act on.
     rate = float(model.optimizer.learning_rate.numpy())
     assert rate == BASE * _replicas(env)
-    assert model.optimizer.warmup is None
+    assert options_of(model.optimizer) is None
     return {}
 
 

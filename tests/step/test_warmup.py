@@ -6,11 +6,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.training.step.warmup import Warmup, WarmupOptions
+from tfdp.features.warmup import Warmup, WarmupOptions
+
+
+def started(options: WarmupOptions) -> Warmup:
+    warmup = Warmup(keras.Variable, options.momentum_correction)
+    warmup.set(options)
+    return warmup
 
 
 def factors(options: WarmupOptions, count: int) -> list[float]:
-    warmup = Warmup(keras.Variable, options)
+    warmup = started(options)
     return [float(warmup.factor(tf.constant(step))) for step in range(count)]
 
 
@@ -35,17 +41,17 @@ def test_warmup_counts_from_the_update_at_which_it_starts():
 
 
 def test_growth_is_the_quotient_of_neighbours_and_one_at_the_ends():
-    warmup = Warmup(keras.Variable, WarmupOptions(2, 1.0, 4.0))
+    warmup = started(WarmupOptions(2, 1.0, 4.0))
     found = [float(warmup.growth(tf.constant(step))) for step in range(5)]
     np.testing.assert_allclose(found, [1.0, 2.5, 1.6, 1.0, 1.0])
 
 
 def test_growth_from_nothing_is_one():
-    warmup = Warmup(keras.Variable, WarmupOptions(2, 0.0, 1.0))
+    warmup = started(WarmupOptions(2, 0.0, 1.0))
     assert [float(warmup.growth(tf.constant(s))) for s in range(3)] == [1.0, 1.0, 2.0]
 
 
 def test_warmup_that_is_switched_off_leaves_the_rate_alone():
-    warmup = Warmup(keras.Variable, WarmupOptions(4, 0.1, 8.0))
-    warmup.switch_off()
+    warmup = started(WarmupOptions(4, 0.1, 8.0))
+    warmup.set(None)
     assert [float(warmup.factor(tf.constant(step))) for step in (0, 2, 9)] == [1, 1, 1]

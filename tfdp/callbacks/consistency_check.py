@@ -6,6 +6,7 @@ from typing import Any
 
 from tfdp.callbacks.bases import StrategyCallback
 from tfdp.communication.coordination.facts import compare
+from tfdp.features import local_steps
 from tfdp.features.replay.training import REPLAYS, check_replay
 from tfdp.ground import user_code
 from tfdp.ground.arguments import checked_integer, checked_number
@@ -107,8 +108,7 @@ class ConsistencyCheck(StrategyCallback):
             check_replay(strategy, self.model)
         if strategy is None or strategy.num_replicas_in_sync == 1:
             return
-        features = getattr(self.model.optimizer, "features", None)
-        if features is not None and features.local_step_options is not None:
+        if local_steps.enabled(self.model.optimizer) is not None:
             raise ValueError(
                 "`ConsistencyCheck` compares weights that `LocalSGD` and `DiLoCo` let "
                 "differ between exchanges. Remove `ConsistencyCheck`, or the other "

@@ -10,6 +10,7 @@ from tfdp.callbacks.local_sgd import LocalStepsCallback
 from tfdp.communication.cluster.islands import Island
 from tfdp.features.islands.training import IslandTraining
 from tfdp.features.local_steps import (
+    LocalSteps,
     LocalStepsOptions,
     OuterOptions,
     shares,
@@ -171,9 +172,9 @@ class DiLoCo(LocalStepsCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Prepare exchanges with all workers, before the first step is traced."""
         super().on_train_begin(logs)
-        local_steps = self.optimizer.features.local_steps
-        if local_steps is not None:
-            local_steps.exchanges.prepare(self.model.distribute_strategy)
+        exchanges = self._exchanges()
+        if exchanges is not None:
+            exchanges.prepare(self.model.distribute_strategy)
         if self._island is not None:
             self._island.begin_fit()
 
@@ -207,9 +208,13 @@ class DiLoCo(LocalStepsCallback):
         if exchanges is not None and logs is not None:
             logs["staleness"] = int(exchanges.staleness.numpy())
 
+    def _local_steps(self) -> Any:
+        """Return the `LocalSteps` of the optimizer, or `None` on an island."""
+        return self.optimizer.features.installed.get(LocalSteps)
+
     def _exchanges(self) -> Any:
         """Return the outer exchanges of the optimizer; `None` without `delay`."""
-        local_steps = self.options.delay and self.optimizer.features.local_steps
+        local_steps = self.options.delay and self._local_steps()
         return local_steps.exchanges if local_steps else None
 
     def _share_steps(self) -> None:
@@ -220,7 +225,7 @@ class DiLoCo(LocalStepsCallback):
                 "Remove `dynamic_steps` or gradient accumulation. Received: "
                 f"accumulation_steps={self.optimizer.accumulation_steps}"
             )
-        local_steps = self.optimizer.features.local_steps
+        local_steps = self._local_steps()
         if local_steps is None:
             return
         strategy, pace = self.model.distribute_strategy, local_steps.pace

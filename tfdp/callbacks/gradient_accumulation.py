@@ -88,7 +88,7 @@ class GradientAccumulation(OptimizerCallback):
             )
         if max(numbers) > 1:
             optimizer.accumulation_steps = max(numbers)
-        optimizer.accumulation_plan = steps
+        optimizer.features.plan = steps
 
     def _divide_rows(self, optimizer: DistributedOptimizer) -> None:
         """Have steps compute their rows in as many micro-batches as memory needs.

@@ -6,10 +6,12 @@ import dataclasses
 from typing import Any
 
 from tfdp.callbacks.bases import OptimizerCallback
+from tfdp.features import warmup
+from tfdp.features.warmup import Warmup, WarmupOptions
 from tfdp.ground.arguments import checked_bool, checked_integer, checked_number
 from tfdp.ground.plans.schedules import steps_at_epoch
 from tfdp.training.optimizer.distributed import DistributedOptimizer
-from tfdp.training.step.warmup import WarmupOptions
+from tfdp.training.optimizer.features import installed
 
 # Stages of a warmup; they are part of a backup's state.
 _WAITING, _RISING, _OVER = "waiting", "rising", "over"
@@ -90,14 +92,15 @@ class LearningRateWarmup(OptimizerCallback):
             # Each model and each optimizer has a separate warmup.
             self._optimizer = optimizer
             self._stage = _WAITING
-        if self._stage == _WAITING and optimizer.has_warmed_up:
+        before = installed(optimizer, Warmup)
+        if self._stage == _WAITING and before is not None and before.is_over:
             self._stage = _OVER  # the rate already contains the final factor
         if self._stage == _WAITING:
             self._has_trained = (
                 optimizer.was_traced or self.model.train_function is not None
             )
             self._updates = int(optimizer.iterations.numpy())
-            optimizer.warmup = self._options(self.steps or 1, self._updates)
+            warmup.start(optimizer, self._options(self.steps or 1, self._updates))
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Check that the length of an epoch is known."""
@@ -120,21 +123,19 @@ class LearningRateWarmup(OptimizerCallback):
         now = int(self.optimizer.iterations.numpy())
         is_resumed = now != self._updates or not self._has_trained
         options = self._options(self._num_updates(), 0 if is_resumed else now)
+        started = warmup.start(self.optimizer, options)
         if now > options.start + options.steps:
             self._stage = _OVER
-            self.optimizer.warmup = options
-            self.optimizer.leave_warmup()
-            return
-        self.optimizer.warmup = options
+            started.leave(self.optimizer)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """End the warmup after its last update."""
-        if self._stage == _RISING and self.optimizer.finish_warmup():
+        if self._stage == _RISING and warmup.finish(self.optimizer):
             self._stage = _OVER
 
     def get_state(self) -> dict[str, Any]:
         """Return the state of the warmup, for `BackupAndRestore`."""
-        options = self._optimizer.warmup if self._optimizer is not None else None
+        options = warmup.options_of(self._optimizer)
         plain = None if options is None else dataclasses.asdict(options)
         return {"stage": self._stage, "options": plain}
 
@@ -143,10 +144,14 @@ class LearningRateWarmup(OptimizerCallback):
         self._stage = state["stage"]
         if self._stage == _WAITING:
             return
-        if self._stage == _OVER:
-            self.optimizer.has_warmed_up = True
         options = state["options"]
-        self.optimizer.warmup = None if options is None else WarmupOptions(**options)
+        if options is not None:
+            warmup.start(self.optimizer, WarmupOptions(**options))
+        # `switch_on` has installed it.
+        restored = self.optimizer.features.installed[Warmup]
+        restored.is_over |= self._stage == _OVER
+        if options is None:
+            restored.set(None)
 
     def _num_updates(self) -> int:
         """Return the length of the warmup in updates."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfdp.callbacks.bases import OptimizerCallback
-from tfdp.features.local_steps import LocalSteps, LocalStepsOptions
+from tfdp.features.local_steps import LocalStepsOptions, enable
 from tfdp.ground.arguments import checked_integer
 from tfdp.training.optimizer.distributed import DistributedOptimizer
 
@@ -31,9 +31,7 @@ class LocalStepsCallback(OptimizerCallback):
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
         """Create the state; start local steps at once if `start_step` is 0."""
-        optimizer.features.start_local_steps(
-            self.options, LocalSteps, now=self.start_step == 0
-        )
+        enable(optimizer, self.options, now=self.start_step == 0)
         self._left = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -42,7 +40,7 @@ class LocalStepsCallback(OptimizerCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Start local steps after `start_step` updates, also in a resumed run."""
-        if self.optimizer.features.uses_local_steps:
+        if self.optimizer.features.local_updates is not None:
             return
         self._left -= batch - self._last_batch
         self._last_batch = batch
@@ -50,15 +48,13 @@ class LocalStepsCallback(OptimizerCallback):
             return  # reading `iterations` in each step would wait for the device
         self._left = self.start_step - int(self.optimizer.iterations.numpy())
         if self._left <= 0:
-            self.optimizer.features.start_local_steps(
-                self.options, LocalSteps, now=True
-            )
+            enable(self.optimizer, self.options, now=True)
             self.model.make_train_function(force=True)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Return to synchronous training."""
         super().on_train_end(logs)
-        self.optimizer.features.stop_local_steps()
+        self.optimizer.features.reset()
         self.model.train_function = None
 
 

@@ -54,7 +54,7 @@ class LossScaling(OptimizerCallback):
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
         """Set the optimizer's loss scale; an equal one keeps its state."""
-        optimizer.loss_scaling = self.scaling
+        optimizer.features.set_scaling(self.scaling)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Add the scale and the number of skipped steps to the logs."""

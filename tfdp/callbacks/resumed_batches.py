@@ -9,6 +9,8 @@ from typing import Any
 from tfdp.callbacks.bases import distributed_optimizer
 from tfdp.checkpoint.accumulated_gradients import clear_accumulated
 from tfdp.checkpoint.backups import IncompatibleBackup
+from tfdp.features import warmup
+from tfdp.features.warmup import WarmupOptions
 from tfdp.ground import _compat
 from tfdp.ground.base.param_groups import innermost
 from tfdp.ground.plans.schedules import steps_at_epoch
@@ -21,7 +23,6 @@ from tfdp.training.data.batch_change import (
     convert_position,
 )
 from tfdp.training.data.position import DataPosition
-from tfdp.training.step.warmup import WarmupOptions
 
 # Keys of a run's identity that may change with the number of replicas.
 _MAY_CHANGE = ("batch_size", "steps_per_epoch")
@@ -206,12 +207,12 @@ def rate_factors(model: Any) -> dict[str, Any]:
     Returns:
         Dict: the configs of the script's schedules, and the warmup that scales them.
     """
-    warmup = getattr(model.optimizer, "warmup", None)
+    options = warmup.options_of(model.optimizer)
     return {
         "schedules": [
             _schedule_config(optimizer) for optimizer in _inner_optimizers(model)
         ],
-        "warmup": None if warmup is None else dataclasses.asdict(warmup),
+        "warmup": None if options is None else dataclasses.asdict(options),
     }
 
 
@@ -241,7 +242,7 @@ def scale_rates(model: Any, ratio: float, saved: dict[str, Any] | None) -> bool:
         Bool: `False` if nothing was changed, since the script's schedule differs from
         that of the interrupted run: the script has adapted it itself.
     """
-    options = getattr(model.optimizer, "warmup", None)
+    options = warmup.options_of(model.optimizer)
     if not _are_rates_variables(model):
         if saved and saved["schedules"] != rate_factors(model)["schedules"]:
             return False
@@ -258,7 +259,7 @@ def scale_rates(model: Any, ratio: float, saved: dict[str, Any] | None) -> bool:
 def _set_warmup(model: Any, options: WarmupOptions) -> None:
     """Set the warmup of the model's optimizer; trace the step again if needed."""
     optimizer = distributed_optimizer(model)
-    optimizer.warmup = options
+    warmup.start(optimizer, options)
     if optimizer.needs_trace:
         model.make_train_function(force=True)
 

@@ -32,7 +32,6 @@ from tfdp.training.sharding.state_tensors import (
 
 # Name prefixes of tensors that only some checkpoints have.
 LOSS_SCALE_PREFIX, ACCUMULATED_PREFIX = "loss_scale", "accumulated"
-OUTER_PREFIX = "outer"
 # Name prefix for optimizers other than `model.optimizer`. The name of the model's
 # attribute follows the prefix.
 OTHERS_PREFIX = "others"
@@ -137,8 +136,9 @@ def _optimizer_state(model: keras.Model, optimizer: Any) -> Iterator[StateTensor
     if scale is not None:
         yield replicated(model, f"{LOSS_SCALE_PREFIX}/value", scale[0])
         yield replicated(model, f"{LOSS_SCALE_PREFIX}/good_steps", scale[1], COUNTER)
-    for name, variable in _outer_state(optimizer).items():
-        yield replicated(model, f"{OUTER_PREFIX}/{name}", variable)
+    for feature in installed_features(optimizer):
+        for name, variable in feature.state.items():
+            yield replicated(model, name, variable)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if is_multi(inner):
         yield replicated(model, "optimizer/iterations", _update_counter(inner), COUNTER)
@@ -183,11 +183,10 @@ def _loss_scale_of(optimizer: Any) -> tuple[Any, Any] | None:
     return None if scale is None else (scale.value, scale.good_steps)
 
 
-def _outer_state(optimizer: Any) -> dict[str, Any]:
-    """Return the variables of the outer optimizer of local steps, by name, or `{}`."""
-    local_steps = getattr(getattr(optimizer, "features", None), "local_steps", None)
-    exchanges = getattr(local_steps, "exchanges", None)
-    return {} if exchanges is None else exchanges.outer.state
+def installed_features(optimizer: Any) -> list:
+    """Return the `StepFeature`s of tfdp's optimizer; `[]` for another one or `None`."""
+    features = getattr(optimizer, "features", None)
+    return [] if features is None else list(features.installed.values())
 
 
 def _check_no_accumulation(name: str, optimizer: Any) -> None:

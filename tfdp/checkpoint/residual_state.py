@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tfdp.checkpoint.index import Index, TensorMetadata
+from tfdp.checkpoint.model_state import installed_features
 from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.replica_state import (
     LocalReplicas,
@@ -130,16 +131,13 @@ def _identity(name: tuple) -> str:
 
 
 def _compresses(model: Any) -> bool:
-    """Return whether this run compresses gradients, or exchanges of local steps."""
+    """Return whether this run, or a feature of it, compresses what replicas send."""
     strategy = strategy_of(model)
     if strategy is None:
         return False
-    features = getattr(getattr(model, "optimizer", None), "features", None)
-    local_steps = None if features is None else features.local_steps
-    outer = None if local_steps is None else local_steps.options.outer
-    of_exchange = None if outer is None else outer.compression
+    features = installed_features(getattr(model, "optimizer", None))
     of_gradients = strategy.extended.reducer.options.compression
-    return of_gradients is not None or of_exchange is not None
+    return of_gradients is not None or any(f.compresses for f in features)
 
 
 def _tensor_to_write(

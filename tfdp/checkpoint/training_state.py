@@ -31,7 +31,6 @@ from tfdp.checkpoint.model_state import (
     COUNTER,
     LOSS_SCALE_PREFIX,
     OTHERS_PREFIX,
-    OUTER_PREFIX,
     RUN_PREFIX,
     model_state,
     replicated,
@@ -61,7 +60,7 @@ _OPTIONAL = {
         "To continue with it, scale the loss before `restore`: "
         '`DistributedOptimizer(..., loss_scale="dynamic")`.'
     ),
-    f"{OUTER_PREFIX}/": (
+    "outer/": (
         "The outer optimizer of `DiLoCo` in the checkpoint was not restored: the model "
         "does not use `DiLoCo`."
     ),

@@ -16,5 +16,6 @@ To add one, see `tfdp.ground.base.feature` and "Add a feature" in CONTRIBUTING.m
 - `local_steps`: local updates of replicas or nodes, and periodic exchanges.
 - `goodput`: a ledger of a job's time, over all of its restarts.
 - `monitor`: step times and traces, gathered and written.
+- `warmup`: a learning rate that rises during the first updates.
 - `tracking`: logging to Weights & Biases and MLflow from the first worker only.
 """

@@ -6,6 +6,7 @@ from typing import Any
 
 from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.ground.text import pluralize
+from tfdp.training.step.step import LocalUpdates
 
 
 def check_model(strategy: Any, model: Any) -> None:
@@ -23,8 +24,8 @@ def check_model(strategy: Any, model: Any) -> None:
     needing = [
         f.label
         for each in features
-        for f in each.installed.values()
-        if f.needs_all_replicas or f.checks_finite
+        for f in each.active
+        if f.needs_all_replicas or f.checks_finite or isinstance(f, LocalUpdates)
     ]
     found = {
         "`run_eagerly=True`": model.run_eagerly,
@@ -35,7 +36,6 @@ def check_model(strategy: Any, model: Any) -> None:
             or getattr(o, "gradient_accumulation_steps", None)
             for o in optimizers
         ),
-        "`LocalSGD` and `DiLoCo`": any(each.uses_local_steps for each in features),
         **dict.fromkeys(needing, True),
     }
     if unsupported := [name for name, is_used in found.items() if is_used]:

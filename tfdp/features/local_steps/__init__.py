@@ -12,7 +12,12 @@
 - `pace`: inner steps that slow workers skip.
 """
 
-from tfdp.features.local_steps.local_steps import LocalSteps, LocalStepsFeature
+from tfdp.features.local_steps.local_steps import (
+    LocalSteps,
+    LocalStepsFeature,
+    enable,
+    enabled,
+)
 from tfdp.features.local_steps.options import LocalStepsOptions, OuterOptions
 from tfdp.features.local_steps.pace import shares, workers_by_node
 from tfdp.ground.base.feature import register
@@ -25,6 +30,8 @@ __all__ = [
     "LocalSteps",
     "LocalStepsOptions",
     "OuterOptions",
+    "enable",
+    "enabled",
     "shares",
     "workers_by_node",
 ]

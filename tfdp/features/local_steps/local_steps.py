@@ -19,43 +19,55 @@ from tfdp.ground.base import batch_weight
 from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.context import is_tfdp, replica_context, strategy_of
 from tfdp.ground.base.feature import Feature
-from tfdp.ground.base.loops import steps_alone
+from tfdp.ground.base.loops import local_updates
 from tfdp.ground.base.param_groups import innermost
+from tfdp.training.optimizer.features import installed
 from tfdp.training.reduction.fusion import wide_dtype
-from tfdp.training.reduction.gradient_reducer import GradientReducer
+from tfdp.training.reduction.gradient_reducer import GradientReducer, replica_reducer
 from tfdp.training.replicas.variables import StatisticVariable
 from tfdp.training.step.accumulation import read, set_to_zero
-from tfdp.training.step.step import Step, StepFeature
+from tfdp.training.step.step import LocalUpdates, Step
 
 
-class LocalSteps(StepFeature):
+class LocalSteps(LocalUpdates):
     """Count a replica's local updates and samples, and exchange when that is due.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
         options: `LocalStepsOptions`.
-        variables: Sequence of the trained Keras variables.
+
+    Attributes:
+        is_enabled: Bool, whether the running `fit` has local steps, now or later.
 
     Source: Stich 2019, "Local SGD Converges Fast and Communicates Little",
     https://arxiv.org/abs/1805.09767.
     """
 
-    trains_alone = True
+    label = "`LocalSGD` and `DiLoCo`"
 
     def __init__(
-        self,
-        make_variable: Callable[..., Any],
-        options: LocalStepsOptions,
-        variables: Sequence[Any],
+        self, make_variable: Callable[..., Any], options: LocalStepsOptions
     ) -> None:
+        self._make_variable = make_variable
         self.options = options
-        self._trained = list(variables)
-        self._node_reducers = NodeReducers(variables)
         self.pace = Pace(options) if options.is_dynamic else None
+        self.exchanges: Exchanges | None = None
+        self.compresses = bool(options.outer and options.outer.compression)
+        self._own_variables: list[Any] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Implements `StepFeature.reset`: steps are synchronous; variables stay."""
+        self.is_enabled = self.is_active = False
+
+    def build(self, trained: Sequence[Any]) -> None:
+        """Implements `StepFeature.build`: create the counters and the outer state."""
+        make_variable, options = self._make_variable, self.options
+        self._trained = list(trained)
+        self._node_reducers = NodeReducers(trained)
         self._fragments = options.fragments_of(
-            [math.prod(variable.shape) for variable in variables]
+            [math.prod(variable.shape) for variable in trained]
         )
-        self.exchanges = None
         if options.outer is not None:
             self.exchanges = Exchanges(
                 make_variable, options, self._trained, self._fragments
@@ -75,19 +87,43 @@ class LocalSteps(StepFeature):
         self.waiting_samples = make_variable(
             shape=(), dtype="float32", initializer="zeros", name="local_waiting_samples"
         )
+        self._own_variables = [self.updates, self.samples, self.waiting_samples]
 
     @property
     def variables(self) -> list:
         """List of the Keras variables that this feature created in the optimizer."""
         of_exchanges = [] if self.exchanges is None else self.exchanges.variables
-        return [self.updates, self.samples, self.waiting_samples, *of_exchanges]
+        return [*self._own_variables, *of_exchanges]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Dict of the outer optimizer's variables, by the names of their tensors."""
+        state = {} if self.exchanges is None else self.exchanges.outer.state
+        return {f"outer/{name}": variable for name, variable in state.items()}
+
+    def check(self, optimizer: Any) -> None:
+        """Raise if a part of the step needs all replicas.
+
+        Raises:
+            ValueError: With sharded state, Adasum, or a feature that needs all.
+        """
+        strategy = tf.distribute.get_strategy()
+        is_adasum = is_tfdp(strategy) and strategy.extended.reducer.combines_means
+        others = [
+            ("sharded state", optimizer.sharding != "none"),
+            *((f.label, f.needs_all_replicas) for f in optimizer.features.active),
+            ("Adasum", is_adasum),
+        ]
+        if found := [name for name, is_used in others if is_used]:
+            need = "need" if len(found) > 1 else "needs"
+            raise ValueError(
+                f"Local steps cannot be combined with {' and '.join(found)}, which "
+                f"{need} all replicas in every step. Remove `LocalSGD` or `DiLoCo`, or "
+                "the other."
+            )
 
     def groups_of_ranks(self, strategy: Any) -> Sequence[Sequence[int]]:
-        """Return the ranks of the replicas in each group that updates independently.
-
-        Args:
-            strategy: A tfdp strategy, or Keras's default strategy of one device.
-        """
+        """Implements `LocalUpdates.groups_of_ranks`: each replica, or each node."""
         if self.options.scope == "replica" or not is_tfdp(strategy):
             return [[rank] for rank in range(strategy.num_replicas_in_sync)]
         return [sorted(node) for node in strategy.extended.topology.nodes]
@@ -122,6 +158,15 @@ class LocalSteps(StepFeature):
                 "`CommunicationOptions(node_size=...)` how many replicas form a node."
             )
         return self._node_reducers.of_replica(strategy, replica_context())
+
+    def equalize_replicas(self, optimizer: Any) -> None:
+        """Implements `StepFeature.equalize_replicas`: exchange after local updates."""
+        if not self.variables:
+            return
+        self.before_sync()
+        if int(self.updates.numpy()):
+            optimizer.run_on_replicas("average", lambda: self._equalize(optimizer))
+        self.after_sync()
 
     def begin(self, *, has_batch: bool) -> None:
         """Implements `StepFeature.begin`: copy the weights into the anchors, if due."""
@@ -174,7 +219,24 @@ class LocalSteps(StepFeature):
         updates = _compat.local_part(self.updates)
         updates.assign_add(tf.cast(is_due, updates.dtype), read_value=False)
 
-    def exchange(self, optimizer: Any, reducer: GradientReducer) -> None:
+    def _equalize(self, optimizer: Any) -> None:
+        """Exchange local updates and agree on one loss scale, on each replica.
+
+        Args:
+            optimizer: `DistributedOptimizer`.
+        """
+        features, reducer = optimizer.features, replica_reducer()
+        self._exchange_all(optimizer.inner_optimizer, reducer)
+        scale, accumulation = features.scale, features.accumulation
+        if scale is None:
+            return
+        before = scale.read()
+        scale.agree(reducer)
+        # Replicas that took local steps may have had different scales.
+        if accumulation is not None:
+            accumulation.rescale_own(scale.read() / before)
+
+    def _exchange_all(self, optimizer: Any, reducer: GradientReducer) -> None:
         """Exchange all fragments and slots, so that all replicas have the same state.
 
         Args:
@@ -304,9 +366,36 @@ def slots_of(optimizer: Any) -> list:
     return list({id(slot): slot for slot in slots}.values())
 
 
-def _active(model: Any) -> LocalSteps | None:
-    """Return the local steps of a model, or `None` if its steps are synchronous."""
-    return model.optimizer.features.local_steps if steps_alone(model) else None
+def enabled(optimizer: Any) -> LocalSteps | None:
+    """Return the local steps that a `fit` has, now or later, or `None`.
+
+    Args:
+        optimizer: Keras optimizer.
+    """
+    found = installed(optimizer, LocalSteps)
+    return found if found is not None and found.is_enabled else None
+
+
+def enable(optimizer: Any, options: LocalStepsOptions, *, now: bool) -> None:
+    """Enable local steps: replicas or nodes synchronize after several updates.
+
+    Args:
+        optimizer: `DistributedOptimizer`.
+        options: `LocalStepsOptions`.
+        now: Bool, whether steps are local from now on; otherwise only the variables are
+            created.
+
+    Raises:
+        ValueError: If local steps with other options are enabled in this `fit`.
+    """
+    before = enabled(optimizer)
+    if before is not None and before.options != options:
+        raise ValueError(
+            "Give `fit` only one `LocalSGD` or `DiLoCo`: each sets when the replicas "
+            "synchronize."
+        )
+    local_steps = optimizer.features.install(LocalSteps, options=options)
+    local_steps.is_enabled, local_steps.is_active = True, now
 
 
 class LocalStepsFeature(Feature):
@@ -314,7 +403,7 @@ class LocalStepsFeature(Feature):
 
     def before_meeting(self, model: Any) -> None:
         """Pause rounds, so that late workers do not wait for this one."""
-        if (local_steps := _active(model)) is not None:
+        if (local_steps := local_updates(model)) is not None:
             local_steps.before_sync()
 
     before_loop = before_meeting
@@ -326,11 +415,11 @@ class LocalStepsFeature(Feature):
         One average of moving statistics equals averaging them in each step, since a
         step changes them linearly.
         """
-        average = getattr(getattr(model, "optimizer", None), "average_replicas", None)
-        if average is not None:
-            average()
+        equalize = getattr(getattr(model, "optimizer", None), "equalize_replicas", None)
+        if equalize is not None:
+            equalize()
         strategy = strategy_of(model)
-        if strategy is not None and steps_alone(model):
+        if strategy is not None and local_updates(model) is not None:
             values = [variable.value for variable in model.variables]
             strategy.extended.average(
                 [value for value in values if isinstance(value, StatisticVariable)]
@@ -342,7 +431,7 @@ class LocalStepsFeature(Feature):
         @functools.wraps(step)
         def paced(iterator: Any) -> Any:
             """Make or skip the step, by the pace of this worker."""
-            local_steps = _active(model)
+            local_steps = local_updates(model)
             if local_steps is None or local_steps.pace is None:
                 return step(iterator)
             return local_steps.pace.step(model, step, iterator)
@@ -363,9 +452,10 @@ class LocalStepsFeature(Feature):
             Int, 1 without local steps; or `None` if workers do not synchronize within
             an epoch, such as with `min_participants`.
         """
-        if not steps_alone(model):
+        local_steps = local_updates(model)
+        if local_steps is None:
             return 1
-        options = model.optimizer.features.local_step_options
+        options = local_steps.options
         if options.delay and (is_delayed or options.outer.min_participants is not None):
             return None
         return options.sync_every * model.optimizer.accumulation_steps

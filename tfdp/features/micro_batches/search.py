@@ -21,6 +21,7 @@ from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import Feature, Fit
 from tfdp.ground.text import pluralize
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
+from tfdp.training.optimizer.features import installed
 from tfdp.training.reduction.cache_file import cache_path, read_entries, store_entry
 from tfdp.training.reduction.training_group import training_group
 
@@ -133,8 +134,7 @@ def _descend(model: Any, division: MicroBatches) -> None:
 
 def division_of(model: Any) -> MicroBatches | None:
     """Return the `MicroBatches` of a model's optimizer, or `None`."""
-    features = getattr(model.optimizer, "features", None)
-    return None if features is None else features.installed.get(MicroBatches)
+    return installed(model.optimizer, MicroBatches)
 
 
 def _double(model: Any, division: MicroBatches, error: Exception) -> None:

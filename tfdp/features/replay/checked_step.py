@@ -251,7 +251,7 @@ def _sums_of(optimizer: Any) -> list:
     accumulation = features.accumulation
     found = [] if accumulation is None else list(accumulation.variables)
     found += [] if features.loss_sum is None else [features.loss_sum]
-    return found + [v for item in features.installed.values() for v in item.variables]
+    return found + [v for item in features.active for v in item.variables]
 
 
 def _has_rows(part: Any) -> bool:

@@ -19,6 +19,7 @@ from tfdp.features.spikes.step_guard import StepGuard
 from tfdp.ground.base import loops
 from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.training.keras_hooks.worker_callbacks import backup_callbacks, callback_list
+from tfdp.training.optimizer.features import installed
 
 ROLLBACK = '`SpikeGuard(action="rollback")`'
 
@@ -44,9 +45,9 @@ class SpikeGuards(Feature):
             if any(guard.action == "rollback" for guard in guards):
                 _prepare_rollback(fit)
             return
-        features = getattr(getattr(fit.model, "optimizer", None), "features", None)
-        if features is not None and StepGuard in features.installed:
-            features.uninstall(StepGuard)
+        optimizer: Any = getattr(fit.model, "optimizer", None)
+        if installed(optimizer, StepGuard) is not None:
+            optimizer.features.uninstall(StepGuard)
             fit.model.train_function = None
 
     def recover(
@@ -96,8 +97,7 @@ def _wrap_step(model: Any) -> None:
     @functools.wraps(train_step)
     def guarded(data: Any) -> Any:
         """Run the step, and undo what it has changed if it is left out."""
-        features = getattr(model.optimizer, "features", None)
-        guard = features and features.installed.get(StepGuard)
+        guard = installed(model.optimizer, StepGuard)
         if guard is None:
             return train_step(data)
         finish = guard.around_step(model)

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdp.features import local_steps
 from tfdp.features.tuning.plan_cache import (
     KeptPlan,
     PlanChoice,
@@ -32,8 +33,8 @@ from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan
 from tfdp.ground.plans.traffic import FLAT
 from tfdp.ground.text import pluralize
+from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 from tfdp.training.keras_hooks.worker_callbacks import callback_list, prepend_callback
-from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
 from tfdp.training.reduction.link_measure import (
     cluster_key,
     load_or_measure_links,
@@ -330,12 +331,11 @@ def why_not_tunable(model: Any) -> str:
         model: Keras model, after its callbacks have replaced the optimizer.
     """
     optimizer: Any = model.optimizer
-    features = getattr(optimizer, "features", None)
     if model.run_eagerly:
         return "with `run_eagerly=True` there is no traced step to try plans with"
     if getattr(optimizer, "is_sharded", False):
         return "the layout of sharded state depends on its buckets, which cannot change"
-    if features is not None and features.local_step_options is not None:
+    if local_steps.enabled(optimizer) is not None:
         return "with local steps, replicas do not communicate in each step"
     if _compat.overridden(model, ("make_train_function",)):
         return "the model makes its own `train_function`"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from tfdp.features.tuning.plan_cache import PlanChoice
 from tfdp.ground.plans.buckets import BucketPlan, plan_buckets
 from tfdp.ground.plans.prediction import BucketPrediction, StepPrediction
-from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
+from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 
 # Callable that returns the algorithm of each bucket of a plan under a choice, or under
 # `None`, the default.

@@ -75,8 +75,13 @@ def awaiting_training_data() -> Loop | None:
 
 def steps_alone(model: Any) -> bool:
     """Return whether the replicas of a model train with local steps."""
+    return local_updates(model) is not None
+
+
+def local_updates(model: Any) -> Any:
+    """Return the feature with which replicas of a model update alone, or `None`."""
     features = getattr(getattr(model, "optimizer", None), "features", None)
-    return features is not None and features.uses_local_steps
+    return None if features is None else features.local_updates
 
 
 def loop_uses_local_steps() -> bool:

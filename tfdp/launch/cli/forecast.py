@@ -20,7 +20,7 @@ from tfdp.ground.text import pluralize
 from tfdp.launch.cli.screen import new_console
 
 if TYPE_CHECKING:  # the module imports TensorFlow
-    from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
+    from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 
 # Columns of the memory table: attributes of `ReplicaMemory`.
 _SIZES = ("parameters", "gradients", "accumulators", "slots", "gathered", "total")

@@ -23,7 +23,7 @@ from tfdp.launch.cli.errors import first_line, import_without_gpus, usage_errors
 from tfdp.launch.cli.forecast import Forecast, show
 
 if TYPE_CHECKING:  # the module imports TensorFlow
-    from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
+    from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 
 _COMPRESSIONS = (
     "none",

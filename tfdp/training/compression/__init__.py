@@ -8,5 +8,6 @@
 - `replica_group`: the collectives between replicas that a compressor can call.
 - `residuals`: the state of compressors, with a value for each replica.
 - `step_residuals`: new states of a step, assigned unless the step is skipped.
+- `algorithm_choice`: algorithm and wire formats of one bucket.
 - `compressed_reduce`: reductions of a bucket by compressors, in one or two levels.
 """

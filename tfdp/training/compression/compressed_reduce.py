@@ -3,94 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp.communication.collectives import Member, ProcessGroup, node_levels, ring
 from tfdp.ground.plans.buckets import Entry
-from tfdp.training.compression.compressor import Compressor, GradientBucket
+from tfdp.training.compression.algorithm_choice import AlgorithmChoice, Wire
+from tfdp.training.compression.compressor import GradientBucket
 from tfdp.training.compression.replica_group import NodeGroup, ReplicaGroup
 from tfdp.training.compression.residuals import BucketResiduals, assign_state
 from tfdp.training.compression.step_residuals import gradient_unit
-
-
-@dataclasses.dataclass(frozen=True)
-class Wire:
-    """Format of messages on one level: compressed, cast to a dtype, or unchanged.
-
-    The levels of a hierarchical reduction are inside nodes and across nodes.
-
-    Args:
-        compressor: `Compressor`, or `None`. Defaults to `None`.
-        dtype_name: String, name of the dtype that elements are cast to, or `None` for
-            no cast. Defaults to `None`.
-        ratio: Float, bytes that the compressor sends divided by those of an all-reduce;
-            NaN if unknown. Defaults to 1.
-    """
-
-    compressor: Compressor | None = None
-    dtype_name: str | None = None
-    ratio: float = dataclasses.field(default=1.0, compare=False)
-
-    @property
-    def dtype(self) -> tf.DType | None:
-        """`tf.DType` that elements are cast to, or `None` for no cast."""
-        return None if self.dtype_name is None else tf.as_dtype(self.dtype_name)
-
-    @property
-    def name(self) -> str | None:
-        """String, name of the compressor or dtype, or `None` if there is neither."""
-        return self.dtype_name if self.compressor is None else str(self.compressor)
-
-    def byte_ratio(self, itemsize: int) -> float:
-        """Return the bytes sent divided by those of an all-reduce; 1 if unknown.
-
-        Args:
-            itemsize: Int, size in bytes of an element of the bucket.
-        """
-        if self.dtype is not None:
-            return self.dtype.size / itemsize
-        return 1.0 if math.isnan(self.ratio) else self.ratio
-
-
-@dataclasses.dataclass(frozen=True)
-class CompressedRoute:
-    """Wire formats and algorithm of a reduction in one or two levels.
-
-    Args:
-        inner: `Wire` inside nodes; with one level, between all replicas.
-        outer: `Wire` across nodes.
-        has_levels: Bool, whether a reduction inside nodes is followed by one across
-            them.
-        sum_all: Callable such as `tfdp.communication.collectives.ring`, the algorithm
-            of `ReplicaGroup.all_reduce` for compressors that reduce over all replicas.
-    """
-
-    inner: Wire
-    outer: Wire
-    has_levels: bool
-    sum_all: Callable[..., tf.Tensor]
-
-    @property
-    def compressors(self) -> list[Compressor]:
-        """List of `Compressor`, those of the levels that have one."""
-        of_levels = (self.inner.compressor, self.outer.compressor)
-        return [compressor for compressor in of_levels if compressor is not None]
-
-    @property
-    def is_compressed(self) -> bool:
-        """Bool, whether a level has a compressor."""
-        return bool(self.compressors)
-
-    @property
-    def is_one_reduction(self) -> bool:
-        """Bool, whether one compressor reduces over all replicas at once."""
-        outer = self.outer.compressor
-        is_whole = outer is not None and not outer.cuts_buckets
-        return not self.has_levels or (self.inner == self.outer and is_whole)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +49,7 @@ def all_reduce_compressed(
     *,
     channel: int = 0,
     is_alone: bool = True,
-    route: CompressedRoute,
+    route: AlgorithmChoice,
     entries: tuple[Entry, ...],
     residuals: BucketResiduals,
 ) -> tf.Tensor:
@@ -137,7 +61,7 @@ def all_reduce_compressed(
         replica: Int, index of the calling replica among the local ones.
         channel: Int, the channel of its collectives. Defaults to `0`.
         is_alone: Bool, ignored; an argument that all algorithms have.
-        route: `CompressedRoute`.
+        route: `AlgorithmChoice`.
         entries: Tuple of `Entry`, the gradients in the bucket.
         residuals: `BucketResiduals`, states of the bucket on the calling replica.
 
@@ -149,7 +73,7 @@ def all_reduce_compressed(
     with tf.device(group.devices[replica]):
         scaled, unit = _divide_by_unit(flat)
         if route.is_one_reduction:
-            members = ReplicaGroup(group, replica, channel, route.sum_all)
+            members = ReplicaGroup(group, replica, channel, route.all_reduce)
             total = _call_compressor(
                 route.outer, "reduce", "all", scaled, entries, members, caller
             )
@@ -164,7 +88,7 @@ def reduce_scatter_in_levels(
     flat: tf.Tensor,
     inner: ProcessGroup,
     outer: ProcessGroup | None,
-    route: CompressedRoute,
+    route: AlgorithmChoice,
     caller: Caller,
     *,
     is_copied: bool,
@@ -176,7 +100,7 @@ def reduce_scatter_in_levels(
         inner: `ProcessGroup` of the owners of slices; with two levels, of the owners
             in the node.
         outer: `ProcessGroup` across nodes, or `None` with one level.
-        route: `CompressedRoute`. Its compressors, if any, cut buckets.
+        route: `AlgorithmChoice`. Its compressors, if any, cut buckets.
         caller: `Caller`.
         is_copied: Bool, whether each node holds the whole state, so that the second
             level is an all-reduce.
@@ -212,14 +136,14 @@ def _divide_by_unit(flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
 
 
 def _in_two_levels(
-    flat: tf.Tensor, group: ProcessGroup, route: CompressedRoute, caller: Caller
+    flat: tf.Tensor, group: ProcessGroup, route: AlgorithmChoice, caller: Caller
 ) -> tf.Tensor:
     """Reduce-scatter in each node, reduce across nodes, and all-gather in each node.
 
     Args:
         flat: Tensor of shape `[bucket_size]`.
         group: `ProcessGroup` of all replicas.
-        route: `CompressedRoute` with two levels.
+        route: `AlgorithmChoice` with two levels.
         caller: `Caller`.
 
     Returns:
@@ -241,7 +165,7 @@ def _in_two_levels(
 def _across_nodes(
     flat: tf.Tensor,
     group: ProcessGroup,
-    route: CompressedRoute,
+    route: AlgorithmChoice,
     entries: tuple[Entry, ...],
     caller: Caller,
 ) -> tf.Tensor:
@@ -252,7 +176,7 @@ def _across_nodes(
     Args:
         flat: Tensor of shape `[bucket_size]`.
         group: `ProcessGroup` of all replicas.
-        route: `CompressedRoute` whose outer level has a compressor.
+        route: `AlgorithmChoice` whose outer level has a compressor.
         entries: Tuple of `Entry`, the gradients in the bucket.
         caller: `Caller`.
 

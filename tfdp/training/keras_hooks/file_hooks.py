@@ -201,6 +201,6 @@ def unwrap_loss_scaling(model: Any) -> None:
     is_scaled = isinstance(outer, keras.optimizers.LossScaleOptimizer)
     inner: Any = getattr(outer, "inner_optimizer", None)
     if is_scaled and hasattr(inner, "as_keras"):
-        if inner.loss_scaling is None:
-            inner.loss_scaling = loss_scaling_of(outer)
+        if inner.features.scaling is None:
+            inner.features.set_scaling(loss_scaling_of(outer))
         model.optimizer = inner

@@ -154,8 +154,8 @@ def describe_mismatch(names: dict[int, list[str]]) -> str:
 def add_optimizer_check(model: Any, callbacks: Any) -> Any:
     """Prepend the `OptimizerProgressCheck` that `fit` needs for some optimizers.
 
-    Also end local steps that an interrupted `fit` has left active, and drop a trace
-    with outdated settings.
+    Also reset features that an interrupted `fit` has left active, and drop a trace with
+    outdated settings.
 
     Args:
         model: The Keras model.
@@ -167,8 +167,8 @@ def add_optimizer_check(model: Any, callbacks: Any) -> Any:
     given = callback_list(callbacks)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and hasattr(optimizer, "features"):
-        # An earlier `fit` may have raised while its replicas used local steps.
-        optimizer.features.stop_local_steps()
+        # An earlier `fit` may have raised before its callbacks ended their features.
+        optimizer.features.reset()
     if getattr(optimizer, "needs_trace", False):
         model.train_function = None
     is_needed = hasattr(optimizer, "check_progress") or any(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -18,7 +18,6 @@ from tfdp.ground.base.param_groups import (
     innermost,
     param_groups_of,
     path_of,
-    rate_is_in_slots,
 )
 from tfdp.ground.base.wrappers import note_wrapper
 from tfdp.ground.plans.units import UnitOptions, groups_of
@@ -40,7 +39,7 @@ from tfdp.training.step.empty_step import note_update
 from tfdp.training.step.loss_scale import MOST_SKIPS, LossScaling
 from tfdp.training.step.path import take_step
 from tfdp.training.step.state_layout import StateLayout
-from tfdp.training.step.step import Schedule, Step, checked_gradients
+from tfdp.training.step.step import Step, checked_gradients
 
 
 @keras.saving.register_keras_serializable(package="tfdp")
@@ -264,25 +263,29 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
     def flush(self) -> None:
         """Apply an update of the accumulated micro-batches now, outside a step.
 
-        Does nothing if no micro-batches are accumulated. Replicas with local steps are
-        averaged afterwards.
+        Does nothing if no micro-batches are accumulated. All replicas have the same
+        state afterwards.
         """
         if self.accumulated_steps:
-            self._traces.run(self, "flush", self._flush)
-            self.average_replicas()
+            self.run_on_replicas("flush", self._flush)
+            self.equalize_replicas()
 
-    def average_replicas(self) -> None:
-        """Synchronize replicas after local steps, so that all have the same state.
+    def equalize_replicas(self) -> None:
+        """Give all replicas the same state, if features have let them differ.
 
         Call it outside a step, on all workers. It does nothing in synchronous training.
         """
-        local_steps = self.features.local_steps
-        if local_steps is None:
-            return
-        local_steps.before_sync()
-        if int(local_steps.updates.numpy()):
-            self._traces.run(self, "average", self._average_replicas)
-        local_steps.after_sync()
+        for feature in self.features.installed.values():
+            feature.equalize_replicas(self)
+
+    def run_on_replicas(self, name: str, function: Callable[[], None]) -> None:
+        """Run a function on every replica, outside a step.
+
+        Args:
+            name: String, by which the traced function is found again.
+            function: Callable without arguments, called in replica context.
+        """
+        self._traces.run(self, name, function)
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Overwrite variables with their moving averages, if used, after training."""
@@ -328,7 +331,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor, as Keras serializes them."""
-        scaling = self.loss_scaling
+        scaling = self.features.scaling
         return {
             "optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "accumulation_steps": self.accumulation_steps,
@@ -346,7 +349,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         return type(self)(
             optimizer,
             accumulation_steps=self.accumulation_steps,
-            loss_scale=self.loss_scaling,
+            loss_scale=self.features.scaling,
             name=self.name,
             **self.sharding_options.config,
         )
@@ -392,42 +395,6 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         variables = self._traces.variables or _compat.trained_by(self)
         take_step(self._step(variables), None)
 
-    def _average_replicas(self) -> None:
-        """Exchange local updates and agree on one loss scale, on each replica."""
-        features, reducer = self.features, replica_reducer()
-        features.local_steps.exchange(self.inner_optimizer, reducer)
-        scale, accumulation = features.scale, features.accumulation
-        if scale is None:
-            return
-        before = scale.read()
-        scale.agree(reducer)
-        # Replicas that took local steps may have had different scales.
-        if accumulation is not None:
-            accumulation.rescale_own(scale.read() / before)
-
-    def _active_local_steps(self) -> Any:
-        """Return the `StepFeature` of local steps if they are active, else `None`.
-
-        Raises:
-            ValueError: If an active feature needs all replicas in every step.
-        """
-        features = self.features
-        if not features.uses_local_steps:
-            return None
-        others = [
-            ("sharded state", self.sharding != "none"),
-            *((f.label, f.needs_all_replicas) for f in features.installed.values()),
-            ("Adasum", self._combines_means),
-        ]
-        if found := [name for name, is_used in others if is_used]:
-            need = "need" if len(found) > 1 else "needs"
-            raise ValueError(
-                f"Local steps cannot be combined with {' and '.join(found)}, which "
-                f"{need} all replicas in every step. Remove `LocalSGD` or `DiLoCo`, or "
-                "the other."
-            )
-        return features.local_steps
-
     def _step(self, variables: list, loss: Any = None) -> Step:
         """Return the settings and state of a step on the calling replica.
 
@@ -440,13 +407,13 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             ValueError: If features in use cannot be combined.
         """
         features = self.features
-        for feature in features.installed.values():
+        for feature in features.active:
             feature.check(self)
         param_groups = param_groups_of(self.inner_optimizer, variables)
         reducer = _reducer()
-        local_steps = self._active_local_steps()
+        local = features.local_updates
         sharded = None if self.shards is None else self.shards.on_replica()
-        step_reducer = local_steps.reducer() if local_steps else reducer
+        step_reducer = local.reducer() if local else reducer
         layout = sharded or StateLayout(step_reducer)
         return Step(
             optimizer=self.inner_optimizer,
@@ -458,12 +425,9 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             ),
             reducer=reducer,
             layout=layout,
-            schedules=[self._schedule(group) for group in param_groups],
+            schedules=[features.schedule(group) for group in param_groups],
             scale=features.scale,
-            features=[
-                *features.installed.values(),
-                *([local_steps] if local_steps else []),
-            ],
+            features=features.active,
             fixed_scale=self.inner_optimizer.loss_scale_factor,
             loss=loss,
             loss_sum=features.loss_sum if features.measures_loss else None,
@@ -485,11 +449,11 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             reducer: `GradientReducer`, which knows the weight of the replica.
         """
         weight, num_groups = reducer.gradient_weight(), 1
-        local_steps = self._active_local_steps()
+        local = self.features.local_updates
         # In a custom loop the loss is a part of the global mean already, so only
         # gradients of Keras's loops are divided by the number of groups.
-        if local_steps and batch_weight.is_part_of_sum():
-            num_groups = len(local_steps.groups_of_ranks(tf.distribute.get_strategy()))
+        if local and batch_weight.is_part_of_sum():
+            num_groups = len(local.groups_of_ranks(tf.distribute.get_strategy()))
         state = self.features.accumulation
         if state is None:
             return NoAccumulation(weight)
@@ -497,20 +461,6 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             positions = [_compat.index_in(self, variable) for variable in variables]
             return LocalAccumulation(state, positions, weight, num_groups)
         return ShardedAccumulation(state, layout, param_groups, variables, weight)
-
-    def _schedule(self, group: ParamGroup) -> Schedule:
-        """Return the `Schedule` of a group: rate and momentum factor in a warmup."""
-        warmup = self.features.warmup
-        if warmup is None:
-            return Schedule()
-        optimizer = group.optimizer
-        rate = tf.convert_to_tensor(optimizer.learning_rate)
-        updates = tf.convert_to_tensor(optimizer.iterations)
-        corrects = warmup.momentum_correction and rate_is_in_slots(optimizer)
-        return Schedule(
-            rate * tf.cast(warmup.factor(updates), rate.dtype),
-            warmup.growth(updates) if corrects else None,
-        )
 
 
 def _first_traced(gradients: list) -> list:

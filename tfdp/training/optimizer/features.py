@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp.ground import _compat
 from tfdp.ground.base import program_trace
+from tfdp.ground.base.param_groups import ParamGroup
 from tfdp.training.step.accumulation import AccumulationState
 from tfdp.training.step.loss_scale import LossScale, LossScaling
-from tfdp.training.step.step import RowDivider, StepFeature
-from tfdp.training.step.warmup import Warmup, WarmupOptions
+from tfdp.training.step.step import LocalUpdates, RowDivider, Schedule, StepFeature
+
+
+def installed(optimizer: Any, kind: type) -> Any:
+    """Return the feature of a class that a Keras optimizer has, or `None`.
+
+    Args:
+        optimizer: Keras optimizer, or `None`.
+        kind: Subclass of `StepFeature`.
+    """
+    features = getattr(optimizer, "features", None)
+    return None if features is None else features.installed.get(kind)
 
 
 class Features:
@@ -31,32 +42,33 @@ class Features:
         self.steps = steps
         self.plan: int | Mapping[int, int] | None = None
         self.scaling = scaling
-        self.warmup_options: WarmupOptions | None = None
         self.accumulation: AccumulationState | None = None
         self.scale: LossScale | None = None
-        self.warmup: Warmup | None = None
         self.installed: dict[type[StepFeature], Any] = {}
         # Sum of the loss over micro-batches, and the loss of the step that is being
         # traced, for features that read it.
         self.loss_sum: Any = None
         self.loss: Any = None
-        # Options and feature of local steps, or `None`, and whether they are active.
-        self.local_step_options: Any = None
-        self.local_steps: Any = None
-        self._make_local_steps: Callable | None = None
-        self.uses_local_steps = False
 
     @property
     def traced_parts(self) -> tuple:
         """Tuple of the state that a traced step uses; a change requires a new trace."""
-        parts = self.accumulation, self.scale, self.warmup, self.local_steps
-        return *parts, self.uses_local_steps, *self.installed.values()
+        return self.accumulation, self.scale, *self.active
+
+    @property
+    def active(self) -> list:
+        """List of the installed features that have a part in the next steps."""
+        return [feature for feature in self.installed.values() if feature.is_active]
+
+    @property
+    def local_updates(self) -> LocalUpdates | None:
+        """The feature with which groups of replicas update independently, or `None`."""
+        return next((f for f in self.active if isinstance(f, LocalUpdates)), None)
 
     @property
     def divider_of_rows(self) -> RowDivider | None:
         """The feature that divides a replica's rows into micro-batches, or `None`."""
-        features = self.installed.values()
-        return next((item for item in features if isinstance(item, RowDivider)), None)
+        return next((f for f in self.active if isinstance(f, RowDivider)), None)
 
     def build(
         self, variables: Sequence[Any], accumulated: Sequence[Any] | None = None
@@ -72,6 +84,8 @@ class Features:
         self._trained = list(variables)
         self._accumulated = list(variables if accumulated is None else accumulated)
         self._create_missing()
+        for feature in self.installed.values():
+            self._build_feature(feature)
 
     def accumulate(self, accumulated: Sequence[Any]) -> None:
         """Replace the accumulators; accumulated gradients are dropped.
@@ -106,38 +120,30 @@ class Features:
         if self.accumulation is not None and after != before:
             self.accumulation.rescale(after / before)
 
-    def set_warmup(self, options: WarmupOptions | None) -> None:
-        """Start a warmup, change it, or end it if `options` is `None`."""
-        self.warmup_options = options
-        if self.warmup is None:
-            self._create_missing()
-        elif options is None:
-            self.warmup.switch_off()
-        elif options.momentum_correction == self.warmup.momentum_correction:
-            self.warmup.set(options)
-        else:
-            self._untrack(self.warmup.variables)
-            self.warmup = None
-            self._create_missing()
-
-    def install(self, kind: type, **settings: Any) -> None:
+    def install(self, kind: type, **settings: Any) -> Any:
         """Add a feature to all later steps; it replaces a feature of the same class.
 
         Args:
             kind: Subclass of `StepFeature`. It is called with a function that creates
                 variables of the optimizer, and with the settings.
             **settings: Keyword arguments of `kind`, which has them as attributes, too.
+
+        Returns:
+            The feature: the one that was installed before, if it has these settings.
         """
         found = self.installed.get(kind)
         if found is not None:
             if all(getattr(found, name) == settings[name] for name in settings):
-                return
+                return found
             self._untrack(found.variables)
-        self.installed[kind] = kind(self._make_variable, **settings)
+        feature = self.installed[kind] = kind(self._make_variable, **settings)
         if self.measures_loss and self.loss_sum is None:
             self.loss_sum = self._make_variable(
                 shape=(), dtype="float32", initializer="zeros", name="loss_sum"
             )
+        if self._trained is not None:
+            self._build_feature(feature)
+        return feature
 
     def uninstall(self, kind: type) -> None:
         """Remove a feature from all later steps.
@@ -150,7 +156,7 @@ class Features:
     @property
     def measures_loss(self) -> bool:
         """Bool, whether a feature reads the loss of the global batch."""
-        return any(feature.measures_loss for feature in self.installed.values())
+        return any(feature.measures_loss for feature in self.active)
 
     def take_loss(self) -> tf.Tensor:
         """Return the loss whose gradients are passed to the optimizer, a scalar.
@@ -170,40 +176,26 @@ class Features:
             )
         return tf.reduce_sum(tf.cast(loss, tf.float32))
 
-    def start_local_steps(self, options: Any, make: Callable, *, now: bool) -> None:
-        """Enable local steps: replicas or nodes synchronize after several updates.
+    def schedule(self, group: ParamGroup) -> Schedule:
+        """Return the learning rate of a parameter group in an update."""
+        found = (feature.schedule(group) for feature in self.active)
+        return next((item for item in found if item is not None), Schedule())
 
-        Args:
-            options: Options of `LocalSGD` or `DiLoCo`, with the synchronization period.
-            make: Callable that returns a `StepFeature`. Its arguments are a function
-                that creates variables of the optimizer, the options, and the trained
-                variables.
-            now: Bool, whether steps are local from now on; otherwise only the variables
-                are created.
-
-        Raises:
-            ValueError: If local steps with other options are enabled in this `fit`.
-        """
-        if self.local_step_options not in (None, options):
-            raise ValueError(
-                "Give `fit` only one `LocalSGD` or `DiLoCo`: each sets when the "
-                "replicas synchronize."
-            )
-        self.local_step_options, self.uses_local_steps = options, now
-        self._make_local_steps = make
-        if self.local_steps is not None and self.local_steps.options != options:
-            self._untrack(self.local_steps.variables)
-            self.local_steps = None
-        self._create_missing()
-
-    def stop_local_steps(self) -> None:
-        """Disable local steps: steps are synchronous from now on; variables stay."""
-        self.local_step_options, self.uses_local_steps = None, False
+    def reset(self) -> None:
+        """Return all features to their state outside of `fit`."""
+        for feature in self.installed.values():
+            feature.reset()
 
     def _make_variable(self, **arguments: Any) -> Any:
         """Create a Keras variable of the optimizer, in its strategy's scope."""
         with _compat.scope_of_optimizer(self._optimizer):
             return self._optimizer.add_variable(**arguments)
+
+    def _build_feature(self, feature: StepFeature) -> None:
+        """Let a feature create variables, or optimizers, in the optimizer's scope."""
+        assert self._trained is not None
+        with _compat.scope_of_optimizer(self._optimizer):
+            feature.build(self._trained)
 
     def _untrack(self, variables: Sequence[Any]) -> None:
         """Remove variables of a feature from the variables of the optimizer."""
@@ -221,12 +213,3 @@ class Features:
             self.scale = LossScale(
                 self._make_variable, len(self._trained), self.scaling
             )
-        if self.warmup_options is not None and self.warmup is None:
-            self.warmup = Warmup(self._make_variable, self.warmup_options)
-        if self.local_step_options is not None and self.local_steps is None:
-            assert self._make_local_steps is not None
-            # The scope is entered here, since `DiLoCo` also creates an outer optimizer.
-            with _compat.scope_of_optimizer(self._optimizer):
-                self.local_steps = self._make_local_steps(
-                    self._make_variable, self.local_step_options, self._trained
-                )

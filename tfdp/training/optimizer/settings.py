@@ -10,8 +10,6 @@ from tfdp.ground import _compat
 from tfdp.ground.base.param_groups import innermost
 from tfdp.training.optimizer import arguments
 from tfdp.training.optimizer.features import Features
-from tfdp.training.step.loss_scale import LossScaling
-from tfdp.training.step.warmup import WarmupOptions
 
 
 class InnerAttribute:
@@ -37,8 +35,6 @@ class OptimizerSettings:
     Settings of Keras optimizers are read and set on the wrapped optimizer.
     """
 
-    # Whether a warmup has ended; a second warmup does not start then.
-    has_warmed_up = False
     weight_decay = InnerAttribute()
     clipnorm = InnerAttribute()
     clipvalue = InnerAttribute()
@@ -70,31 +66,6 @@ class OptimizerSettings:
         """Int, micro-batches of an update; or a dict from epochs to such ints."""
         return self.features.plan or self.accumulation_steps
 
-    @accumulation_plan.setter
-    def accumulation_plan(self, plan: Any) -> None:
-        """Set the plan: an int, or a dict from epochs to ints."""
-        self.features.plan = plan
-
-    @property
-    def loss_scaling(self) -> LossScaling | None:
-        """`LossScaling`, or `None` without loss scaling."""
-        return self.features.scaling
-
-    @loss_scaling.setter
-    def loss_scaling(self, scaling: LossScaling | None) -> None:
-        """Change the loss scaling, or end it by `None`."""
-        self.features.set_scaling(scaling)
-
-    @property
-    def warmup(self) -> WarmupOptions | None:
-        """`WarmupOptions`, or `None` outside a warmup."""
-        return self.features.warmup_options
-
-    @warmup.setter
-    def warmup(self, options: WarmupOptions | None) -> None:
-        """Start or change a warmup, or end it by `None`."""
-        self.features.set_warmup(options)
-
     def set_accumulated_count(self, count: int, factor: float) -> None:
         """Set the number of accumulated micro-batches, outside a step.
 
@@ -106,35 +77,6 @@ class OptimizerSettings:
         if accumulation is not None:
             accumulation.rescale(factor)
             accumulation.count.assign(count)
-
-    def finish_warmup(self) -> bool:
-        """End the warmup if its last step was made, outside a step.
-
-        A learning rate that is a variable is set to the product of the base rate and
-        the last factor. A schedule stays multiplied by the last factor.
-
-        Returns:
-            Bool, whether the warmup is over.
-        """
-        options = self.warmup
-        num_updates = int(self.iterations.numpy())
-        if options is None or num_updates <= options.start + options.steps:
-            return options is None
-        if self._has_rate_variables():
-            for part in innermost(self.inner_optimizer):
-                rate = float(part.learning_rate.numpy())
-                part.learning_rate = rate * options.last
-        self.leave_warmup()
-        return True
-
-    def leave_warmup(self) -> None:
-        """End a warmup after its last factor was multiplied into the learning rate.
-
-        A schedule cannot hold the factor, so with a schedule the warmup stays active.
-        """
-        self.has_warmed_up = True
-        if self._has_rate_variables():
-            self.warmup = None
 
     def exclude_from_weight_decay(
         self, var_list: Any = None, var_names: Any = None
@@ -199,11 +141,6 @@ class OptimizerSettings:
     def learning_rate(self, value: Any) -> None:
         """Set the learning rate of the wrapped optimizer."""
         self.inner_optimizer.learning_rate = value
-
-    def _has_rate_variables(self) -> bool:
-        """Return whether all learning rates are variables, not schedules."""
-        parts = innermost(self.inner_optimizer)
-        return all(_compat.has_rate_variable(part) for part in parts)
 
 
 class Traces:

@@ -227,12 +227,6 @@ class ShardableOptimizer(OptimizerSettings):
             )
         return super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
 
-    @property
-    def _combines_means(self) -> bool:
-        """Bool, whether the strategy combines gradients by Adasum."""
-        strategy = self._distribution_strategy
-        return is_tfdp(strategy) and strategy.extended.reducer.combines_means
-
     def _warn_of_one_replica(self) -> None:
         """Warn if parameters are to be sharded over one replica only."""
         strategy = self._distribution_strategy

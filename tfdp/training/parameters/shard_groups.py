@@ -10,11 +10,8 @@ import tensorflow as tf
 from tfdp.communication.collectives import Member, ProcessGroup, node_levels, ring
 from tfdp.ground import user_code
 from tfdp.ground.plans.shards import ShardBucket
-from tfdp.training.compression.compressed_reduce import (
-    Caller,
-    CompressedRoute,
-    reduce_scatter_in_levels,
-)
+from tfdp.training.compression.algorithm_choice import AlgorithmChoice
+from tfdp.training.compression.compressed_reduce import Caller, reduce_scatter_in_levels
 from tfdp.training.parameters.packing import place_row, take_row
 
 
@@ -80,13 +77,13 @@ class ShardGroups:
         return is_only or (outer is not None and outer.position(replica) == 0)
 
     def reduce_scatter(
-        self, flat: tf.Tensor, route: CompressedRoute, caller: Caller
+        self, flat: tf.Tensor, route: AlgorithmChoice, caller: Caller
     ) -> tf.Tensor:
         """Sum a tensor over all replicas, and keep the calling replica's slice.
 
         Args:
             flat: Tensor of shape `[num_owners * slice_size]`.
-            route: `CompressedRoute`, the wire formats inside and across nodes.
+            route: `AlgorithmChoice`, the wire formats inside and across nodes.
             caller: `Caller`.
 
         Returns:
@@ -135,7 +132,7 @@ class ShardGroups:
         self,
         bucket: ShardBucket,
         flat: tf.Tensor,
-        route: CompressedRoute,
+        route: AlgorithmChoice,
         caller: Caller,
     ) -> tf.Tensor:
         """Sum a bucket over all replicas, and keep the calling replica's slice.
@@ -143,7 +140,7 @@ class ShardGroups:
         Args:
             bucket: `ShardBucket`. A lopsided one is all-reduced, which moves less.
             flat: Tensor, the elements in the layout of `bucket.moved`.
-            route: `CompressedRoute`; not used by an all-reduce.
+            route: `AlgorithmChoice`; not used by an all-reduce.
             caller: `Caller`.
 
         Returns:

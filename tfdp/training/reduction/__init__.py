@@ -7,7 +7,6 @@
 - `fusion`: packing of gradients into buckets, their all-reduce and unpacking.
 - `carried_scalar`: a scalar that one of these buckets carries.
 - `sparse`: reduction of gradients that are rows of a table.
-- `algorithm_choice`: algorithm and wire formats of one bucket.
 - `compressor_choice`: choice of an algorithm that can carry a compressor.
 - `algorithm_selector`: choice of an algorithm for each bucket of a plan.
 - `trained_plans`: plans of traced steps, and tuned options that replace those of the

@@ -13,8 +13,7 @@ from tfdp.ground.plans.buckets import Bucket, BucketPlan
 from tfdp.ground.plans.cost_model import candidates_for, choose, predict_seconds
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm
-from tfdp.training.compression.compressed_reduce import Wire
-from tfdp.training.reduction.algorithm_choice import RING, AlgorithmChoice
+from tfdp.training.compression.algorithm_choice import RING, AlgorithmChoice, Wire
 from tfdp.training.reduction.compressor_choice import LevelCompressors, best_choice
 
 # Least fraction of the predicted time that compression must save to be chosen. It makes
@@ -52,6 +51,9 @@ class AlgorithmSelector:
         self.are_links_known = options.links is not None
         self._fixed, problem = _fixed_algorithm(options, topology)
         self._inner, self._outer = options.reduce_dtypes
+        if topology.replicas_per_node == 1:
+            # All messages are across nodes, also those of flat algorithms.
+            self._inner = self._outer
         self._compressors = LevelCompressors.of(options, topology)
         self._compresses = options.compression is not None
         self.combines_means = self._fixed is not None and self._fixed.is_adasum

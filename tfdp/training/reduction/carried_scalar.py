@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdp.ground.base import step_context
 from tfdp.ground.plans.buckets import BucketPlan
-from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
+from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 
 
 @dataclasses.dataclass
@@ -62,7 +62,7 @@ def carrier_of(plan: BucketPlan, routes: Sequence[AlgorithmChoice]) -> int | Non
         (len(bucket.indices) == 1, bucket.num_bytes, position)
         for position, (bucket, route) in enumerate(zip(plan, routes, strict=True))
         if bucket.dtype in ("float32", "float64")
-        and not route.levels.is_compressed
+        and not route.is_compressed
         and not route.algorithm.is_adasum
     ]
     return min(fit)[-1] if fit else None

@@ -18,7 +18,7 @@ from tfdp.ground.plans.buckets import Bucket, BucketPlan
 from tfdp.ground.plans.gathers import StepGathers
 from tfdp.ground.plans.memory import MemoryReport
 from tfdp.ground.text import pluralize
-from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
+from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 from tfdp.training.reduction.fusion import make_plan
 
 # Columns of the table, with their alignment.

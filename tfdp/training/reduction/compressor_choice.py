@@ -19,10 +19,9 @@ from tfdp.ground.plans.buckets import Entry
 from tfdp.ground.plans.cost_model import predict_seconds
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm
+from tfdp.training.compression.algorithm_choice import RING, AlgorithmChoice, Wire
 from tfdp.training.compression.block_quantized import BlockQuantized
-from tfdp.training.compression.compressed_reduce import Wire
 from tfdp.training.compression.compressor import Compressor, GradientBucket
-from tfdp.training.reduction.algorithm_choice import RING, AlgorithmChoice
 
 # The algorithm in which each level, inside and across nodes, has a separate compressor.
 _HIERARCHICAL = Algorithm("hierarchical")

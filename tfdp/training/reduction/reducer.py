@@ -18,9 +18,9 @@ from tfdp.ground.base import loops
 from tfdp.ground.base.param_groups import path_of
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import Bucket, BucketPlan
+from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 from tfdp.training.compression.compressed_reduce import all_reduce_compressed
 from tfdp.training.compression.residuals import ResidualStore
-from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
 from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.training.reduction.carried_scalar import carrier_of, waiting
 from tfdp.training.reduction.fusion import (
@@ -195,9 +195,7 @@ class Reducer:
         routes = self.routes_of(
             plan, are_gradients=variables is not None, variables=variables
         )
-        if variables is not None and any(
-            not route.levels.is_compressed for route in routes
-        ):
+        if variables is not None and any(not route.is_compressed for route in routes):
             self.warn_of_momentum("some gradients are sent whole")
         if variables is not None and replica == 0:
             self._warn_of_own_loop()
@@ -247,12 +245,12 @@ class Reducer:
         if route.algorithm.is_adasum:
             sizes = [entry.num_elements for entry in bucket.entries]
             return functools.partial(route.all_reduce, sizes=sizes)
-        if not route.levels.is_compressed or variables is None:
+        if not route.is_compressed or variables is None:
             return route.all_reduce
         members = [variables[dense[index]] for index in bucket.indices]
         return functools.partial(
             all_reduce_compressed,
-            route=route.levels,
+            route=route,
             entries=bucket.entries,
             residuals=self.residuals.of_bucket(self._kind, order, members, replica),
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan
-from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
+from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
 
 

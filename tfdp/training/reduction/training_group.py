@@ -68,7 +68,7 @@ def training_group(strategy: Any) -> TrainingGroup:
         if own_rank in ranks:
             break
     is_all = len(ranks) == strategy.num_replicas_in_sync
-    reducer = replica_reducer() if is_all else _local_steps().reducer()
+    reducer = replica_reducer() if is_all else _local_updates().reducer()
     return TrainingGroup(tuple(ranks), own_rank, replica, reducer, is_all)
 
 
@@ -76,7 +76,7 @@ def groups_of_ranks(strategy: Any) -> Sequence[Sequence[int]]:
     """Return the ranks of each group of replicas that trains together."""
     if not loops.loop_uses_local_steps():
         return [range(strategy.num_replicas_in_sync)]
-    return _local_steps().groups_of_ranks(strategy)
+    return _local_updates().groups_of_ranks(strategy)
 
 
 def merging_group(strategy: Any) -> ProcessGroup:
@@ -104,6 +104,6 @@ def merging_group(strategy: Any) -> ProcessGroup:
     return group
 
 
-def _local_steps() -> Any:
-    """Return the feature of local steps of the running loop's optimizer."""
-    return loops.current().model.optimizer.features.local_steps  # type: ignore[union-attr]
+def _local_updates() -> Any:
+    """Return the feature with which the running loop's replicas update alone."""
+    return loops.local_updates(loops.current().model)  # type: ignore[union-attr]

@@ -134,7 +134,7 @@ class ShardCollectives:
             "reduce-scatter", number, members, self.replica
         )
         caller = Caller(self.replica, number, residuals)
-        return self.groups.scatter_bucket(bucket, flat, route.levels, caller)
+        return self.groups.scatter_bucket(bucket, flat, route, caller)
 
     def _gather_before(self, tensors: Iterable[tf.Tensor]) -> None:
         """Trace the second gathers that gradients need, before their reduction."""

@@ -9,7 +9,7 @@ Read `path` first: `take_step` calls nine stages, in order.
 | 3 unscale | `path`: divide by micro-batches and by the scale of `loss_scale` |
 | 4 all finite? | `state_layout`, agreed by all replicas |
 | 5 clip | `state_layout` |
-| 6 decay and update | `grouped_update` on `flat_params`; the rate by `warmup` |
+| 6 decay and update | `grouped_update` on `flat_params`; the rate by features |
 | 7 averages, 8 constraints, 9 count | `path`, after every micro-batch |
 
 `step` has the `Step` that the path reads, and builds it for a plain Keras optimizer;

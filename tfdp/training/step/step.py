@@ -53,20 +53,22 @@ class StepFeature:
             no other feature uses.
         needs_all_replicas: Bool, whether the feature needs gradients of all replicas in
             every step.
-        trains_alone: Bool, whether replicas make local updates, so that an update is
-            counted even if some replica skips it. `Features.start_local_steps` sets it.
+        is_active: Bool, whether the feature has a part in steps that are traced now. An
+            inactive one keeps its variables. Defaults to `True`.
         measures_norm: Bool, whether the feature reads the norm of reduced gradients.
         measures_loss: Bool, whether the feature reads the loss of the global batch.
         checks_finite: Bool, whether the feature reads whether reduced gradients are
             finite.
+        compresses: Bool, whether the feature compresses what it exchanges.
     """
 
     label = ""
-    trains_alone = False
+    is_active = True
     measures_norm = False
     measures_loss = False
     checks_finite = False
     needs_all_replicas = False
+    compresses = False
 
     @property
     def variables(self) -> list:
@@ -77,6 +79,28 @@ class StepFeature:
     def counters(self) -> dict[str, Any]:
         """Dict of the variables that logs show and backups save, by name."""
         return {}
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Dict of the variables that checkpoints save, by the tensors' names."""
+        return {}
+
+    def build(self, trained: Sequence[Any]) -> None:
+        """Create what depends on the trained variables, once these are known."""
+
+    def reset(self) -> None:
+        """Return to the state outside of `fit`, before one begins."""
+
+    def equalize_replicas(self, optimizer: Any) -> None:
+        """Give all replicas the same state, outside a step; all workers call it.
+
+        Args:
+            optimizer: `DistributedOptimizer`.
+        """
+
+    def schedule(self, group: ParamGroup) -> Schedule | None:
+        """Return the `Schedule` of a group's update; `None` for the optimizer's own."""
+        return None
 
     def check(self, optimizer: Any) -> None:
         """Check, before a step is traced, that an optimizer supports the feature.
@@ -183,6 +207,25 @@ class RowDivider(StepFeature, abc.ABC):
         """
 
 
+class LocalUpdates(StepFeature, abc.ABC):
+    """Feature with which groups of replicas update independently of each other.
+
+    An update is counted even if a replica skips it, since others may have made it.
+    """
+
+    @abc.abstractmethod
+    def groups_of_ranks(self, strategy: Any) -> Sequence[Sequence[int]]:
+        """Return the ranks of the replicas in each group that updates independently.
+
+        Args:
+            strategy: A tfdp strategy, or Keras's default strategy of one device.
+        """
+
+    @abc.abstractmethod
+    def reducer(self) -> GradientReducer:
+        """Return the reducer that sums gradients within the running replica's group."""
+
+
 class LoopFeature(StepFeature):
     """Feature of the steps of a loop of Keras, whatever optimizers they have.
 
@@ -246,7 +289,7 @@ class Step:
     @property
     def trains_alone(self) -> bool:
         """Bool, whether replicas make local updates."""
-        return any(feature.trains_alone for feature in self.features)
+        return any(isinstance(feature, LocalUpdates) for feature in self.features)
 
     @property
     def grouped_positions(self) -> list[int]:

@@ -322,7 +322,7 @@ def _begin_features(model: Any) -> list[Callable[[], None]]:
     loop = loops.current()
     if loop is None or not loop.trains:
         return []
-    own = [] if features is None else features.installed.values()
+    own = [] if features is None else features.active
     after = [f.around_step(model) for f in (*own, *active.active())]
     return [finish for finish in after if finish is not None]
 

@@ -18,7 +18,47 @@ from tfdp.communication.collectives import (
 )
 from tfdp.ground.options import ADASUM
 from tfdp.ground.plans.traffic import Algorithm
-from tfdp.training.compression.compressed_reduce import CompressedRoute, Wire
+from tfdp.training.compression.compressor import Compressor
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """Format of messages on one level: compressed, cast to a dtype, or unchanged.
+
+    The levels of a hierarchical reduction are inside nodes and across nodes.
+
+    Args:
+        compressor: `Compressor`, or `None`. Defaults to `None`.
+        dtype_name: String, name of the dtype that elements are cast to, or `None` for
+            no cast. Defaults to `None`.
+        ratio: Float, bytes that the compressor sends divided by those of an all-reduce;
+            NaN if unknown. Defaults to 1.
+    """
+
+    compressor: Compressor | None = None
+    dtype_name: str | None = None
+    ratio: float = dataclasses.field(default=1.0, compare=False)
+
+    @property
+    def dtype(self) -> tf.DType | None:
+        """`tf.DType` that elements are cast to, or `None` for no cast."""
+        return None if self.dtype_name is None else tf.as_dtype(self.dtype_name)
+
+    @property
+    def name(self) -> str | None:
+        """String, name of the compressor or dtype, or `None` if there is neither."""
+        return self.dtype_name if self.compressor is None else str(self.compressor)
+
+    def byte_ratio(self, itemsize: int) -> float:
+        """Return the bytes sent divided by those of an all-reduce; 1 if unknown.
+
+        Args:
+            itemsize: Int, size in bytes of an element of the bucket.
+        """
+        if self.dtype is not None:
+            return self.dtype.size / itemsize
+        return 1.0 if math.isnan(self.ratio) else self.ratio
+
 
 RING = Algorithm("ring")
 # Elements travel in their own dtype, without a compressor.
@@ -76,10 +116,22 @@ class AlgorithmChoice:
         )
 
     @property
-    def levels(self) -> CompressedRoute:
-        """`CompressedRoute` with the wire formats of both levels."""
-        has_levels = self.algorithm.has_levels
-        return CompressedRoute(self.inner, self.outer, has_levels, self.all_reduce)
+    def compressors(self) -> list[Compressor]:
+        """List of `Compressor`, those of the levels that have one."""
+        of_levels = (self.inner.compressor, self.outer.compressor)
+        return [compressor for compressor in of_levels if compressor is not None]
+
+    @property
+    def is_compressed(self) -> bool:
+        """Bool, whether a level has a compressor."""
+        return bool(self.compressors)
+
+    @property
+    def is_one_reduction(self) -> bool:
+        """Bool, whether one compressor reduces over all replicas at once."""
+        outer = self.outer.compressor
+        is_whole = outer is not None and not outer.cuts_buckets
+        return not self.algorithm.has_levels or (self.inner == self.outer and is_whole)
 
     @property
     def all_reduce(self) -> Callable[..., tf.Tensor]:
