@@ -156,8 +156,6 @@ class Replica:
         """
         shape, static = tf.shape(tensor), tensor.shape.as_list()
         length = shape[axis]
-        rank = tensor.shape.rank
-        assert rank is not None
         each: Any = multiple
         if each is None:
             each = length // tf.maximum(self.rows.total, 1)
@@ -174,11 +172,7 @@ class Replica:
             is_one = tf.equal(length, 1)
             begin = tf.where(is_one, 0, begin)
             size = tf.where(is_one, 1, size)
-        own = tf.slice(
-            tensor,
-            tf.stack([begin if i == axis else 0 for i in range(rank)]),
-            tf.stack([size if i == axis else -1 for i in range(rank)]),
-        )
+        own = slice_along(tensor, axis, begin, size)
         static[axis] = None
         own.set_shape(static)
         return own
@@ -287,3 +281,21 @@ class Replica:
         result = _REDUCE[kind](self._gather(own[tf.newaxis]), axis=0)
         result.set_shape(own.shape)
         return result
+
+
+def slice_along(tensor: tf.Tensor, axis: int, begin: Any, size: Any) -> tf.Tensor:
+    """Slice a tensor of known rank along one axis.
+
+    Args:
+        tensor: The tensor.
+        axis: Int, the axis.
+        begin: Int or scalar int32 tensor, index of the first entry.
+        size: Int or scalar int32 tensor, number of entries.
+    """
+    rank = tensor.shape.rank
+    assert rank is not None
+    return tf.slice(
+        tensor,
+        tf.stack([begin if i == axis else 0 for i in range(rank)]),
+        tf.stack([size if i == axis else -1 for i in range(rank)]),
+    )

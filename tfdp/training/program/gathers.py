@@ -19,6 +19,7 @@ from tfdp.training.program.facts import Fact, Form, own_rows, static_sizes, with
 from tfdp.training.program.plan import Plan, Scope, in_order, is_conversion, make_plan
 from tfdp.training.program.rules.state import is_output, writes_state
 from tfdp.training.program.view import AS_HELD, PART, WHOLE, Need
+from tfdp.training.reduction.communication_plan import gradients_of_outputs
 from tfdp.training.reduction.sparse import are_unique
 
 # Prefix that `tf.GradientTape` puts before the names of backward operations.
@@ -269,7 +270,6 @@ def gathers_of_model(model: Any) -> StepGathers:
     graph = _compat.ProgramGraph()
     trace = ProgramTrace(graph)
     facts: dict[int, Fact] = {}
-    variables = [variable.value for variable in model.trainable_variables]
     with graph.as_default(), tracing(trace):
         inputs = []
         for spec in tf.nest.flatten(model.inputs):
@@ -279,16 +279,7 @@ def gathers_of_model(model: Any) -> StepGathers:
             assert sizes is not None
             facts[id(tensor)] = own_rows(with_rows(sizes, 0, 1))
             inputs.append(tensor)
-        like = model.input if len(inputs) > 1 else tf.nest.flatten(model.inputs)[0]
-        with tf.GradientTape() as tape:
-            outputs = model(tf.nest.pack_sequence_as(like, inputs), training=True)
-            total = tf.add_n(
-                [
-                    tf.reduce_sum(tf.cast(output, tf.float32))
-                    for output in tf.nest.flatten(outputs)
-                ]
-            )
-        gradients = tape.gradient(total, variables)
+        gradients = gradients_of_outputs(model, inputs)
     needed = tf.nest.flatten(gradients, expand_composites=True)
     needed = [tensor for tensor in needed if tensor is not None]
     plan = make_plan(graph, facts, needed, Scope(lambda _: False, {}))

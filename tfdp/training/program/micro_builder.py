@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.training.program.builder import Builder
-from tfdp.training.program.conversions import Rows
+from tfdp.training.program.conversions import Rows, slice_along
 from tfdp.training.program.facts import Fact, Form
 from tfdp.training.program.micro_batches import MicroPlan
 from tfdp.training.program.plan import is_conversion
@@ -193,27 +193,12 @@ class MicroBatchBuilder(Builder):
         value = self.around.get(tensor, AS_HELD)
         fact = self.fact(tensor)
         if fact.is_rows:
-            value = self._rows_of(value, self.around.multiple(tensor), fact.axis)
+            multiple = self.around.multiple(tensor)
+            begin, size = self.begin * multiple, self.own_rows * multiple
+            value = slice_along(value, fact.axis, begin, size)
             value.set_shape(self.own_static_shape(tensor, fact))
         self.tensors[id(tensor)] = value
         return value
-
-    def _rows_of(self, value: tf.Tensor, multiple: Any, axis: int) -> tf.Tensor:
-        """Slice the rows of this micro-batch from all rows of the replica.
-
-        Args:
-            value: Tensor, the rows of the replica.
-            multiple: Int or scalar int tensor, number of entries for each row.
-            axis: Int, the axis of rows.
-        """
-        rank = value.shape.rank
-        assert rank is not None
-        begin, size = self.begin * multiple, self.own_rows * multiple
-        return tf.slice(
-            value,
-            tf.stack([begin if i == axis else 0 for i in range(rank)]),
-            tf.stack([size if i == axis else -1 for i in range(rank)]),
-        )
 
 
 class _Join:

@@ -6,7 +6,7 @@ import dataclasses
 import html
 import io
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -291,6 +291,24 @@ def _plan_of(
     return plan, reducer.routes_of(plan, variables=variables), sparse, False
 
 
+def gradients_of_outputs(model: Any, batch: Sequence[tf.Tensor]) -> list[Any]:
+    """Return the gradients of the sum of a model's outputs.
+
+    Args:
+        model: Keras model with symbolic inputs.
+        batch: Sequence of tensors, the inputs of the model in a flat order.
+
+    Returns:
+        List of tensors, `tf.IndexedSlices` or `None`, by trainable variable.
+    """
+    like = model.input if len(batch) > 1 else model.inputs[0]
+    with tf.GradientTape() as tape:
+        structure = tf.nest.pack_sequence_as(like, list(batch))
+        outputs = tf.nest.flatten(model(structure, training=True))
+        total = tf.add_n([tf.reduce_sum(tf.cast(o, tf.float32)) for o in outputs])
+    return tape.gradient(total, [v.value for v in model.trainable_variables])
+
+
 def plan_of_backward_pass(
     model: Any, options: Any, *, makes_dense: bool = False
 ) -> tuple[BucketPlan, list[str]]:
@@ -309,26 +327,20 @@ def plan_of_backward_pass(
     Raises:
         ValueError: If the model has no symbolic inputs.
     """
-    inputs = getattr(model, "inputs", None)
-    if not inputs:
+    if not getattr(model, "inputs", None):
         raise ValueError(
             "The plan needs the order of the backward pass, and this model has no "
             "symbolic inputs to trace it with. Train one step first. "
             f"Received: {model.name!r}"
         )
-    like = model.input if len(inputs) > 1 else inputs[0]
     variables = model.trainable_variables
     plans: list[BucketPlan] = []
     sparse: list[str] = []
 
     def backward(*batch: tf.Tensor) -> None:
         """Plan the buckets of the gradients that this trace computes from a batch."""
-        structure = tf.nest.pack_sequence_as(like, list(batch))
-        with tf.GradientTape() as tape:
-            outputs = tf.nest.flatten(model(structure, training=True))
-            total = tf.add_n([tf.reduce_sum(tf.cast(o, tf.float32)) for o in outputs])
         dense, names = [], []
-        gradients = tape.gradient(total, [v.value for v in variables])
+        gradients = gradients_of_outputs(model, batch)
         for gradient, variable in zip(gradients, variables, strict=True):
             if isinstance(gradient, tf.IndexedSlices) and not makes_dense:
                 sparse.append(variable.path)

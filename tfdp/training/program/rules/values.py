@@ -48,12 +48,34 @@ def _rank(view: View) -> np.ndarray | None:
     return None if rank is None else _scalar(sizes.number(rank))
 
 
-def _strided_slice(view: View) -> np.ndarray | None:
-    """Return a slice such as `x[1:, 0]` as an array of `Size`, or `None` if unknown."""
-    data = view.facts[0].value
-    begin, end, strides = (view.numbers(i) for i in (1, 2, 3))
-    if data is None or begin is None or end is None or strides is None:
-        return None
+def _moved(move: Callable, data: slice = slice(1)) -> Callable:
+    """Return a function for an operation that only moves elements, as `tf.concat` does.
+
+    Args:
+        move: Callable of the view and the inputs as arrays, which returns the result,
+            or `None` if it is not known.
+        data: Slice of the inputs whose elements are moved: arrays of `Size`. All other
+            inputs are numbers. Defaults to the first input.
+    """
+
+    def value(view: View) -> np.ndarray | None:
+        """Return the result as an array of `Size`, or `None` if not known."""
+        inputs = [view.numbers(index) for index in range(len(view))]
+        inputs[data] = [fact.value for fact in view.facts[data]]
+        if any(given is None for given in inputs):
+            return None
+        try:
+            result = move(view, *inputs)
+        except (IndexError, ValueError):
+            # The operation would fail, but may lie in a branch that never runs.
+            return None
+        return _scalar(result) if isinstance(result, Size) else result
+
+    return value
+
+
+def _strided_slice(view: View, data: Any, begin: Any, end: Any, strides: Any) -> Any:
+    """Return a slice such as `x[1:, 0]`, or `None` if unknown."""
     if view.attribute("ellipsis_mask") or view.attribute("new_axis_mask"):
         return None
     index: list[Any] = []
@@ -65,64 +87,39 @@ def _strided_slice(view: View) -> np.ndarray | None:
         start = None if view.attribute("begin_mask") & bit else int(first)
         stop = None if view.attribute("end_mask") & bit else int(last)
         index.append(slice(start, stop, int(stride)))
-    try:
-        result = data[tuple(index)]
-    except IndexError:
+    return data[tuple(index)]
+
+
+def _slice(view: View, data: Any, begin: Any, size: Any) -> Any:
+    """Return the result of `tf.slice`."""
+    ends = np.where(size < 0, data.shape, begin + size)
+    return data[tuple(map(slice, begin.astype(int), ends.astype(int)))]
+
+
+def _gather(view: View, data: Any, indices: Any, axis: Any) -> Any:
+    """Return the result of `tf.gather`, or `None` if it takes entries of each row."""
+    if view.attribute("batch_dims"):
         return None
-    return _as_array(result)
+    return np.take(data, indices.astype(int), axis.item())
 
 
-def _pack(view: View) -> np.ndarray | None:
-    """Return the result of `tf.stack` as an array of `Size`, or `None` if not known."""
-    if view.attribute("axis") != 0:
+def _squeeze(view: View, data: Any) -> Any:
+    """Return the result of `tf.squeeze`."""
+    return np.squeeze(data, tuple(view.attribute("squeeze_dims")) or None)
+
+
+def _select(view: View, condition: Any, one: Any, other: Any) -> Any:
+    """Return `tf.where` by a scalar, or `None` for another condition."""
+    if condition.ndim:
         return None
-    values = [fact.value for fact in view.facts]
-    return np.stack(values) if values else None
+    return np.broadcast_arrays(one, other)[0 if condition else 1]
 
 
-def _concat(view: View) -> np.ndarray | None:
-    """Return the result of `tf.concat` of vectors of `Size`, or `None` if not known."""
-    axis = view.numbers(len(view) - 1)
-    values = [fact.value for fact in view.facts[:-1]]
-    if axis is None or any(value.ndim != 1 for value in values):
+def _fill(view: View, dims: Any, value: Any) -> Any:
+    """Return the result of `tf.fill`, or `None` if it is large."""
+    if np.prod(dims) > _MAX_ELEMENTS:
         return None
-    return np.concatenate(values)
-
-
-def _gather(view: View) -> np.ndarray | None:
-    """Return the result of `tf.gather` as an array of `Size`, or `None` if unknown."""
-    indices, axis = view.numbers(1), view.numbers(2)
-    data = view.facts[0].value
-    if indices is None or axis is None or axis != 0 or data.ndim != 1:
-        return None
-    if indices.size and not 0 <= indices.min() <= indices.max() < data.size:
-        # The operation would fail, but may lie in a branch that never runs.
-        return None
-    return _as_array(data[indices])
-
-
-def _as_array(value: Any) -> np.ndarray:
-    """Wrap a `Size` that NumPy's indexing returned into an array; keep an array."""
-    return value if isinstance(value, np.ndarray) else _scalar(value)
-
-
-def _slice(view: View) -> np.ndarray | None:
-    """Return the result of `tf.slice` as an array of `Size`, or `None` if not known."""
-    begin, size = view.numbers(1), view.numbers(2)
-    if begin is None or size is None:
-        return None
-    return view.facts[0].value[
-        tuple(
-            slice(int(first), None if count < 0 else int(first + count))
-            for first, count in zip(begin, size, strict=True)
-        )
-    ]
-
-
-def _reshape(view: View) -> np.ndarray | None:
-    """Return the result of `tf.reshape` as an array of `Size`, or `None` if unknown."""
-    shape = view.numbers(1)
-    return None if shape is None else view.facts[0].value.reshape(shape.astype(int))
+    return np.full(dims.astype(int), value[()], object)
 
 
 def _reduction(combine: Callable[[Iterable[Size]], Size]) -> Callable:
@@ -185,15 +182,6 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Callable:
     return _elementwise(combine)
 
 
-def _select(view: View) -> np.ndarray | None:
-    """Return `tf.where` by a known scalar as an array of `Size`, or else `None`."""
-    condition = view.numbers(0)
-    if condition is None or condition.ndim:
-        return None
-    values = np.broadcast_arrays(view.facts[1].value, view.facts[2].value)
-    return values[0 if condition else 1]
-
-
 def _invert_permutation(view: View) -> np.ndarray | None:
     """Return an inverted permutation as an array of `Size`, or `None` if not known."""
     permutation = view.numbers(0)
@@ -204,16 +192,6 @@ def _broadcast_args(view: View) -> np.ndarray | None:
     """Return the array of `Size` that `tf.broadcast_dynamic_shape` returns."""
     shapes = [tuple(fact.value) for fact in view.facts]
     return array(sizes.broadcast(shapes))
-
-
-def _fill(view: View) -> np.ndarray | None:
-    """Return the result of `tf.fill` as an array of `Size`, or `None` if not known."""
-    dims = view.numbers(0)
-    if dims is None or np.prod(dims) > _MAX_ELEMENTS:
-        return None
-    result = np.empty(dims.astype(int), object)
-    result[...] = view.facts[1].value[()]
-    return result
 
 
 def _stitch(view: View) -> np.ndarray | None:
@@ -255,16 +233,18 @@ _VALUES_FROM_VALUES: dict[str, Callable[[View], np.ndarray | None]] = table(
         "Add AddV2": _elementwise(operator.add),
         "BroadcastArgs": _broadcast_args,
         "Cast": _cast,
-        "ConcatV2": _concat,
+        "ConcatV2": _moved(
+            lambda _, *inputs: np.concatenate(inputs[:-1], inputs[-1].item()), slice(-1)
+        ),
         "DynamicStitch": _stitch,
         "Equal": _comparison(operator.eq),
-        "ExpandDims": lambda view: (
-            view.facts[0].value[np.newaxis] if view.facts[0].value.ndim == 0 else None
+        "ExpandDims": _moved(
+            lambda view, data, axis: np.expand_dims(data, axis.item())
         ),
-        "Fill": _fill,
+        "Fill": _moved(_fill, slice(1, 2)),
         "FloorDiv": _elementwise(operator.floordiv),
         "FloorMod": _elementwise(operator.mod),
-        "GatherV2": _gather,
+        "GatherV2": _moved(_gather),
         "Greater": _comparison(operator.gt),
         "GreaterEqual": _comparison(operator.ge),
         "Identity StopGradient": lambda view: view.facts[0].value,
@@ -275,18 +255,16 @@ _VALUES_FROM_VALUES: dict[str, Callable[[View], np.ndarray | None]] = table(
         "Minimum": _elementwise(Size.minimum),
         "Mul": _elementwise(operator.mul),
         "NotEqual": _comparison(operator.ne),
-        "Pack": _pack,
+        "Pack": _moved(
+            lambda view, *inputs: np.stack(inputs, view.attribute("axis")), slice(None)
+        ),
         "Prod": _reduction(product),
         "Range": _range,
-        "Reshape": _reshape,
-        "Select SelectV2": _select,
-        "Slice": _slice,
-        "Squeeze": lambda view: (
-            view.facts[0].value.reshape(())
-            if view.facts[0].value.shape == (1,)
-            else None
-        ),
-        "StridedSlice": _strided_slice,
+        "Reshape": _moved(lambda _, data, shape: data.reshape(shape.astype(int))),
+        "Select SelectV2": _moved(_select, slice(1, 3)),
+        "Slice": _moved(_slice),
+        "Squeeze": _moved(_squeeze),
+        "StridedSlice": _moved(_strided_slice),
         "Sub": _elementwise(operator.sub),
         "Sum": _reduction(lambda data: sum(data, sizes.ZERO)),
     }
