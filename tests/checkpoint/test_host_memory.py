@@ -122,8 +122,8 @@ def test_at_the_end_of_an_epoch_the_state_after_it_is_used(
 def test_with_local_steps_it_waits_until_replicas_have_synchronized(
     memory, backups, undisturbed, monkeypatch
 ):
-    class Meetings:
-        def batches_between_meetings(self, model: Any, **options: Any) -> int:
+    class Syncs:
+        def batches_between_syncs(self, model: Any, **options: Any) -> int:
             return 2
 
     saved, save = [], MemoryBackups.save
@@ -132,7 +132,7 @@ def test_with_local_steps_it_waits_until_replicas_have_synchronized(
         saved.append(step)
         save(self, step, *arguments)
 
-    monkeypatch.setattr(backup_and_restore, "LOCAL_STEPS", Meetings())
+    monkeypatch.setattr(backup_and_restore, "LOCAL_STEPS", Syncs())
     monkeypatch.setattr(MemoryBackups, "save", noted)
     assert_same(fit(arrays(**PLAIN), to(backups, memory_every=3)), undisturbed)
     # Due after 3, 6, 9 and so on; of three epochs the ends are saved too.

@@ -135,10 +135,10 @@ def test_a_fit_that_fails_leaves_the_others(hub):
 
     with pytest.raises(KeyError, match="of the user's own"):
         fit(tfdp.callbacks.DiLoCo(4), Fails())
-    (meeting,) = hub._meetings.values()
-    with meeting._changed:
-        assert meeting._changed.wait_for(lambda: not meeting._members, 20.0)
-    # A later `fit` is another meeting.
+    (rounds,) = hub._rounds_by_fit.values()
+    with rounds._changed:
+        assert rounds._changed.wait_for(lambda: not rounds._members, 20.0)
+    # A later `fit` has other rounds.
     again = tfdp.callbacks.DiLoCo(4)
     fit(again, epochs=1)
     assert again._island is not None

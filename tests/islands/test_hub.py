@@ -151,7 +151,7 @@ def test_with_least_a_late_one_is_left_out_and_counts_in_the_next(open_hub):
     reply = bring(first, 0, 1.0)  # after patience
     assert reply.participants == 1
     first.keep(1, [np.array([4.0, 4.0], "f4")])
-    wait_until(lambda: hub._meetings[0]._state[0] == 1, "the state, not answered")
+    wait_until(lambda: hub._rounds_by_fit[0]._state[0] == 1, "the state, not answered")
     behind = bring(second, 0, 9.0)
     assert behind.version == 1
     assert behind.is_behind

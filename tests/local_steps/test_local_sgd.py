@@ -15,7 +15,7 @@ CASE_MODULES = (
     "local_steps.cases_local_sgd",
     "local_steps.cases_diloco",
     "local_steps.cases_exchanges",
-    "local_steps.cases_meetings",
+    "local_steps.cases_syncs",
     "local_steps.cases_alone",
 )
 

@@ -29,7 +29,7 @@ from tfdp.communication.coordination.flight_steps import (
     recorded_steps,
 )
 from tfdp.communication.coordination.progress import ProgressRecorder
-from tfdp.features.monitor.flight_meetings import of_one_attempt
+from tfdp.features.monitor.flight_collectives import of_one_attempt
 from tfdp.features.monitor.flight_records import explain
 from tfdp.launch.cli.main import cli
 

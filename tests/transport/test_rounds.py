@@ -118,11 +118,12 @@ def test_workers_at_a_meeting_neither_wait_nor_are_waited_for(job):
     pair.ends[0].pause()
     pair.ends[0].resume()
     pair.ends[1].resume()
-    # The leader is at the next meeting, and the follower still on its way.
+    # The leader is at the next synchronization, and the follower still on its way.
     pair.ends[0].pause()
     reply = pair.come(1, 1.0)()
     assert not reply.is_made
-    # After the meeting both make rounds again, whoever is the first to leave it.
+    # After the synchronization both make rounds again, whoever is the first to leave
+    # it.
     pair.ends[1].pause()
     pair.ends[1].resume()
     follower = pair.come(1, 3.0)

@@ -277,7 +277,7 @@ class BackupAndRestore(StrategyCallback):
         # With local steps, workers all-gather their preemption notices only at
         # exchanges: more all-gathers would synchronize them. With `backup_workers`,
         # whose steps do not wait for late workers, they do so after each epoch.
-        ask_every = loops.exchange() is None and LOCAL_STEPS.batches_between_meetings(
+        ask_every = loops.exchange() is None and LOCAL_STEPS.batches_between_syncs(
             self.model, is_delayed=False
         )
         asks = ask_every and self._total // ask_every > before // ask_every

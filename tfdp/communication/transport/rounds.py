@@ -147,7 +147,7 @@ class Rounds:
         self._is_open = True
         self._deadline = 0.0
 
-    def expect_no_more(self, index: int) -> None:
+    def stop_waiting_for(self, index: int) -> None:
         """Remove a participant that will take part in no further round.
 
         Args:
@@ -356,7 +356,7 @@ class RoundLeader(Rounds):
                     reply.send(link)
         except (PeerLost, TransportError) as error:
             self._reasons.append(str(error))
-            self.expect_no_more(member.index)
+            self.stop_waiting_for(member.index)
 
     def _reply_to(
         self,

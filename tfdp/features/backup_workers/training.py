@@ -65,7 +65,7 @@ class BackupWorkers(Feature):
                 others = callback_list(callbacks)
                 fit.arguments["callbacks"] = [_DroppedGradients(exchange), *others]
 
-    def batches_between_meetings(self, model: Any) -> int | None:
+    def batches_between_syncs(self, model: Any) -> int | None:
         """Return `None` with `backup_workers`, as no step synchronizes; else 1."""
         return None if _is_on(strategy_of(model)) else 1
 

@@ -4,7 +4,7 @@ An island that ends does not stop the others, and one that restarts continues fr
 state that all have in common. Files, in reading order:
 
 - `hub_connection`: messages and heartbeats over an authenticated connection.
-- `hub`: the server that islands connect to: for each `fit` a meeting with its rounds,
+- `hub`: the server that islands connect to: for each `fit` rounds of exchanges,
   and the state for islands that join.
 - `member`: clients of the hub, for an island and for the launcher of another machine.
 - `training`: exchanges of an island while it trains, and the common outer state.

@@ -1,7 +1,7 @@
-"""The hub: the server that islands connect to, with one meeting for each `fit`.
+"""The hub: the server that islands connect to, with the rounds of each `fit`.
 
-Islands are workers that train as separate jobs. A meeting is the series of exchanges of
-one call of `fit`, in which all islands average their weights.
+Islands are workers that train as separate jobs. In the rounds of one call of `fit`, all
+islands exchange and average their weights.
 
 The hub does not train. An island that is behind receives the state that another island
 has stored on the hub, see `tfdp.communication.transport.rounds`.
@@ -36,7 +36,7 @@ from tfdp.ground.text import say
 JOIN_SECONDS = 120.0
 
 
-class Meeting(Rounds):
+class IslandRounds(Rounds):
     """Exchange rounds of one `fit` of all islands, and the state for joining islands.
 
     Args:
@@ -46,11 +46,11 @@ class Meeting(Rounds):
 
     def __init__(self, expected: set[int], join_seconds: float) -> None:
         super().__init__(sorted(expected))
-        # Islands that have not joined this meeting yet. `_may_come` also has islands
-        # that have left it and may come back.
+        # Islands that have not joined these rounds yet. `_may_come` also has islands
+        # that have left them and may come back.
         self._expected = set(expected)
         self._begins_by = time.monotonic() + join_seconds
-        # Updates and state of each island that waits for the meeting to begin.
+        # Updates and state of each island that waits for the rounds to begin.
         self._first_states: dict[int, tuple[int, list[Array]]] = {}
         self._settings: dict[str, Any] | None = None
 
@@ -67,14 +67,14 @@ class Meeting(Rounds):
         with self._changed:
             return not self._members and not self._may_come
 
-    def expect_no_more(self, index: int) -> None:
+    def stop_waiting_for(self, index: int) -> None:
         """Stop waiting for an island that has finished, or will not join."""
         with self._changed:
             self._expected.discard(index)
-            super().expect_no_more(index)
+            super().stop_waiting_for(index)
 
     def new_member(self, index: int) -> Participant:
-        """Add an island to the meeting, in place of its earlier connection, if any."""
+        """Add an island to the rounds, in place of its earlier connection, if any."""
         member = Participant(index, has_begun=False)
         with self._changed:
             self._members[index] = member
@@ -97,7 +97,7 @@ class Meeting(Rounds):
         updates: int,
         state: list[Array],
     ) -> Reply:
-        """Wait until the meeting begins, and return the state to continue from.
+        """Wait until the rounds begin, and return the state to continue from.
 
         Args:
             member: `Participant` that joins.
@@ -199,7 +199,7 @@ class Hub:
         # Each open connection, with the islands that it keeps alive: one island, or
         # the running islands of a launcher.
         self._connections: dict[HubConnection, set[int]] = {}
-        self._meetings: dict[int, Meeting] = {}
+        self._rounds_by_fit: dict[int, IslandRounds] = {}
         # The islands that have not ended for good.
         self._expected = set(range(count))
         self._own = frozenset(own)
@@ -222,9 +222,9 @@ class Hub:
         self._acceptor.close()
         with self._lock:
             connections = list(self._connections)
-            meetings = list(self._meetings.values())
-        for meeting in meetings:
-            meeting.close()
+            all_rounds = list(self._rounds_by_fit.values())
+        for rounds in all_rounds:
+            rounds.close()
         for connection in connections:
             connection.close()
 
@@ -257,16 +257,16 @@ class Hub:
         return lost
 
     def ended(self, index: int) -> None:
-        """Mark an island as ended for good: no meeting waits for it.
+        """Mark an island as ended for good: no rounds wait for it.
 
         Args:
             index: Int, index of the island.
         """
         with self._lock:
             self._expected.discard(index)
-            meetings = list(self._meetings.values())
-        for meeting in meetings:
-            meeting.expect_no_more(index)
+            all_rounds = list(self._rounds_by_fit.values())
+        for rounds in all_rounds:
+            rounds.stop_waiting_for(index)
 
     def _begin(self, sock: socket.socket, _: Authenticated) -> None:
         """Serve a connection after its handshake, on a new thread."""
@@ -297,21 +297,21 @@ class Hub:
         index = int(head["index"])
         self._register_alive(connection, {index})
         number = int(head["fit"])
-        meeting = self._meeting(number)
-        member = meeting.new_member(index)
+        rounds = self._rounds_of_fit(number)
+        member = rounds.new_member(index)
         try:
             with connection.beating():
-                reply = meeting.join(
+                reply = rounds.join(
                     member, head["settings"], int(head["updates"]), arrays
                 )
             reply.send(connection)
             if member.has_begun:
-                self._serve_member(connection, meeting, member)
+                self._serve_member(connection, rounds, member)
         finally:
-            meeting.leave(member)
+            rounds.leave(member)
             with self._lock:
-                if meeting.is_over:  # no island will ask for the meeting's state
-                    self._meetings.pop(number, None)
+                if rounds.is_over:  # no island will ask for their state
+                    self._rounds_by_fit.pop(number, None)
 
     def _register_alive(self, connection: HubConnection, indices: set[int]) -> None:
         """Record the islands that count as alive while a connection is open.
@@ -343,34 +343,36 @@ class Hub:
             head, _ = connection.receive()
 
     def _serve_member(
-        self, connection: HubConnection, meeting: Meeting, member: Participant
+        self, connection: HubConnection, rounds: IslandRounds, member: Participant
     ) -> None:
         """Serve the exchanges of an island until it leaves or disconnects.
 
         Args:
             connection: `HubConnection` of the island.
-            meeting: `Meeting` of its `fit`.
-            member: `Participant`, the island in the meeting.
+            rounds: `IslandRounds` of its `fit`.
+            member: `Participant`, the island in these rounds.
         """
         while True:
             head, arrays = connection.receive()
             if head["kind"] == "bye":
-                meeting.expect_no_more(member.index)
+                rounds.stop_waiting_for(member.index)
                 return
             if head["kind"] == "state":
-                meeting.keep(int(head["version"]), arrays)
+                rounds.keep(int(head["version"]), arrays)
                 continue
             contribution = float(head["samples"]), arrays
             with connection.beating():
-                reply = meeting.contribute(member, int(head["version"]), contribution)
+                reply = rounds.contribute(member, int(head["version"]), contribution)
             reply.send(connection)
 
-    def _meeting(self, number: int) -> Meeting:
-        """Return the meeting of the `fit` with a number; create it if missing."""
+    def _rounds_of_fit(self, number: int) -> IslandRounds:
+        """Return the rounds of the `fit` with a number; create them if missing."""
         with self._lock:
-            if number not in self._meetings:
-                self._meetings[number] = Meeting(self._expected, self._join_seconds)
-            return self._meetings[number]
+            if number not in self._rounds_by_fit:
+                self._rounds_by_fit[number] = IslandRounds(
+                    self._expected, self._join_seconds
+                )
+            return self._rounds_by_fit[number]
 
 
 def _warn_about_file_limit(lack: str) -> None:

@@ -401,12 +401,12 @@ def enable(optimizer: Any, options: LocalStepsOptions, *, now: bool) -> None:
 class LocalStepsFeature(Feature):
     """Hooks of local steps: averages, pacing, and the interval of exchanges."""
 
-    def before_meeting(self, model: Any) -> None:
+    def before_sync(self, model: Any) -> None:
         """Pause rounds, so that late workers do not wait for this one."""
         if (local_steps := local_updates(model)) is not None:
             local_steps.before_sync()
 
-    before_loop = before_meeting
+    before_loop = before_sync
 
     def equalize_replicas(self, model: Any) -> None:
         """Average weights, slots and moving statistics over the replicas of a model.
@@ -438,7 +438,7 @@ class LocalStepsFeature(Feature):
 
         return paced
 
-    def batches_between_meetings(
+    def batches_between_syncs(
         self, model: Any, *, is_delayed: bool = True
     ) -> int | None:
         """Return the largest number of batches between synchronizations of workers.

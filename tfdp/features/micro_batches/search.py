@@ -155,8 +155,8 @@ def _double(model: Any, division: MicroBatches, error: Exception) -> None:
     reason = _obstacle(model, division, rows, is_own=is_own)
     # Once this step has begun to change the state, another worker may have completed
     # it, and waits in no collective: it then sees that this worker ends.
-    meets = _can_meet(model) and not division.has_computed()
-    if meets and _any_worker(model.distribute_strategy, bool(reason)):
+    can_agree = _can_agree(model) and not division.has_computed()
+    if can_agree and _any_worker(model.distribute_strategy, bool(reason)):
         reason = reason or "another worker could not make it again: see its message."
     if reason:
         parts = number if rows is None else min(number, rows)
@@ -168,7 +168,7 @@ def _double(model: Any, division: MicroBatches, error: Exception) -> None:
     division.end_descent()
 
 
-def _can_meet(model: Any) -> bool:
+def _can_agree(model: Any) -> bool:
     """Return whether workers can agree with each other after the error of a step.
 
     It needs several workers, whose collectives continue after an error.

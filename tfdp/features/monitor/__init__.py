@@ -14,6 +14,6 @@ Files, in the order of the data flow:
   which `sinks` writes.
 - `gradient_noise`: the noise scale of gradients, from norms of a step.
 - `trace`: steps as a timeline for Chrome and Perfetto.
-- `flight_meetings`: collectives in the flight records of all workers, which one was not
-  entered by all; `flight_records` says in words who was where.
+- `flight_collectives`: collectives in the flight records of all workers, which one was
+  not entered by all; `flight_records` says in words who was where.
 """

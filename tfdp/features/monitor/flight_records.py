@@ -14,9 +14,9 @@ from tfdp.communication.coordination.flight_steps import (
     TENSORFLOW,
     first_in_other_order,
 )
-from tfdp.features.monitor.flight_meetings import (
+from tfdp.features.monitor.flight_collectives import (
     STUCK_SECONDS,
-    Meeting,
+    IncompleteCollective,
     Records,
     SlowWorker,
     any_of,
@@ -60,13 +60,13 @@ def explain(records: Records) -> str:
     lanes = lanes_of(records)
     if (differing := first_differing(lanes)) is not None:
         return _sentence_of_difference(records, differing)
-    meeting = first_incomplete(records, lanes)
+    stalled = first_incomplete(records, lanes)
     slowest = slowest_of(records, lanes)
     late = "" if slowest is None else _slowness(records, slowest)
-    if meeting is not None:
-        is_missing = slowest is not None and slowest.rank in meeting.missing
+    if stalled is not None:
+        is_missing = slowest is not None and slowest.rank in stalled.missing
         also = late if is_missing else ""
-        return _sentence_of_missing(records, meeting, also)
+        return _sentence_of_missing(records, stalled, also)
     if absent := [r for r in range(any_of(records).num_workers) if r not in records]:
         doing = "; ".join(f"worker {r} {_activity(records, r)}" for r in absent)
         return f"No worker with a record waits for another, but {doing}."
@@ -168,20 +168,22 @@ def _sentence_of_plans(
     )
 
 
-def _sentence_of_missing(records: Records, meeting: Meeting, late: str) -> str:
+def _sentence_of_missing(
+    records: Records, stalled: IncompleteCollective, late: str
+) -> str:
     """Format the sentence about a collective that not all have entered.
 
     Args:
         records: Dict from a rank to its `FlightRecord`.
-        meeting: `Meeting`, the collective.
+        stalled: `IncompleteCollective`, the collective.
         late: String, a clause about a missing worker that is slow, or `""`.
     """
-    ranks, missing = sorted(meeting.entries), meeting.missing
+    ranks, missing = sorted(stalled.entries), stalled.missing
     wait = "waits" if len(ranks) == 1 else "wait"
-    where = _place(records[ranks[0]], meeting.entries[ranks[0]])
+    where = _place(records[ranks[0]], stalled.entries[ranks[0]])
     waiting = (
         f"{_workers(ranks)} {wait} for {_workers(missing)} in "
-        f"{_describe(meeting.first)} in {where} for {meeting.waited_seconds:.1f} s"
+        f"{_describe(stalled.first)} in {where} for {stalled.waited_seconds:.1f} s"
     )
     doing = "; ".join(
         f"worker {rank} {_activity(records, rank)}" for rank in missing[:_MOST_RANKS]

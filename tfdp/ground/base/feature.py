@@ -51,7 +51,7 @@ class Feature:
     def on_strategy(self, rank: int) -> None:
         """Handle the rank of this worker, as soon as a strategy knows it."""
 
-    def before_meeting(self, model: Any) -> None:
+    def before_sync(self, model: Any) -> None:
         """Prepare for a synchronization of all workers of a model."""
 
     def before_loop(self, model: Any) -> None:
@@ -79,7 +79,7 @@ class Feature:
         """Return the function that replaces `step`, a model's `train_function`."""
         return step
 
-    def batches_between_meetings(self, model: Any) -> int | None:
+    def batches_between_syncs(self, model: Any) -> int | None:
         """Return the most batches of `fit` between two synchronizations of workers.
 
         Returns:
@@ -155,7 +155,7 @@ def equalize_replicas(model: Any) -> None:
         feature.equalize_replicas(model)
 
 
-def batches_between_meetings(model: Any) -> int | None:
+def batches_between_syncs(model: Any) -> int | None:
     """Return the most batches of a model's `fit` between synchronizations of workers.
 
     Args:
@@ -165,6 +165,6 @@ def batches_between_meetings(model: Any) -> int | None:
         Int, 1 without features; or `None` if workers do not synchronize within an
         epoch.
     """
-    intervals = [feature.batches_between_meetings(model) for feature in registered()]
+    intervals = [feature.batches_between_syncs(model) for feature in registered()]
     known = [every for every in intervals if every is not None]
     return max(known, default=1) if len(known) == len(intervals) else None

@@ -48,9 +48,9 @@ class Loop:
         return self.name in _TRAINING
 
     @property
-    def steps_alone(self) -> bool:
+    def uses_local_steps(self) -> bool:
         """Bool, whether the loop trains with local steps, without gradient exchange."""
-        return self.trains and steps_alone(self.model)
+        return self.trains and uses_local_steps(self.model)
 
 
 _loops: list[Loop] = []
@@ -73,7 +73,7 @@ def awaiting_training_data() -> Loop | None:
     return loop if loop is not None and loop.awaits_training_data else None
 
 
-def steps_alone(model: Any) -> bool:
+def uses_local_steps(model: Any) -> bool:
     """Return whether the replicas of a model train with local steps."""
     return local_updates(model) is not None
 
@@ -87,10 +87,10 @@ def local_updates(model: Any) -> Any:
 def loop_uses_local_steps() -> bool:
     """Return whether the innermost loop trains with local steps."""
     loop = current()
-    return loop is not None and loop.steps_alone
+    return loop is not None and loop.uses_local_steps
 
 
-def check_steps_alone(optimizer: Any) -> None:
+def check_local_steps_optimizer(optimizer: Any) -> None:
     """Raise if an optimizer updates in a loop with local steps of another optimizer.
 
     Args:

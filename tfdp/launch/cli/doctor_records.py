@@ -10,7 +10,7 @@ import click
 from rich.table import Table
 
 from tfdp.communication.coordination.flight_record import FlightRecord, file_name
-from tfdp.features.monitor import flight_meetings, flight_records
+from tfdp.features.monitor import flight_collectives, flight_records
 from tfdp.features.monitor.trace import chrome_trace
 from tfdp.ground.base.files import read_text
 from tfdp.launch.cli.screen import new_console
@@ -45,7 +45,7 @@ def show_records(folders: Sequence[str], trace: Path | None) -> None:
             "error of a worker, or `tfdp run`, names. "
             f"Received: {' '.join(folders)}"
         )
-    records, left_out = flight_meetings.of_one_attempt(found)
+    records, left_out = flight_collectives.of_one_attempt(found)
     for rank in left_out:
         click.echo(
             f"tfdp: a record of worker {rank} is of an earlier attempt; it is left out",
@@ -78,7 +78,7 @@ def _read(folders: Sequence[str]) -> tuple[list[FlightRecord], list[str]]:
     return found, faults
 
 
-def _table(records: flight_meetings.Records) -> Table:
+def _table(records: flight_collectives.Records) -> Table:
     """Return the table with the place and the last collective of each worker."""
     table = Table(*flight_records.COLUMNS)
     for row in flight_records.rows_of(records):
@@ -86,7 +86,7 @@ def _table(records: flight_meetings.Records) -> Table:
     return table
 
 
-def _write_trace(records: flight_meetings.Records, path: Path) -> None:
+def _write_trace(records: flight_collectives.Records, path: Path) -> None:
     """Write the records as a trace for Perfetto and Chrome."""
     traces = [flight_records.trace_of(record) for record in records.values()]
     if not any(each.slices for each in traces):

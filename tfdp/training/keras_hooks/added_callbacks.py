@@ -8,7 +8,7 @@ import keras
 
 from tfdp.ground import _compat
 from tfdp.ground.base.context import is_tfdp
-from tfdp.ground.base.feature import batches_between_meetings, equalize_replicas
+from tfdp.ground.base.feature import batches_between_syncs, equalize_replicas
 from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.replicas.synchronized_scope import broadcast_variables
 
@@ -77,7 +77,7 @@ class SyncStopTrainingEachBatch(SyncStopTraining):
         Otherwise a request is kept until the next synchronization.
         """
         before, self._last_batch = self._last_batch, batch
-        every = batches_between_meetings(self.model)
+        every = batches_between_syncs(self.model)
         if every is not None and (batch + 1) // every > (before + 1) // every:
             self._synchronize()
         else:

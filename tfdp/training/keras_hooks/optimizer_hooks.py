@@ -45,7 +45,7 @@ def apply(
     if len(grads) == 0:
         return None
     bring_into_scope(optimizer)
-    loops.check_steps_alone(optimizer)
+    loops.check_local_steps_optimizer(optimizer)
     gradients, variables = checked_gradients(optimizer, grads, trainable_variables)
     with keras.name_scope(optimizer.name, caller=optimizer):
         gradients, variables = _compat.overwrite_by_gradients(

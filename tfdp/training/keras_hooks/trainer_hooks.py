@@ -249,7 +249,7 @@ def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
     if not logs and position is not None and position.last_logs:
         logs = position.last_logs
     for feature in registered():
-        feature.before_meeting(model)
+        feature.before_sync(model)
     results = original(model, logs)
     is_local = loops.loop_uses_local_steps() or loops.exchange() is not None
     if results is logs and logs and is_local:

@@ -247,7 +247,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
                 Defaults to `None`.
         """
         scope_checks.bring_into_scope(self)
-        loops.check_steps_alone(self)
+        loops.check_local_steps_optimizer(self)
         gradients, variables = checked_gradients(self, grads, trainable_variables)
         # On one device the step waits for a gradient. Without data it then fails before
         # it changes a variable, as a step on replicas does.

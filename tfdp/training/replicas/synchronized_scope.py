@@ -178,16 +178,18 @@ class SynchronizedScope:
             line = user_code.place_of(inspect.currentframe())
             # If a collective ran inside, all workers leave the scope and can compare
             # their variables, even if only one worker has created any.
-            have_met = extended.worker_group.num_calls > calls
+            is_called_by_all = extended.worker_group.num_calls > calls
             # These collectives are the first ones of a script: a firewall that blocks
             # them shows here, and the error explains it.
             with extended.explaining():
-                synchronize_new_variables(self._strategy, line, have_met=have_met)
+                synchronize_new_variables(
+                    self._strategy, line, is_called_by_all=is_called_by_all
+                )
         return result
 
 
 def synchronize_new_variables(
-    strategy: Any, line: str = "", *, have_met: bool = False
+    strategy: Any, line: str = "", *, is_called_by_all: bool = False
 ) -> None:
     """Broadcast the first worker's values of variables created since the last call.
 
@@ -199,8 +201,8 @@ def synchronize_new_variables(
         strategy: A tfdp strategy.
         line: String, file and line of the scope that is left, or `""`. Defaults to
             `""`.
-        have_met: Bool, whether all workers make this call, including those without new
-            variables. Defaults to `False`.
+        is_called_by_all: Bool, whether all workers make this call, including those
+            without new variables. Defaults to `False`.
 
     Raises:
         ValueError: On every worker, if some have created other variables; on workers
@@ -209,7 +211,7 @@ def synchronize_new_variables(
     new = new_variables_of(strategy)
     if new is None or in_replica_thread():
         return
-    if new or have_met:
+    if new or is_called_by_all:
         _synchronize(strategy, new, line)
     elif line:
         progress.scope_left(line)
@@ -319,7 +321,7 @@ def synchronizing_step(strategy: Any) -> Iterator[None]:
     calls = group.num_calls
     with contextlib.nullcontext() if new is None else new.in_step():
         yield
-        synchronize_new_variables(strategy, have_met=group.num_calls > calls)
+        synchronize_new_variables(strategy, is_called_by_all=group.num_calls > calls)
 
 
 @contextlib.contextmanager

@@ -102,7 +102,7 @@ def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
     _average(step, is_kept)  # 7 moving averages
     _constrain(step, is_kept)  # 8 constraints
     is_due = True if is_due is None else is_due
-    if step.trains_alone:
+    if step.makes_local_updates:
         # A local update counts even if it was skipped: other replicas may have updated.
         _count(step, is_due, True)  # 9 count
     else:
@@ -119,7 +119,7 @@ def take_empty_step(step: Step) -> None:
     Args:
         step: `Step`.
     """
-    if step.scale is not None or step.trains_alone:
+    if step.scale is not None or step.makes_local_updates:
         # With a loss scale Keras updates only if the gradients are finite, which it
         # cannot know without gradients.
         return

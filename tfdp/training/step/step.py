@@ -287,7 +287,7 @@ class Step:
     loss_sum: Any = None
 
     @property
-    def trains_alone(self) -> bool:
+    def makes_local_updates(self) -> bool:
         """Bool, whether replicas make local updates."""
         return any(isinstance(feature, LocalUpdates) for feature in self.features)
 

@@ -259,7 +259,7 @@ def _eager_step(
         metric_states(loop.model),
         returns_rows="predict" in loop.name,
     )
-    if not loop.steps_alone:
+    if not loop.uses_local_steps:
         step.prepare()
     return step
 

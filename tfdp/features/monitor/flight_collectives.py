@@ -36,7 +36,7 @@ _Timed = TypeVar("_Timed", RecordedCollective, Span)
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class IncompleteCollective:
     """A collective that some members of its group have entered, and some have not.
 
     Args:
@@ -175,30 +175,30 @@ def _begin(entry: RecordedCollective) -> float:
     return entry.begin
 
 
-def first_incomplete(records: Records, lanes: Lanes) -> Meeting | None:
+def first_incomplete(records: Records, lanes: Lanes) -> IncompleteCollective | None:
     """Return the first collective in which a worker was stuck, or `None`."""
-    meetings = [
-        meeting
+    found = [
+        stalled
         for numbers in lanes.values()
-        for meeting in _incomplete(records, numbers)
+        for stalled in _incomplete(records, numbers)
     ]
     lost = {record.lost for record in records.values()}
     stuck = [
-        meeting
-        for meeting in meetings
-        if meeting.waited_seconds >= _stuck_seconds(records, meeting)
-        or any(rank in lost or rank not in records for rank in meeting.missing)
+        stalled
+        for stalled in found
+        if stalled.waited_seconds >= _stuck_seconds(records, stalled)
+        or any(rank in lost or rank not in records for rank in stalled.missing)
     ]
-    return min(stuck, key=lambda meeting: meeting.begin, default=None)
+    return min(stuck, key=lambda stalled: stalled.begin, default=None)
 
 
-def _stuck_seconds(records: Records, meeting: Meeting) -> float:
+def _stuck_seconds(records: Records, stalled: IncompleteCollective) -> float:
     """Return the time after which workers in a collective are stuck."""
     steps = [
         each.end - each.begin
-        for rank in meeting.entries
+        for rank in stalled.entries
         for each in records[rank].collectives
-        if meeting.first.kind == each.kind == TENSORFLOW and each.end is not None
+        if stalled.first.kind == each.kind == TENSORFLOW and each.end is not None
     ]
     usual = statistics.median(steps) if steps else 0.0
     return max(STUCK_SECONDS, _SLOW_STEP * usual)
@@ -206,7 +206,7 @@ def _stuck_seconds(records: Records, meeting: Meeting) -> float:
 
 def _incomplete(
     records: Records, numbers: Mapping[int, dict[int, RecordedCollective]]
-) -> Iterator[Meeting]:
+) -> Iterator[IncompleteCollective]:
     """Yield the first collective of a lane that not all members have entered, if any.
 
     A lane runs its collectives one after another, so that a worker has entered all up
@@ -231,7 +231,9 @@ def _incomplete(
             # A worker is missing at least until it has written its record.
             until = [max(records[rank].written_at for rank in waiting)]
             until += [records[rank].written_at for rank in late]
-            yield Meeting(waiting, late + absent, max(0.0, min(until) - begin), begin)
+            yield IncompleteCollective(
+                waiting, late + absent, max(0.0, min(until) - begin), begin
+            )
             return
 
 
