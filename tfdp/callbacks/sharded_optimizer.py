@@ -98,5 +98,5 @@ class ShardedOptimizer(OptimizerCallback):
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
         """Shard the optimizer, unless it is already sharded with these options."""
-        optimizer.note_model(self.model)
+        optimizer.register_model(self.model)
         optimizer.shard(self.options)

@@ -314,7 +314,7 @@ def _renew_optimizers(model: Any, trained: dict[str, list[Any]]) -> None:
             setattr(model, name, renewed)
         # Before it is built, an optimizer has divided no parameters.
         if variables and renewed.sharding_options.shards_parameters:
-            renewed.note_model(model)
+            renewed.register_model(model)
             divides.append((renewed, variables))
     is_sharded = any(getattr(model, name).sharding != "none" for name in trained)
     if is_sharded or any(map(sharded_parameter, model.weights)):

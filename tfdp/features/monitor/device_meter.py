@@ -17,7 +17,7 @@ from tfdp.features.monitor.readings import (
     Reading,
     Sample,
     clipped,
-    notes,
+    samples_and_norm,
     seconds_covered,
 )
 from tfdp.features.monitor.trace import Slice, WorkerTrace
@@ -230,7 +230,7 @@ class DeviceMeter(Meter):
         communication are NaN before a step was profiled.
         """
         seconds = reading.seconds / reading.num_steps
-        samples, norm = notes(reading, self.recorder.rows)
+        samples, norm = samples_and_norm(reading, self.recorder.rows)
         sample = Sample(
             num_steps=reading.num_steps,
             step_seconds=seconds,

@@ -256,7 +256,7 @@ def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
     is_whole = reading.num_steps == 1
     first = min(replica.begin for replica in replicas)
     waited = max(0.0, first - reading.begin) if is_whole else 0.0
-    samples, norm = notes(reading, rows)
+    samples, norm = samples_and_norm(reading, rows)
     sent = sum(c.wire_bytes for r in replicas for c, _, _ in r.collectives)
     labelled = [replica.labelled() for replica in replicas]
     kinds = [replica.kinds() for replica in replicas]
@@ -278,7 +278,9 @@ def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
     )
 
 
-def notes(reading: Reading, rows: Sequence[timing.Row]) -> tuple[float, float]:
+def samples_and_norm(
+    reading: Reading, rows: Sequence[timing.Row]
+) -> tuple[float, float]:
     """Return the samples of the batch, and the worker's part of the squared norm.
 
     Args:

@@ -120,12 +120,12 @@ class CheckedStep(LoopFeature):
         """
         given, graph = self._given[group.replica], self._graph
 
-        def note(tensor: tf.Tensor) -> None:
+        def record(tensor: tf.Tensor) -> None:
             """Add a digest of what the replica gives to a collective."""
             if tf.compat.v1.get_default_graph() is graph:
                 given.append(_digest([tensor]))
 
-        return ranked_group(group, note, is_stand_in=self.is_stand_in)
+        return ranked_group(group, record, is_stand_in=self.is_stand_in)
 
     def around_step(self, model: Any) -> Callable[[], None]:
         """Reset the digests of the running replica before its step.

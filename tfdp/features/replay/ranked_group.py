@@ -23,15 +23,15 @@ class RankedGroup(TrainingGroup):
 
     Args:
         inner: `TrainingGroup` of the same replicas.
-        note: Callable, called with each tensor that a replica gives to a collective.
+        record: Callable, called with each tensor that a replica gives to a collective.
     """
 
     inner: TrainingGroup
-    note: Callable[[tf.Tensor], None]
+    record: Callable[[tf.Tensor], None]
 
     def gather(self, rows: tf.Tensor) -> tf.Tensor:
         """All-gather rows of the group's replicas along the first axis, by rank."""
-        self.note(rows)
+        self.record(rows)
         joined = self.inner.gather(rows)
         if self.ranks == self.inner.ranks:
             return joined
@@ -62,19 +62,19 @@ class _OrderedSums:
 
 
 def ranked_group(
-    group: TrainingGroup, note: Callable[[tf.Tensor], None], *, is_stand_in: bool
+    group: TrainingGroup, record: Callable[[tf.Tensor], None], *, is_stand_in: bool
 ) -> RankedGroup:
     """Return a group in which replicas have their own ranks, or those of the next ones.
 
     Args:
         group: `TrainingGroup`.
-        note: Callable, called with each tensor that a replica gives to a collective.
+        record: Callable, called with each tensor that a replica gives to a collective.
         is_stand_in: Bool, whether each replica has the rank of the next one.
     """
     ranks = (group.ranks[-1], *group.ranks[:-1]) if is_stand_in else group.ranks
     fields: dict[str, Any] = {
         field.name: getattr(group, field.name) for field in dataclasses.fields(group)
     }
-    gathering = RankedGroup(**fields | {"ranks": ranks}, inner=group, note=note)
+    gathering = RankedGroup(**fields | {"ranks": ranks}, inner=group, record=record)
     sums: Any = _OrderedSums(gathering.gather)
     return dataclasses.replace(gathering, reducer=sums)

@@ -113,7 +113,7 @@ def record_data_read() -> None:
         loop.awaits_training_data = False
 
 
-def note_batch_rows(rows: int | None) -> None:
+def record_batch_rows(rows: int | None) -> None:
     """Record the rows of a loop's global batch; only its first call has an effect.
 
     `fit` reads training data first, so validation batches do not count.

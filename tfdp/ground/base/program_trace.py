@@ -99,7 +99,7 @@ class ProgramTrace:
         self.reads[id(tensor)] = read
         return tensor
 
-    def note_assigned(self, variable: Any) -> None:
+    def record_assigned(self, variable: Any) -> None:
         """Handle the step's assignment to a mirrored variable: here, do nothing."""
 
     def template_of(self, op: Any, make: Callable[[Any], Any]) -> Any:
@@ -124,7 +124,7 @@ class ProgramTrace:
 _latest = threading.local()
 
 
-def note_losses(targets: Sequence[Any]) -> None:
+def record_losses(targets: Sequence[Any]) -> None:
     """Record the tensors that this thread takes gradients of.
 
     Args:

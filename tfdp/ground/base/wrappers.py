@@ -18,7 +18,7 @@ class _WrapperReference:
         self.wrapper = wrapper
 
 
-def note_wrapper(optimizer: Any, wrapper: Any) -> None:
+def register_wrapper(optimizer: Any, wrapper: Any) -> None:
     """Record the wrapper of an optimizer, which stays alive with it.
 
     Args:

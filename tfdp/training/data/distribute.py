@@ -99,7 +99,7 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
         return _distribute_own_files(strategy, dataset, shard, options)
     if not is_alone and policy in (_POLICY.FILE, _POLICY.OFF):
         return _distribute_by_policy(strategy, dataset, options, policy, stock)
-    loops.note_batch_rows(batch_size or (sizes_of_batches(dataset) or {}).get("size"))
+    loops.record_batch_rows(batch_size or (sizes_of_batches(dataset) or {}).get("size"))
     return _distribute_rows(
         strategy, dataset, options, compare_datasets(strategy, dataset)
     )

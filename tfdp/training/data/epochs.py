@@ -90,7 +90,7 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
     island = island_in_training() if is_tfdp(strategy) else None
     loops.record_data_read()
     if _compat.holds_arrays(iterator.data_adapter):
-        loops.note_batch_rows(iterator.data_adapter.batch_size)
+        loops.record_batch_rows(iterator.data_adapter.batch_size)
 
     def of_epoch() -> Any:
         """Distribute the dataset of the adapter for the next epoch, and return it."""

@@ -25,7 +25,7 @@ from tfdp.training.keras_hooks.scope_checks import (
 )
 from tfdp.training.reduction.gradient_reducer import replica_reducer
 from tfdp.training.replicas.synchronized_scope import build_in_step
-from tfdp.training.step.empty_step import note_update
+from tfdp.training.step.empty_step import record_update
 from tfdp.training.step.path import take_step
 from tfdp.training.step.step import checked_gradients, keras_step
 
@@ -52,7 +52,7 @@ def apply(
             optimizer, gradients, variables
         )
         trained = list(variables)
-        note_update(
+        record_update(
             optimizer, lambda: keras_step(optimizer, trained, replica_reducer())
         )
         step = keras_step(optimizer, trained, replica_reducer())

@@ -47,7 +47,7 @@ def gradient(
 ) -> Any:
     """Compute gradients; mark the backward pass, which regathers sharded parameters."""
     trace = program_trace.traced()
-    program_trace.note_losses(tf.nest.flatten(target))
+    program_trace.record_losses(tf.nest.flatten(target))
     with backward_pass() if trace is None else marked_backward_pass(trace):
         return original(tape, target, sources, output_gradients, unconnected_gradients)
 

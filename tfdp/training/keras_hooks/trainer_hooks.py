@@ -164,8 +164,8 @@ def _run_loop(
 def _register_model(model: Any) -> None:
     """Register a model with its optimizer, if the optimizer shards parameters."""
     optimizer: Any = getattr(model, "optimizer", None)
-    if hasattr(optimizer, "note_model"):
-        optimizer.note_model(model)
+    if hasattr(optimizer, "register_model"):
+        optimizer.register_model(model)
 
 
 def _begin_fit(strategy: Any, model: Any, arguments: dict[str, Any]) -> Fit:

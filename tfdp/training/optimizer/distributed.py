@@ -19,7 +19,7 @@ from tfdp.ground.base.param_groups import (
     param_groups_of,
     path_of,
 )
-from tfdp.ground.base.wrappers import note_wrapper
+from tfdp.ground.base.wrappers import register_wrapper
 from tfdp.ground.plans.units import UnitOptions, groups_of
 from tfdp.training.keras_hooks import file_view, install, scope_checks
 from tfdp.training.optimizer import arguments
@@ -35,7 +35,7 @@ from tfdp.training.step.accumulation import (
     NoAccumulation,
     ShardedAccumulation,
 )
-from tfdp.training.step.empty_step import note_update
+from tfdp.training.step.empty_step import record_update
 from tfdp.training.step.loss_scale import MOST_SKIPS, LossScaling
 from tfdp.training.step.path import take_step
 from tfdp.training.step.state_layout import StateLayout
@@ -138,7 +138,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         self.sharding_options = options
         self._traces = Traces()
         self._is_replaced = False
-        note_wrapper(optimizer, self)
+        register_wrapper(optimizer, self)
         if optimizer.built:
             self.build(_compat.trained_by(optimizer))
             self._copy_keras_state(outer if loss_scale is None else None, own_steps)
@@ -255,8 +255,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             keras.name_scope(self.name),
             tf.control_dependencies(_first_traced(gradients)),
         ):
-            self._traces.note(self._traced_parts, variables)
-            note_update(self, lambda: self._step(variables))
+            self._traces.record(self._traced_parts, variables)
+            record_update(self, lambda: self._step(variables))
             take_step(self._step(variables, loss), gradients)
             self._iterations.assign_add(1)
 

@@ -154,7 +154,7 @@ class Traces:
         self.variables: list[Any] | None = None
         self._functions: dict[tuple, Any] = {}
 
-    def note(self, features: tuple, variables: list) -> None:
+    def record(self, features: tuple, variables: list) -> None:
         """Remember the features and the variables of the step that is being traced."""
         self.features = features
         self.variables = list(variables)

@@ -41,7 +41,7 @@ class ShardableOptimizer(OptimizerSettings):
         """String: `"none"`, `"optimizer"`, `"gradients"` or `"parameters"`."""
         return self.sharding_options.sharding
 
-    def note_model(self, model: Any) -> None:
+    def register_model(self, model: Any) -> None:
         """Remember the model that is trained, by a weak reference.
 
         Args:

@@ -105,7 +105,7 @@ class BackwardGathers:
         if needed:
             self._gather(needed + self._prefetch(needed - 1))
 
-    def note_reduced(self, piece: tf.Tensor) -> None:
+    def record_reduced(self, piece: tf.Tensor) -> None:
         """Make later gathers wait until these gradients have been reduced.
 
         Where communication is slow, the backward pass would otherwise run ahead and

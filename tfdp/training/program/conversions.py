@@ -237,7 +237,7 @@ class Replica:
             return False
         # A tensor of the function that XLA compiles cannot be used after the step.
         rows = self.rows.outside or self.rows
-        extended.note_statistics(variables, self.local_id, rows.fraction)
+        extended.record_statistics(variables, self.local_id, rows.fraction)
         return True
 
     def check_average_in_step(self) -> None:

@@ -88,7 +88,7 @@ class EagerProgram(ProgramTrace):
         with tracing(None):
             run(tensors)
 
-    def note_assigned(self, variable: Any) -> None:
+    def record_assigned(self, variable: Any) -> None:
         """Register a distributed variable that the step has assigned."""
         self._assigned[id(variable)] = variable
 

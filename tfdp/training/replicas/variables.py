@@ -45,7 +45,7 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
         """Update this replica's copy; a traced program records the assignment."""
         if (trace := program_trace.current()) is not None:
-            trace.note_assigned(self)
+            trace.record_assigned(self)
             return update_fn(self._get_on_device_or_primary(), value, **kwargs)
         return super()._update_replica(update_fn, value, **kwargs)
 
@@ -123,7 +123,7 @@ class StatisticVariable(MirroredVariable):
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
         """Update this replica's statistic, which the step then averages."""
         if program_trace.current() is None and not loops.loop_uses_local_steps():
-            self.distribute_strategy.extended.note_statistics([self])
+            self.distribute_strategy.extended.record_statistics([self])
         return super()._update_replica(update_fn, value, **kwargs)
 
 

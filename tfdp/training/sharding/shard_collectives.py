@@ -77,7 +77,7 @@ class ShardCollectives:
                 flat = weighted(flat, weight)
             with timing.labelled(f"{timing.GRADIENTS} {channel}"):
                 piece = self._scatter(group, channel, flat)
-            self._note_reduced([piece])
+            self._record_reduced([piece])
             slices.append(piece)
         return slices
 
@@ -141,11 +141,11 @@ class ShardCollectives:
         if self.backward is not None:
             self.backward.gather_until(max(map(_compat.op_position, tensors)))
 
-    def _note_reduced(self, slices: Slices) -> None:
+    def _record_reduced(self, slices: Slices) -> None:
         """Let later gathers of the backward pass wait for reduced slices."""
         for piece in slices:
             if self.backward is not None and piece is not None:
-                self.backward.note_reduced(piece)
+                self.backward.record_reduced(piece)
 
 
 class WholeGradientCollectives(ShardCollectives):
@@ -175,7 +175,7 @@ class WholeGradientCollectives(ShardCollectives):
         )
         sums = dict(zip(tensors, reduced.gradients(), strict=True))
         slices = _own_slices(group.plan, self.owner, sums)
-        self._note_reduced(slices)
+        self._record_reduced(slices)
         return slices
 
 

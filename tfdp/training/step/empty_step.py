@@ -32,7 +32,7 @@ class Updates:
         self._function: Any = None
         self._left_out: str | None = None
 
-    def note(self, optimizer: Any, make_step: Callable[[], Step]) -> None:
+    def record(self, optimizer: Any, make_step: Callable[[], Step]) -> None:
         """Record an update, in place of an earlier one by the same optimizer.
 
         Args:
@@ -42,7 +42,7 @@ class Updates:
         self._steps[id(optimizer)] = make_step
         self._function = None
 
-    def note_left_out(self, name: str) -> None:
+    def record_left_out(self, name: str) -> None:
         """Record a change that Keras makes in an empty step and replicas do not.
 
         Args:
@@ -105,7 +105,7 @@ def recording(updates: Updates) -> Iterator[None]:
         _recorded.pop()
 
 
-def note_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
+def record_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
     """Record an update that is being traced, in the innermost `recording`.
 
     An update in a branch or a loop is not recorded.
@@ -117,10 +117,10 @@ def note_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
     if not _recorded or tf.executing_eagerly():
         return
     if not _compat.in_branch():
-        _recorded[-1].note(optimizer, make_step)
+        _recorded[-1].record(optimizer, make_step)
 
 
-def note_changes_without_data(model: Any, operations: list, data: list) -> None:
+def record_changes_without_data(model: Any, operations: list, data: list) -> None:
     """Record a model's variable that a step changes independently of its batch.
 
     Args:
@@ -144,4 +144,4 @@ def note_changes_without_data(model: Any, operations: list, data: list) -> None:
                 depends.update(used)
         elif op.type.startswith("Assign") and not used.isdisjoint(paths):
             (changed,) = used & paths.keys()
-            _recorded[-1].note_left_out(repr(paths[changed]))
+            _recorded[-1].record_left_out(repr(paths[changed]))

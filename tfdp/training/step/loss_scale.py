@@ -106,7 +106,7 @@ class LossScale:
         """Return the scale on this replica, a scalar float32 tensor."""
         return _local(self.value).read_value()
 
-    def note_success(self) -> None:
+    def record_success(self) -> None:
         """Count an update; double the scale after `growth_steps` without overflow."""
         _set(self.skips_at_minimum, 0)
         if self.options.growth_steps is None:
@@ -119,7 +119,7 @@ class LossScale:
         _set(self.value, tf.where(grows, doubled, scale))
         _set(self.good_steps, tf.where(grows, tf.zeros_like(good), good))
 
-    def note_skip(
+    def record_skip(
         self, non_finite: Sequence[tf.Tensor], positions: Sequence[int]
     ) -> None:
         """Count a skipped step; halve the scale, but not below `min_scale`.

@@ -229,7 +229,7 @@ def _skip(
     run_if(
         is_finite,
         lambda: None,
-        lambda: scale.note_skip(statistics.non_finite(), step.grouped_positions),
+        lambda: scale.record_skip(statistics.non_finite(), step.grouped_positions),
     )
 
 
@@ -250,7 +250,7 @@ def _decay_and_update(step: Step, gradients: list) -> None:
             step.layout.scale_momentum(group, schedule.momentum_factor)
         step.layout.update(group, clipped, group.of(step.variables), schedule.rate)
     if step.scale is not None:
-        step.scale.note_success()
+        step.scale.record_success()
 
 
 def _average(step: Step, is_kept: tf.Tensor | bool) -> None:

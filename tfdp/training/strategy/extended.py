@@ -316,7 +316,7 @@ class ReplicaExtended:
             with timing.labelled("statistics"):
                 average_statistics(statistics, weights, self.host_group, add_up)
 
-    def note_statistics(
+    def record_statistics(
         self,
         variables: Sequence[Any],
         replica: int = 0,

@@ -25,7 +25,7 @@ from tfdp.training.program.eager import EagerStep
 from tfdp.training.program.step import DividedStep, rows_of_replica
 from tfdp.training.reduction.training_group import merging_group, training_group
 from tfdp.training.replicas import drift_probe
-from tfdp.training.step.empty_step import note_changes_without_data
+from tfdp.training.step.empty_step import record_changes_without_data
 from tfdp.training.step.step import RowDivider, active
 from tfdp.training.strategy.compiled_step import CompiledStep
 
@@ -54,7 +54,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
         return fn, args
     if loop.whole_batches and strategy.num_replicas_in_sync > 1:
         whole = first_tensor(args)
-        loops.note_batch_rows(None if whole is None else whole.shape[0])
+        loops.record_batch_rows(None if whole is None else whole.shape[0])
         args = tuple(_split_global_batch(strategy, argument) for argument in args)
     args = keras.tree.map_structure(_none_for_optional, args)
     if loop.exchange is not None:
@@ -273,7 +273,7 @@ def _none_for_optional(part: Any) -> Any:
     return None if isinstance(first, tf.experimental.Optional) else part
 
 
-def note_count_read(strategy: Any, reader: types.FrameType) -> None:
+def record_count_read(strategy: Any, reader: types.FrameType) -> None:
     """Record a user's read of the number of replicas: a loss may be divided by it.
 
     Args:
@@ -310,7 +310,7 @@ def _wait_for_data(model: Any, fn: Callable) -> Callable:
             outputs = fn(*args)
             for finish in after:
                 finish()
-        note_changes_without_data(model, graph.get_operations()[first:], data)
+        record_changes_without_data(model, graph.get_operations()[first:], data)
         return outputs
 
     return step

@@ -89,7 +89,7 @@ class _Strategy:
             return 1
         reader = inspect.currentframe()
         if reader is not None and reader.f_back is not None:
-            replica_step.note_count_read(self, reader.f_back)
+            replica_step.record_count_read(self, reader.f_back)
         return super().num_replicas_in_sync  # type: ignore[misc]
 
     def run(
