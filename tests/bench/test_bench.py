@@ -138,16 +138,16 @@ class Recorder:
         self.orders: list[tuple[str, int]] = []
         self._seconds = seconds
 
-    def run(self, arm: str, steps: int) -> list[float]:
-        self.orders.append((arm, steps))
-        return [0.0, 0.0] if arm.startswith("check") else [0.0, self._seconds]
+    def run(self, variant: str, steps: int) -> list[float]:
+        self.orders.append((variant, steps))
+        return [0.0, 0.0] if variant.startswith("check") else [0.0, self._seconds]
 
 
 def test_sides_take_turns_in_an_order_that_is_reversed_every_other_block():
     side, turns = Recorder(), []
-    arms = [(side, "a"), (side, "b")]
+    variants = [(side, "a"), (side, "b")]
     times = alternate(
-        arms, blocks=2, steps=5, warm_up=0, on_turn=lambda: turns.append(1)
+        variants, blocks=2, steps=5, warm_up=0, on_block=lambda: turns.append(1)
     )
     assert side.orders == [("a", 5), ("b", 5), ("b", 5), ("a", 5)]
     assert times == {"side/a": [0.01, 0.01], "side/b": [0.01, 0.01]}
@@ -173,21 +173,21 @@ def test_only_the_all_reduce_has_algorithms_and_all_results_are_checked():
     ]
     assert {row.size_bytes for row in rows} == {16}
     assert rows[0].busbw_gb_per_second == pytest.approx(16 / 0.01 / 1e9)
-    checked = [arm for arm, _ in side.orders if arm.startswith("check ")]
+    checked = [variant for variant, _ in side.orders if variant.startswith("check ")]
     assert checked == [f"check {name}" for name in times]
 
 
 @pytest.mark.full
 def test_what_is_made_on_demand_is_kept_while_its_group_takes_turns():
     made = []
-    arms = OnDemand(lambda name: made.append(name) or name, lambda name: name[0])
+    variants = OnDemand(lambda name: made.append(name) or name, lambda name: name[0])
     for name in ("a1", "a2", "a1", "b1", "a1"):
-        assert arms[name] == name
+        assert variants[name] == name
     assert made == ["a1", "a2", "b1", "a1"]
 
 
-def test_a_worker_times_fit_or_a_loop_as_its_arms_say():
-    from tfdp.launch.bench.training import make_arms
+def test_a_worker_times_fit_or_a_loop_as_its_variants_say():
+    from tfdp.launch.bench.training import make_variants
 
     settings = {"model": dataclasses.asdict(model_of_size("mlp", 0.05))}
     told = {
@@ -196,12 +196,14 @@ def test_a_worker_times_fit_or_a_loop_as_its_arms_say():
         "loop": {"pack_bytes": 2**20, "alone": True},
     }
     setup = {"strategy": "alone", "threads": None, "addresses": ["here:1"]}
-    each = {name: {**settings, "batch_size": 4, **arm} for name, arm in told.items()}
-    arms = make_arms({**setup, "arms": each})
+    each = {
+        name: {**settings, "batch_size": 4, **variant} for name, variant in told.items()
+    }
+    variants = make_variants({**setup, "variants": each})
     with mock.patch.object(
         keras.Model, "fit", autospec=True, side_effect=keras.Model.fit
     ) as fit:
-        assert all(0 < arms[name](2) < DEADLINE_SECONDS for name in told)
+        assert all(0 < variants[name](2) < DEADLINE_SECONDS for name in told)
     samples = [len(call.args[1]) for call in fit.call_args_list]
     assert samples == [3 * 4, 3 * 4]
 
@@ -336,7 +338,7 @@ def test_without_matplotlib_the_table_is_printed_and_the_plot_left_out(
 
 
 def times_of_comparison() -> dict[str, list[float]]:
-    """What two blocks of each arm have taken: the second is compared if tuned."""
+    """What two blocks of each variant have taken: the second is compared if tuned."""
     found: dict[str, list[float]] = {}
     for set_up in compare_sides.set_ups(2, has_torch=True):
         for choice in set_up.choices:
@@ -354,9 +356,9 @@ def times_of_comparison() -> dict[str, list[float]]:
 def test_each_set_up_is_compared_with_those_of_tfdp_of_its_settings():
     set_ups, times = compare_sides.set_ups(2, has_torch=True), times_of_comparison()
     measured = {
-        f"{set_up.kind}, {set_up.tuning}/1M{arm}"
+        f"{set_up.kind}, {set_up.tuning}/1M{variant}"
         for set_up in set_ups
-        for arm in set_up.arms
+        for variant in set_up.variants
     }
     assert set(times) == measured
     rows = compare.rows_of("1M", set_ups, times, global_batch_size=64)

@@ -153,9 +153,9 @@ class Recorder:
     def __init__(self) -> None:
         self.orders: list[str] = []
 
-    def run(self, arm: str, steps: int) -> list:
-        self.orders.append(arm)
-        if not arm.startswith("count "):
+    def run(self, variant: str, steps: int) -> list:
+        self.orders.append(variant)
+        if not variant.startswith("count "):
             return [0.25, 0.5]
         return [
             {

@@ -39,11 +39,11 @@ def test_the_bound_of_memory_is_that_of_the_shards_and_five_units():
 
 
 def test_each_stage_is_compared_with_the_others_of_the_same_blocks():
-    arms = [*(f"tfdp/{arm}" for arm in parameters.ARMS)]
-    arms += [f"torch/{arm}" for arm in parameters.TORCH_ARMS]
+    variants = [*(f"tfdp/{variant}" for variant in parameters.VARIANTS)]
+    variants += [f"torch/{variant}" for variant in parameters.TORCH_VARIANTS]
     blocks = {
-        arm: [{"seconds": 1.0 + number, "cpu_seconds": 1.0}] * 3
-        for number, arm in enumerate(arms)
+        variant: [{"seconds": 1.0 + number, "cpu_seconds": 1.0}] * 3
+        for number, variant in enumerate(variants)
     }
     figures = []
     report = types.SimpleNamespace(add=figures.append)
@@ -70,19 +70,19 @@ def test_a_worker_tells_its_peaks_and_the_bytes_that_it_sends():
         "batch_size": 1,
     }
     module = "tools.bench.parameters_worker"
-    options = parameters_memory.ARMS["stage 3, deferred"]
+    options = parameters_memory.VARIANTS["stage 3, deferred"]
     told = {**setup, "benchmark": "memory", "options": options}
     side = Side("memory", module, told, 2)
     with started(side):
         assert max(side.run("step", 2)) >= max(side.run("resident", 1)) * 0.9
         assert 0 < max(side.run("largest unit", 1)) <= 4 * model.num_parameters
-    told = {**setup, "benchmark": "time", "arms": parameters.ARMS}
+    told = {**setup, "benchmark": "time", "variants": parameters.VARIANTS}
     side = Side("time", module, told, 2)
     with started(side):
-        for arm in "stage 0", "stage 3, kept":
-            for times in side.run(arm, 1):
+        for variant in "stage 0", "stage 3, kept":
+            for times in side.run(variant, 1):
                 assert times["seconds"] > 0
-            sent = side.run(f"{arm}/bytes", 1)[0]
+            sent = side.run(f"{variant}/bytes", 1)[0]
             # Rows of sparse gradients are not counted: a step knows their number.
             assert sent == pytest.approx(4 * model.num_parameters, rel=0.2)
     assert set(parameters_worker.OPTIMIZERS) == set(parameters_memory.SLOTS)

@@ -32,14 +32,18 @@ def test_cpu_time_is_of_the_steps_that_are_timed():
     assert both == {"seconds": 3.0, "cpu_seconds": 1.5}
 
 
-def test_figures_are_of_the_arms_that_they_name():
+def test_figures_are_of_the_variants_that_they_name():
     seconds = {"gloo": 2.0, "direct": 1.0, "ring": 8.0, "bytes/memory": 0.5}
     seconds |= {"bytes/tcp": 4.0, "bytes/unix": 4.0}
     sizes = (*transport.SIZES, *transport.BY_SIZE)
-    arms = {f"{n}/{size}": s for n, s in seconds.items() for size in sizes}
-    arms["direct/4 KB, in a row"] = 10.0
-    arms |= {transport._with_chunks(size): size / 2**21 for size in transport.CHUNKS}
-    blocks = {n: [{"seconds": s, "cpu_seconds": s / 2}] * 4 for n, s in arms.items()}
+    variants = {f"{n}/{size}": s for n, s in seconds.items() for size in sizes}
+    variants["direct/4 KB, in a row"] = 10.0
+    variants |= {
+        transport._with_chunks(size): size / 2**21 for size in transport.CHUNKS
+    }
+    blocks = {
+        n: [{"seconds": s, "cpu_seconds": s / 2}] * 4 for n, s in variants.items()
+    }
     found = {figure.name: figure for figure in transport._figures(blocks)}
 
     def of(start: str) -> tuple[float, bool | None]:
@@ -65,7 +69,7 @@ def test_figures_are_of_the_arms_that_they_name():
 @pytest.mark.processes
 def test_communicators_of_all_wires_are_timed_without_tensorflow(tmp_path):
     setup = {
-        "arms": {"small": [1000], "large": [100_000] * 2},
+        "variants": {"small": [1000], "large": [100_000] * 2},
         "folder": str(tmp_path),
         "chunks_bytes": [1 << 16],
     }
@@ -92,8 +96,8 @@ def test_without_pytorch_the_comparison_with_gloo_is_left_out(tmp_path):
     assert "torch: not installed: no comparison with Gloo" in done.output
     content = json.loads(file.read_text("utf-8"))
     times = content["seconds_per_step"]
-    for arm in ("ring", "direct", "bytes/memory", "bytes/tcp", "bytes/unix"):
+    for variant in ("ring", "direct", "bytes/memory", "bytes/tcp", "bytes/unix"):
         for size in ("100 MB", "4 KB"):
-            assert len(times[f"{arm}/{size}"]) == 2
-            assert len(times[f"{arm}/{size}, CPU of a process"]) == 2
+            assert len(times[f"{variant}/{size}"]) == 2
+            assert len(times[f"{variant}/{size}, CPU of a process"]) == 2
     assert all("Gloo" not in figure["name"] for figure in content["figures"])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp.launch.bench.channel import Arms, timed, work
+from tfdp.launch.bench.channel import Variants, timed, work
 from tfdp.launch.bench.training import make_strategy, training_step
 from tools.bench.models import MODELS
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
+def make_variants(setup: dict[str, Any]) -> Variants:
     strategy = make_strategy(setup)
     steps = setup["accumulation_steps"]
 
@@ -33,4 +33,4 @@ def make_arms(setup: dict[str, Any]) -> Arms:
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

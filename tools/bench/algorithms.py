@@ -45,9 +45,9 @@ def run(args: Arguments) -> None:
         measured = side.run("links", 1)[0]
         times: dict[str, list[float]] = {}
         for size in SIZES:
-            arms = [(side, f"{name}/{size}") for name in FLAT]
+            variants = [(side, f"{name}/{size}") for name in FLAT]
             steps = max(1, min(50, 2**24 // size))
-            times |= alternate(arms, blocks=args.blocks, steps=steps)
+            times |= alternate(variants, blocks=args.blocks, steps=steps)
     report.add_times(times)
     links = Links.from_dict(measured["links"])
     report.add(Figure("seconds to measure the links", round(measured["seconds"], 2)))
@@ -82,9 +82,11 @@ def run_on_hosts(args: Arguments) -> None:
                 links = Links.from_dict(side.run("links", 1)[0]["links"])
                 times: dict[str, list[float]] = {}
                 for size in SIZES_ACROSS:
-                    arms = [(side, f"{name}/{size}") for name in ACROSS]
+                    variants = [(side, f"{name}/{size}") for name in ACROSS]
                     steps = max(1, min(10, 2**20 // size))
-                    times |= alternate(arms, blocks=args.blocks, steps=steps, warm_up=1)
+                    times |= alternate(
+                        variants, blocks=args.blocks, steps=steps, warm_up=1
+                    )
                 print(f"\n{rate}: {links}")
                 report.add_times({f"{rate}: {k}": v for k, v in times.items()})
                 _add_error(report, f"{rate}: ", times, topology, links)
@@ -96,8 +98,8 @@ def _add_error(
 ) -> None:
     """Print all predictions, and add the median error of those held out."""
     errors = []
-    for arm, seconds in times.items():
-        _, name, size = arm.split("/")
+    for variant, seconds in times.items():
+        _, name, size = variant.split("/")
         found = statistics.median(seconds)
         predicted = predict_seconds(Algorithm(name), int(size), topology, links)
         note = " (fitted)" if int(size) in FITTED else ""

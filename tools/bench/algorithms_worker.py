@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.launch.bench.channel import Arm, Arms, timed, work
+from tfdp.launch.bench.channel import Variant, Variants, timed, work
 from tfdp.launch.bench.training import make_strategy
 from tools.bench.barrier import barrier
 
 
-def all_reduce_arm(strategy: Any, name: str, num_bytes: int) -> Arm:
+def all_reduce_variant(strategy: Any, name: str, num_bytes: int) -> Variant:
     """Seconds of one all-reduce after another, begun by all workers together."""
     import tensorflow as tf
 
@@ -61,14 +61,16 @@ def measured_links(strategy: Any) -> Callable[[int], Any]:
     return run
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
+def make_variants(setup: dict[str, Any]) -> Variants:
     strategy = make_strategy(setup)
-    arms: dict[str, Any] = {"links": measured_links(strategy)}
+    variants: dict[str, Any] = {"links": measured_links(strategy)}
     for name in setup["algorithms"]:
         for num_bytes in setup["sizes"]:
-            arms[f"{name}/{num_bytes}"] = all_reduce_arm(strategy, name, num_bytes)
-    return arms
+            variants[f"{name}/{num_bytes}"] = all_reduce_variant(
+                strategy, name, num_bytes
+            )
+    return variants
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

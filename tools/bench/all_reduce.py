@@ -24,18 +24,18 @@ def run(args: Arguments) -> None:
     ours = Side(
         "tfdp",
         "tools.bench.worker",
-        {"strategy": "tfdp", "arms": {**large, **small}},
+        {"strategy": "tfdp", "variants": {**large, **small}},
         num_workers=2,
     )
     stock = Side(
         "stock",
         "tools.bench.worker",
-        {"strategy": "stock", "arms": {**large, **packed, **small}},
+        {"strategy": "stock", "variants": {**large, **packed, **small}},
         num_workers=2,
     )
     with started(ours, stock):
-        arms = [(ours, "100 MB"), *((stock, name) for name in {**large, **packed})]
-        times = alternate(arms, blocks=args.blocks, steps=2)
+        variants = [(ours, "100 MB"), *((stock, name) for name in {**large, **packed})]
+        times = alternate(variants, blocks=args.blocks, steps=2)
         times |= alternate(
             [(ours, "4 KB"), (stock, "4 KB")], blocks=3 * args.blocks, steps=100
         )

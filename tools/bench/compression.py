@@ -28,7 +28,7 @@ PLAIN = "none"
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
+class Variant:
     """One way to send less.
 
     Args:
@@ -53,7 +53,7 @@ class Arm:
 
 
 def run(args: Arguments) -> None:
-    """Train every model with every arm, from each seed."""
+    """Train every model with every variant, from each seed."""
     import tfdp.testing
 
     devices = tfdp.testing.logical_cpus(NUM_REPLICAS)
@@ -73,26 +73,28 @@ def run(args: Arguments) -> None:
 
 
 def _measure(report: Report, model: str, devices: list[str]) -> None:
-    """Train a model by all arms, and report the means over the seeds."""
+    """Train a model by all variants, and report the means over the seeds."""
     training = TRAININGS[model]
     plain: list[float] = []
     plain_bytes = 0
-    for name, arm in _arms(training).items():
+    for name, variant in _variants(training).items():
         runs = [
-            training.run(_strategy(devices, arm.options), arm, seed, training.num_steps)
+            training.run(
+                _strategy(devices, variant.options), variant, seed, training.num_steps
+            )
             for seed in training.seeds
         ]
         losses = [run.loss for run in runs]
         plain, plain_bytes = plain or losses, plain_bytes or runs[0].wire_bytes
         share = runs[0].wire_bytes / plain_bytes
-        share = arm.share_of_bytes(share, training.num_steps)
+        share = variant.share_of_bytes(share, training.num_steps)
         report.keep(model, name, {"losses": losses, "share_of_bytes": share})
         ratio, error = ratio_of_means(losses, plain)
         report.add(
             Figure(
                 f"{model}, {name}: held-out loss relative to {PLAIN}'s, mean of seeds",
                 round(ratio, 4),
-                at_most=arm.at_most,
+                at_most=variant.at_most,
                 note=f"standard error {error:.4f}; {share:.3f} of the bytes",
             )
         )
@@ -121,42 +123,42 @@ def ratio_of_means(losses: Sequence[float], plain: Sequence[float]) -> tuple:
     return float(ratio), float(error)
 
 
-def _arms(training: Training) -> dict[str, Arm]:
-    """The arms, by name."""
+def _variants(training: Training) -> dict[str, Variant]:
+    """The variants, by name."""
     outer = {
         "DiLoCo": _outer(*training.outer, at_most=training.outer_at_most),
         "DiLoCo, int8": _outer(*training.outer, compression="int8"),
     }
-    plain = {PLAIN: Arm()}
+    plain = {PLAIN: Variant()}
     if training.is_for_outer:
         return plain | outer
     return plain | _compressed(training.num_steps) | outer
 
 
-def _compressed(num_steps: int) -> dict[str, Arm]:
-    """The arms that exchange gradients in each step."""
+def _compressed(num_steps: int) -> dict[str, Variant]:
+    """The variants that exchange gradients in each step."""
     from tfdp.compression import BlockQuantized, TopK
 
     return {
         # How much a loss differs for no other reason than rounding in another order.
-        "none, as a tree": Arm({"algorithm": "tree"}),
-        "bf16": Arm({"compression": "bf16"}),
-        "int8": Arm({"compression": "int8"}, at_most=1.01),
-        "int4": Arm({"compression": BlockQuantized(bits=4)}),
+        "none, as a tree": Variant({"algorithm": "tree"}),
+        "bf16": Variant({"compression": "bf16"}),
+        "int8": Variant({"compression": "int8"}, at_most=1.01),
+        "int4": Variant({"compression": BlockQuantized(bits=4)}),
         "PowerSGD, rank 16": _low_rank(16, num_steps),
         "PowerSGD, rank 4": _low_rank(4, num_steps, at_most=1.01),
         "PowerSGD, rank 1": _low_rank(1, num_steps),
-        "TopK": Arm({"compression": TopK(ratio=0.05)}),
+        "TopK": Variant({"compression": TopK(ratio=0.05)}),
     }
 
 
-def _low_rank(rank: int, num_steps: int, at_most: float | None = None) -> Arm:
+def _low_rank(rank: int, num_steps: int, at_most: float | None = None) -> Variant:
     from tfdp.compression import PowerSGD
 
     # The warmup of the learning rate is over then.
     start = num_steps // WARMUP_SHARE
     compression = PowerSGD(rank=rank, start_step=start)
-    return Arm({"compression": compression}, at_most=at_most, plain_steps=start)
+    return Variant({"compression": compression}, at_most=at_most, plain_steps=start)
 
 
 def _outer(
@@ -165,7 +167,7 @@ def _outer(
     *,
     compression: str | None = None,
     at_most: float | None = None,
-) -> Arm:
+) -> Variant:
     """DiLoCo, by Nesterov's SGD outside."""
     import keras
 
@@ -176,7 +178,9 @@ def _outer(
         return [DiLoCo(SYNC_EVERY, outer, scope="replica", compression=compression)]
 
     # No gradients travel; the strategy's plan counts the bytes of what does instead.
-    return Arm({"compression": compression}, callbacks, at_most, sync_every=SYNC_EVERY)
+    return Variant(
+        {"compression": compression}, callbacks, at_most, sync_every=SYNC_EVERY
+    )
 
 
 def _strategy(devices: list[str], options: dict[str, Any]) -> Any:
@@ -209,7 +213,7 @@ class _Run:
     wire_bytes: int
 
 
-def _digits(strategy: Any, arm: Arm, seed: int, num_steps: int) -> _Run:
+def _digits(strategy: Any, variant: Variant, seed: int, num_steps: int) -> _Run:
     import keras
     import tensorflow as tf
 
@@ -220,11 +224,11 @@ def _digits(strategy: Any, arm: Arm, seed: int, num_steps: int) -> _Run:
     with strategy.scope():
         model = example.build_model()
         example.compile_model(model, num_steps)
-    _train(model, data, DIGITS_BATCH, num_steps, arm)
+    _train(model, data, DIGITS_BATCH, num_steps, variant)
     return _result(strategy, model, *test)
 
 
-def _characters(strategy: Any, arm: Arm, seed: int, num_steps: int) -> _Run:
+def _characters(strategy: Any, variant: Variant, seed: int, num_steps: int) -> _Run:
     import keras
     import tensorflow as tf
 
@@ -237,21 +241,21 @@ def _characters(strategy: Any, arm: Arm, seed: int, num_steps: int) -> _Run:
     with strategy.scope():
         model = example.build_model(WIDTH, BLOCKS)
         example.compile_model(model, num_steps)
-    _train(model, data, CHARACTERS_BATCH, num_steps, arm)
+    _train(model, data, CHARACTERS_BATCH, num_steps, variant)
     x, y = example.windows(ids)
     whole = len(x) // CHARACTERS_BATCH * CHARACTERS_BATCH
     return _result(strategy, model, x[:whole], y[:whole])
 
 
-def _train(model: Any, data: Any, batch: int, num_steps: int, arm: Arm) -> None:
-    """Make all steps in one epoch, at whose end arms may meet once more."""
+def _train(model: Any, data: Any, batch: int, num_steps: int, variant: Variant) -> None:
+    """Make all steps in one epoch, at whose end variants may meet once more."""
     data = data.repeat().batch(batch, drop_remainder=True)
     model.fit(
         data,
         steps_per_epoch=num_steps,
         shuffle=False,
         verbose=0,
-        callbacks=arm.callbacks(),
+        callbacks=variant.callbacks(),
     )
 
 
@@ -270,17 +274,17 @@ class Training:
     """How a model is trained.
 
     Args:
-        run: Callable that trains it by an arm, from a seed, for so many steps.
+        run: Callable that trains it by a variant, from a seed, for so many steps.
         num_steps: Int.
-        seeds: Range, of which each arm has a run.
+        seeds: Range, of which each variant has a run.
         outer: Tuple of floats, rate and momentum of the outer steps of `DiLoCo`, whose
             own momentum of 0.9 is one for hundreds of them.
         outer_at_most: Float or `None`, the goal of `DiLoCo`. Defaults to `None`.
-        is_for_outer: Bool, whether only the arms of `DiLoCo` are of interest. Defaults
-            to `False`.
+        is_for_outer: Bool, whether only the variants of `DiLoCo` are of interest.
+            Defaults to `False`.
     """
 
-    run: Callable[[Any, Arm, int, int], _Run]
+    run: Callable[[Any, Variant, int, int], _Run]
     num_steps: int
     seeds: range
     outer: tuple[float, float]

@@ -21,15 +21,15 @@ def plot(models: Mapping[str, Mapping[str, Any]], caption: str, path: Path) -> N
     """Draw s against the held-out loss of each way to send less.
 
     Args:
-        models: Mapping from models to mappings from arms to what
+        models: Mapping from models to mappings from variants to what
             `tools.bench compression` keeps: `losses` by seed, and `share_of_bytes`.
         caption: String, the machine and the versions.
         path: Path of the PNG file.
     """
     title = "What fewer bytes cost"
     figure, panels = new_panels(title, len(models), caption)
-    for axes, (model, arms) in zip(panels, models.items(), strict=True):
-        _panel(axes, model, arms)
+    for axes, (model, variants) in zip(panels, models.items(), strict=True):
+        _panel(axes, model, variants)
     save(figure, path)
 
 
@@ -48,12 +48,12 @@ def communication_fraction(share_of_bytes: float) -> float:
     return share_of_bytes / (1 + share_of_bytes)
 
 
-def _panel(axes: Axes, model: str, arms: Mapping[str, Any]) -> None:
+def _panel(axes: Axes, model: str, variants: Mapping[str, Any]) -> None:
     axes.axhline(0, color="0.4", linewidth=1, marker="")
-    for number, (name, arm) in enumerate(arms.items()):
-        ratio, error = ratio_of_means(arm["losses"], arms[PLAIN]["losses"])
+    for number, (name, variant) in enumerate(variants.items()):
+        ratio, error = ratio_of_means(variant["losses"], variants[PLAIN]["losses"])
         mean = 100 * (ratio - 1)
-        x = 100 * communication_fraction(arm["share_of_bytes"])
+        x = 100 * communication_fraction(variant["share_of_bytes"])
         axes.errorbar([x], [mean], yerr=[100 * error], capsize=3, linestyle="")
         # Names on the left, or they would leave the axes.
         side = -1 if x > _RIGHT else 1
@@ -71,5 +71,5 @@ def _panel(axes: Axes, model: str, arms: Mapping[str, Any]) -> None:
     axes.set_xticks([], minor=True)
     axes.set_xlabel("s: communication in a step, %, where plain gradients take half")
     axes.set_ylabel("held-out loss above that of plain gradients, %")
-    seeds = len(arms[PLAIN]["losses"])
+    seeds = len(variants[PLAIN]["losses"])
     axes.set_title(f"{model}: mean of {seeds} seeds and its standard error")

@@ -22,7 +22,7 @@ def run(args: Arguments) -> None:
         report = Report(args, setting)
         setup = {"benchmark": "consistency", "model": model, "every": EVERY}
         found = blocks(setup, args.blocks, EVERY)
-        seconds = {arm: [b["seconds"] for b in found[arm]] for arm in found}
+        seconds = {variant: [b["seconds"] for b in found[variant]] for variant in found}
         report.add_times(seconds)
         name = f"{model}: step time with check and watchdog relative to neither"
         ratio = paired_ratio(seconds["on"], seconds["off"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.launch.bench.channel import Arm, work
+from tfdp.launch.bench.channel import Variant, work
 from tfdp.launch.bench.models import Model
-from tfdp.launch.bench.torch_worker import build, make_arms, step_of
+from tfdp.launch.bench.torch_worker import build, make_variants, step_of
 from tools.bench.meters import metered
 
 # With several buckets PowerSGD's hook aborts a process (torch 2.13, Gloo): what its
@@ -70,7 +70,7 @@ def _send_low_rank(network: Any, options: dict[str, Any]) -> None:
     network.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def _timed(step: Callable[[], Any]) -> Arm:
+def _timed(step: Callable[[], Any]) -> Variant:
     """Seconds per step; workers meet before a block."""
     import torch
 
@@ -79,4 +79,4 @@ def _timed(step: Callable[[], Any]) -> Arm:
 
 
 if __name__ == "__main__":
-    work(lambda setup: make_arms(setup, training_step, _timed))
+    work(lambda setup: make_variants(setup, training_step, _timed))

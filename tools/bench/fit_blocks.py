@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.launch.bench.channel import Arms, work
+from tfdp.launch.bench.channel import Variants, work
 from tfdp.launch.bench.fit import build, make_batch, timed_fit
 from tfdp.launch.bench.training import make_strategy
 from tools.bench.models import MODELS
@@ -49,14 +49,14 @@ def block_of(
     fit = timed_fit(model, batch, skipped)
 
     def block(steps: int, *callbacks: Any) -> dict[str, float]:
-        # Both arms trace their step anew.
+        # Both variants trace their step anew.
         model.train_function = None
         return {"seconds": fit(steps - skipped - 1, *callbacks)}
 
     return block
 
 
-def monitor_arms(strategy: Any, setup: dict[str, Any]) -> Arms:
+def monitor_variants(strategy: Any, setup: dict[str, Any]) -> Variants:
     """With the communication monitor or without."""
     from tfdp.callbacks import CommunicationMonitor
 
@@ -73,7 +73,7 @@ def monitor_arms(strategy: Any, setup: dict[str, Any]) -> Arms:
     return {"off": block, "on": on}
 
 
-def consistency_arms(strategy: Any, setup: dict[str, Any]) -> Arms:
+def consistency_variants(strategy: Any, setup: dict[str, Any]) -> Variants:
     """Looked after or not."""
     from tfdp.callbacks import ConsistencyCheck
 
@@ -107,11 +107,11 @@ def _unwatched() -> Iterator[None]:
         yield
 
 
-def flight_arms(strategy: Any, setup: dict[str, Any]) -> Arms:
+def flight_variants(strategy: Any, setup: dict[str, Any]) -> Variants:
     """With flight records or without, and with the time that the entries take."""
     block = block_of(strategy, setup["model"])
 
-    def arm(times: int) -> Callable[[int], dict[str, float]]:
+    def variant(times: int) -> Callable[[int], dict[str, float]]:
         def run(steps: int) -> dict[str, float]:
             with _recorded(times) as spent:
                 result = block(steps)
@@ -122,7 +122,7 @@ def flight_arms(strategy: Any, setup: dict[str, Any]) -> Arms:
     def on(steps: int) -> dict[str, float]:
         return {**block(steps), "entries": 0.0}
 
-    return {"off": arm(0), "on": on, "timed": arm(setup["times"])}
+    return {"off": variant(0), "on": on, "timed": variant(setup["times"])}
 
 
 @contextlib.contextmanager
@@ -153,7 +153,7 @@ def _recorded(times: int) -> Iterator[list[float]]:
         yield spent
 
 
-def rebalance_arms(strategy: Any, setup: dict[str, Any]) -> Arms:
+def rebalance_variants(strategy: Any, setup: dict[str, Any]) -> Variants:
     """With rows by speed or without."""
     from tfdp.training.data.load_balancer import LoadBalancer
 
@@ -195,18 +195,18 @@ class SlowByRows(keras.layers.Layer):
             return tf.identity(x)
 
 
-_ARMS = {
-    "monitor": monitor_arms,
-    "consistency": consistency_arms,
-    "flight": flight_arms,
-    "rebalance": rebalance_arms,
+_VARIANTS = {
+    "monitor": monitor_variants,
+    "consistency": consistency_variants,
+    "flight": flight_variants,
+    "rebalance": rebalance_variants,
 }
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
+def make_variants(setup: dict[str, Any]) -> Variants:
     strategy = make_strategy(setup)
-    return _ARMS[setup["benchmark"]](strategy, setup)
+    return _VARIANTS[setup["benchmark"]](strategy, setup)
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp.launch.bench.channel import Arms, work
+from tfdp.launch.bench.channel import Variants, work
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
+def make_variants(setup: dict[str, Any]) -> Variants:
     import keras
 
     import tfdp
-    from tfdp.launch.bench.fit import fit_arm
+    from tfdp.launch.bench.fit import fit_variant
     from tfdp.training.optimizer.distributed import DistributedOptimizer
     from tools.bench.models import MODELS
 
@@ -20,12 +20,12 @@ def make_arms(setup: dict[str, Any]) -> Arms:
 
     strategy, model = tfdp.MirroredStrategy(["CPU:0"]), MODELS["mlp"]
     return {
-        "plain": fit_arm(None, model),
-        "tfdp": fit_arm(strategy, model),
-        "wrapped": fit_arm(None, model, make_optimizer=wrapped),
-        "wrapped, tfdp": fit_arm(strategy, model, make_optimizer=wrapped),
+        "plain": fit_variant(None, model),
+        "tfdp": fit_variant(strategy, model),
+        "wrapped": fit_variant(None, model, make_optimizer=wrapped),
+        "wrapped, tfdp": fit_variant(strategy, model, make_optimizer=wrapped),
     }
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

@@ -24,10 +24,10 @@ def run(args: Arguments) -> None:
         }
         report = Report(args, setting)
         setup = {"benchmark": "flight", "model": model, "times": TIMES}
-        arms = ("off", "on", "timed")
-        found = blocks(setup, args.blocks, STEPS, arms=arms)
-        seconds = {arm: [b["seconds"] for b in found[arm]] for arm in found}
-        report.add_times({arm: seconds[arm] for arm in ("off", "on")})
+        variants = ("off", "on", "timed")
+        found = blocks(setup, args.blocks, STEPS, variants=variants)
+        seconds = {variant: [b["seconds"] for b in found[variant]] for variant in found}
+        report.add_times({variant: seconds[variant] for variant in ("off", "on")})
         name = f"{model}: step time with flight records relative to none"
         report.add(Figure(name, paired_ratio(seconds["on"], seconds["off"])))
         entries = [block["entries"] for block in found["timed"]]

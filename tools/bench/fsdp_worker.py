@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.launch.bench.channel import Arm, Arms, OnDemand, work
+from tfdp.launch.bench.channel import OnDemand, Variant, Variants, work
 from tfdp.launch.bench.models import Model
 from tfdp.launch.bench.torch_worker import build, join, step_of
 from tools.bench.meters import metered, peak_bytes, peak_of, reset_peak, resident_bytes
@@ -59,7 +59,7 @@ def _shard(network: Any, *, reshard_after_forward: bool) -> None:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
 
 
-def memory_arms(setup: dict[str, Any]) -> dict[str, Arm]:
+def memory_variants(setup: dict[str, Any]) -> dict[str, Variant]:
     """Peaks of resident memory of one of the two."""
     import torch
 
@@ -80,12 +80,12 @@ def memory_arms(setup: dict[str, Any]) -> dict[str, Arm]:
     }
 
 
-def time_arms(setup: dict[str, Any]) -> OnDemand[Arm]:
+def time_variants(setup: dict[str, Any]) -> OnDemand[Variant]:
     """Step times of both."""
     import torch
 
-    def make(name: str) -> Arm:
-        step = _step_of({**setup, **setup["arms"][name]})
+    def make(name: str) -> Variant:
+        step = _step_of({**setup, **setup["variants"][name]})
         return metered(step, lambda loss: loss.item(), torch.distributed.barrier)
 
     return OnDemand(make, lambda name: "all")
@@ -97,11 +97,11 @@ def _step_of(setup: dict[str, Any]) -> Step:
     return training_step(Model(**setup["model"]), setup["batch_size"], **given)
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
+def make_variants(setup: dict[str, Any]) -> Variants:
     join(setup)
-    arms_of = memory_arms if setup["benchmark"] == "memory" else time_arms
-    return arms_of(setup)
+    variants_of = memory_variants if setup["benchmark"] == "memory" else time_variants
+    return variants_of(setup)
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

@@ -117,7 +117,7 @@ def measure(
     settings: Settings,
     runner: Runner,
     topology: Topology,
-    on_turn: Callable[[], Any] = lambda: None,
+    on_block: Callable[[], Any] = lambda: None,
 ) -> tuple[list[Row], Times]:
     """Run everything; the algorithms and backends of one model take turns.
 
@@ -125,7 +125,7 @@ def measure(
         settings: `Settings`.
         runner: A `Side` of `tools.bench.gradients_worker`, or `ClusterRunner`.
         topology: `Topology` of the replicas.
-        on_turn: Callable, called after each block. Defaults to nothing.
+        on_block: Callable, called after each block. Defaults to nothing.
 
     Returns:
         Tuple of the rows, and the seconds of each block by name.
@@ -134,9 +134,9 @@ def measure(
     all_times: Times = {}
     for model in settings.models:
         names = {route: f"{model.name}/{route}" for route in settings.routes}
-        arms = [(runner, name) for name in names.values()]
+        variants = [(runner, name) for name in names.values()]
         times = alternate_for(
-            _BLOCK_SECONDS, arms, blocks=settings.blocks, on_turn=on_turn
+            _BLOCK_SECONDS, variants, blocks=settings.blocks, on_block=on_block
         )
         for route, name in names.items():
             all_times[name] = times[f"{runner.name}/{name}"]
@@ -170,13 +170,13 @@ def run(settings: Settings, files: output.Files) -> int:
     """
     settings.check_mpi()
     content = _about(settings)
-    num_turns = len(settings.models) * len(settings.routes) * settings.blocks
+    num_blocks = len(settings.models) * len(settings.routes) * settings.blocks
     with (
-        output.progress_bar(_WHAT, num_turns) as on_turn,
+        output.progress_bar(_WHAT, num_blocks) as on_block,
         ready_replicas(settings, WORKER) as replicas,
     ):
         topology = replicas.topology
-        rows, times = measure(settings, replicas.runner, topology, on_turn)
+        rows, times = measure(settings, replicas.runner, topology, on_block)
     if replicas.is_chief:
         count = topology.num_replicas
         about = {"num_replicas": count, "nodes": topology.nodes, "seconds": times}

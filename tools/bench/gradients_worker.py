@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdp.communication.collectives import ProcessGroup
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.topology import Topology
-from tfdp.launch.bench.channel import Arm, OnDemand, timed, work
+from tfdp.launch.bench.channel import OnDemand, Variant, timed, work
 from tfdp.launch.bench.training import make_strategy
 from tfdp.training.reduction.communication_plan import CommunicationPlan
 from tfdp.training.strategy.strategy import auto_strategy
@@ -25,11 +25,11 @@ _CONFIRMED_SECONDS = 0.1
 Gradients = list[list[tf.Variable]]
 
 
-class GradientArms:
+class GradientVariants:
     """Reductions of a model's gradients by name, made when they are first run.
 
-    The arm `resnet50/ring/direct` takes a number of steps and returns the seconds of
-    one; `count resnet50/ring/direct` returns what one step sends, in which buckets,
+    The variant `resnet50/ring/direct` takes a number of steps and returns the seconds
+    of one; `count resnet50/ring/direct` returns what one step sends, in which buckets,
     and how many elements of its sums are wrong here.
 
     Args:
@@ -65,7 +65,7 @@ class GradientArms:
         """The strategy of the first route."""
         return next(iter(self._strategies.values()))
 
-    def __getitem__(self, name: str) -> Arm:
+    def __getitem__(self, name: str) -> Variant:
         case = self._cases[name.removeprefix(COUNT)]
         return case.counts if name.startswith(COUNT) else case.seconds
 
@@ -194,7 +194,7 @@ def reduction_step(
     return step.get_concrete_function()
 
 
-make_arms = GradientArms
+make_variants = GradientVariants
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from tfdp.launch.bench.channel import Arm, Arms, work
+from tfdp.launch.bench.channel import Variant, Variants, work
 
 BATCH_SIZE = 64  # global
 SAMPLE_EVERY = 50
@@ -19,7 +19,7 @@ WARM_UP = 4
 HOME = str(Path(__file__).resolve().parents[2] / "tfdp")
 
 
-def calls_arm(strategy: Any, num_variables: int) -> Arm:
+def calls_variant(strategy: Any, num_variables: int) -> Variant:
     """Python calls per step of `fit`, of a model of so many variables."""
     import keras
     import numpy as np
@@ -56,7 +56,7 @@ def calls_arm(strategy: Any, num_variables: int) -> Arm:
     return run
 
 
-def memory_arm(strategy: Any, kind: str) -> Arm:
+def memory_variant(strategy: Any, kind: str) -> Variant:
     """Resident memory in MB every so many steps of `fit`."""
     import keras
     import numpy as np
@@ -99,7 +99,7 @@ def memory_arm(strategy: Any, kind: str) -> Arm:
     return run
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
+def make_variants(setup: dict[str, Any]) -> Variants:
     task = {"type": "worker", "index": setup["rank"]}
     cluster = {"worker": setup["addresses"]}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
@@ -107,12 +107,12 @@ def make_arms(setup: dict[str, Any]) -> Arms:
 
     strategy = tfdp.MultiWorkerMirroredStrategy()
     return {
-        "calls 10": calls_arm(strategy, 10),
-        "calls 500": calls_arm(strategy, 500),
-        "memory dense": memory_arm(strategy, "dense"),
-        "memory embedding": memory_arm(strategy, "embedding"),
+        "calls 10": calls_variant(strategy, 10),
+        "calls 500": calls_variant(strategy, 500),
+        "memory dense": memory_variant(strategy, "dense"),
+        "memory embedding": memory_variant(strategy, "embedding"),
     }
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

@@ -9,19 +9,19 @@ from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
 from tools.bench.hosts_sides import (
     RATE_OF_GOALS,
     RATE_OF_START,
-    STOCK_ARMS,
+    STOCK_VARIANTS,
     HostsSide,
     idle_bytes_per_second,
     in_megabytes,
     make_sides,
-    tfdp_arms,
+    tfdp_variants,
     utilisations,
 )
 from tools.bench.link_rate import bits_per_second
 from tools.bench.report import Arguments, Figure, Report, ratio_to_best
 
 NUM_TENSORS = 16
-# Speed of an arm relative to a rival, by the workers on a host.
+# Speed of a variant relative to a rival, by the workers on a host.
 GOALS_OF_SPEED = {
     (2, "tfdp/hierarchical", "tfdp/ring"): 1.35,
     (2, "tfdp/hierarchical", "stock/defaults"): 1.35,
@@ -85,16 +85,16 @@ class Table:
         self._bytes: dict[str, list[float]] = {}
 
     def measure(self) -> None:
-        """Run the blocks of all arms in turn."""
+        """Run the blocks of all variants in turn."""
         ours, stock = self._sides
-        arms = [(ours, name) for name in tfdp_arms(self._workers_per_host)]
-        arms += [(stock, name) for name in STOCK_ARMS]
+        variants = [(ours, name) for name in tfdp_variants(self._workers_per_host)]
+        variants += [(stock, name) for name in STOCK_VARIANTS]
         blocks = self._args.blocks
-        self._times = alternate(arms, blocks=blocks, steps=1, warm_up=1)
+        self._times = alternate(variants, blocks=blocks, steps=1, warm_up=1)
         self._idle = idle_bytes_per_second(self._bed)
-        for side, arm in arms:
-            sent = side.bytes_per_step(arm, blocks, self._idle)
-            self._bytes[f"{side.name}/{arm}"] = sent
+        for side, variant in variants:
+            sent = side.bytes_per_step(variant, blocks, self._idle)
+            self._bytes[f"{side.name}/{variant}"] = sent
 
     def report(self, report: Report) -> None:
         """Print the table and the figures."""
@@ -140,7 +140,7 @@ class Table:
                 )
             )
         if self._args.blocks > 1:
-            rivals = [self._times[f"stock/{arm}"] for arm in STOCK_ARMS]
+            rivals = [self._times[f"stock/{variant}"] for variant in STOCK_VARIANTS]
             best = ratio_to_best(rivals, own)
             what = (
                 f"{self._title}, {name}: speed relative to stock at its best pack size"

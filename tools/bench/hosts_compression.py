@@ -22,7 +22,7 @@ from tools.bench.report import Arguments, Figure, Report
 
 PLAIN = "hierarchical"
 # What the workers make of these names is in `hosts_compression_worker`.
-ARMS = (PLAIN, "bf16", "int8", "int4", "PowerSGD", "TopK")
+VARIANTS = (PLAIN, "bf16", "int8", "int4", "PowerSGD", "TopK")
 MODEL = MODELS["transformer"]
 RATE = "100mbit"
 # Speed over the uncompressed hierarchical all-reduce, and bytes over the link.
@@ -32,7 +32,7 @@ GOALS_OF_BYTES = {"int8": 0.27, "int4": 0.14, "PowerSGD": 0.05}
 LOW_RANK = "PowerSGD"
 RANK = {"matrix_approximation_rank": 4}
 BATCHED = {**RANK, "batch_tensors_with_same_shape": True}
-DDP_ARMS: dict[str, dict[str, Any]] = {
+DDP_VARIANTS: dict[str, dict[str, Any]] = {
     LOW_RANK: {"power_sgd": RANK},
     f"{LOW_RANK} tuned": {"power_sgd": RANK, "tuned": True},
     f"{LOW_RANK} tuned, batched": {"power_sgd": BATCHED, "tuned": True},
@@ -63,7 +63,11 @@ def run(args: Arguments) -> None:
 def _measure_workers(
     report: Report, args: Arguments, workers_per_host: int, *, has_torch: bool
 ) -> None:
-    setup = {"batch_size": args.batch, "model": "transformer", "arms": list(ARMS)}
+    setup = {
+        "batch_size": args.batch,
+        "model": "transformer",
+        "variants": list(VARIANTS),
+    }
     module = "tools.bench.hosts_compression_worker"
     with TwoHosts(RATE_OF_START) as bed:
         sides = [HostsSide(bed, "tfdp", module, setup, workers_per_host)]
@@ -77,9 +81,11 @@ def _measure_workers(
 
 def _torch_side(bed: TwoHosts, args: Arguments, workers_per_host: int) -> HostsSide:
     told = {"model": dataclasses.asdict(MODEL), "batch_size": args.batch}
-    arms = {name: {**told, **options} for name, options in DDP_ARMS.items()}
+    variants = {name: {**told, **options} for name, options in DDP_VARIANTS.items()}
     module, python = "tools.bench.ddp_worker", args.torch_python
-    return HostsSide(bed, "ddp", module, {"arms": arms}, workers_per_host, python)
+    return HostsSide(
+        bed, "ddp", module, {"variants": variants}, workers_per_host, python
+    )
 
 
 def _measure_rate(
@@ -89,17 +95,17 @@ def _measure_rate(
     blocks: int,
     workers_per_host: int,
 ) -> None:
-    """Run the blocks of all arms in turn, and report."""
+    """Run the blocks of all variants in turn, and report."""
     side, *others = sides
-    arms = [(side, name) for name in ARMS]
-    times = alternate(arms, blocks=blocks, steps=1, warm_up=2)
+    variants = [(side, name) for name in VARIANTS]
+    times = alternate(variants, blocks=blocks, steps=1, warm_up=2)
     idle = idle_bytes_per_second(bed)
     title = f"{NUM_HOSTS} x {workers_per_host}, {bed.rate}"
     has_goals = bed.rate == RATE and workers_per_host > 1
     report.add_times({f"{title}: {name}": found for name, found in times.items()})
-    sent = {name: side.bytes_per_step(name, blocks, idle) for name in ARMS}
+    sent = {name: side.bytes_per_step(name, blocks, idle) for name in VARIANTS}
     plain = times[f"tfdp/{PLAIN}"]
-    for name in ARMS:
+    for name in VARIANTS:
         own = times[f"tfdp/{name}"]
         used = utilisations(sent[name], own, bits_per_second(bed.rate))
         share = statistics.median(sent[name]) / statistics.median(sent[PLAIN])
@@ -134,12 +140,12 @@ def _measure_ddp(
     has_goals: bool,
 ) -> None:
     """Compare the factors of ours with those of DDP, whose steps are as short."""
-    arms = [(ours, LOW_RANK), *((theirs, name) for name in DDP_ARMS)]
+    variants = [(ours, LOW_RANK), *((theirs, name) for name in DDP_VARIANTS)]
     # The third step of DDP is the first that is compressed.
-    times = alternate(arms, blocks=blocks, steps=1, warm_up=3)
+    times = alternate(variants, blocks=blocks, steps=1, warm_up=3)
     report.add_times({f"{title}: {name}": found for name, found in times.items()})
     own = in_megabytes(ours.bytes_per_step(LOW_RANK, blocks, 0.0))
-    for name in DDP_ARMS:
+    for name in DDP_VARIANTS:
         rival = in_megabytes(theirs.bytes_per_step(name, blocks, 0.0))
         report.add(
             Figure(

@@ -1,17 +1,17 @@
-"""One TensorFlow process of `hosts_compression`, a strategy for each arm."""
+"""One TensorFlow process of `hosts_compression`, a strategy for each variant."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tfdp.launch.bench.channel import Arms, timed, work
+from tfdp.launch.bench.channel import Variants, timed, work
 from tfdp.launch.bench.training import make_strategy, training_step
 from tools.bench.barrier import barrier
 from tools.bench.models import MODELS
 
 
 def compressions() -> dict[str, Any]:
-    """The option of each arm."""
+    """The option of each variant."""
     from tfdp.compression import BlockQuantized, PowerSGD, TopK
 
     return {
@@ -26,13 +26,13 @@ def compressions() -> dict[str, Any]:
     }
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
+def make_variants(setup: dict[str, Any]) -> Variants:
     """A training step for each compression."""
     import tfdp
 
     first = make_strategy({**setup, "strategy": "tfdp"})
-    known, arms = compressions(), {}
-    for name in setup["arms"]:
+    known, variants = compressions(), {}
+    for name in setup["variants"]:
         options = tfdp.CommunicationOptions(
             algorithm="hierarchical", compression=known[name]
         )
@@ -41,9 +41,9 @@ def make_arms(setup: dict[str, Any]) -> Arms:
         step = training_step(
             strategy, MODELS[setup["model"]], batch_size=setup["batch_size"]
         )
-        arms[name] = timed(step, barrier(first))
-    return arms
+        variants[name] = timed(step, barrier(first))
+    return variants
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

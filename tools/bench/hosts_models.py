@@ -106,9 +106,9 @@ class Table:
 
     def measure(self) -> None:
         """Run the blocks of all algorithms and backends in turn."""
-        arms = [(self._side, name) for name in self._names.values()]
+        variants = [(self._side, name) for name in self._names.values()]
         blocks = self._settings.blocks
-        self._times = alternate(arms, blocks=blocks, steps=1, warm_up=1)
+        self._times = alternate(variants, blocks=blocks, steps=1, warm_up=1)
         self._idle = idle_bytes_per_second(self._bed)
 
     def report(self, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""Sides on two hosts: their workers, arms, the rates of the link and its traffic."""
+"""Sides on two hosts: workers, variants, the rates of the link and its traffic."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ RATE_OF_GOALS = "200mbit"
 # While all sides send their models to the other host at once, heartbeats wait behind
 # them in the same connections, and give up after some seconds.
 RATE_OF_START = "10gbit"
-TFDP_ARMS: dict[str, dict[str, Any]] = {
+TFDP_VARIANTS: dict[str, dict[str, Any]] = {
     "ring": {"algorithm": "ring"},
     "hierarchical": {"algorithm": "hierarchical"},
     "hierarchical bf16": {"algorithm": "hierarchical", "compression": "bf16"},
 }
 # With one worker on each host there is nothing to reduce inside of it.
-TFDP_ARMS_OF_SINGLES: dict[str, dict[str, Any]] = {
+TFDP_VARIANTS_OF_SINGLES: dict[str, dict[str, Any]] = {
     "ring": {"algorithm": "ring"},
     "ring bf16": {"algorithm": "ring", "compression": "bf16"},
 }
-STOCK_ARMS: dict[str, dict[str, Any]] = {
+STOCK_VARIANTS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "packs of 8 MB": {"pack_bytes": 8 * 2**20},
 }
 
 
-def tfdp_arms(workers_per_host: int) -> dict[str, dict[str, Any]]:
-    """Options of tfdp's arms, by name."""
-    return TFDP_ARMS if workers_per_host > 1 else TFDP_ARMS_OF_SINGLES
+def tfdp_variants(workers_per_host: int) -> dict[str, dict[str, Any]]:
+    """Options of tfdp's variants, by name."""
+    return TFDP_VARIANTS if workers_per_host > 1 else TFDP_VARIANTS_OF_SINGLES
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Traffic of the link while an arm had its turn.
+    """Traffic of the link while a variant had its turn.
 
     Args:
         num_steps: Int, steps of the block.
@@ -91,23 +91,23 @@ class HostsSide(Side):
         ]
         self._start(entered, _environment())
 
-    def run(self, arm: str, steps: int) -> Any:
+    def run(self, variant: str, steps: int) -> Any:
         """Run a block of steps, as a `Side` does, and read the counters around it."""
         begin, before = time.perf_counter(), self._bed.bytes_sent()
-        results = super().run(arm, steps)
+        results = super().run(variant, steps)
         there, back = (
             end - start
             for end, start in zip(self._bed.bytes_sent(), before, strict=True)
         )
         block = Block(steps, time.perf_counter() - begin, (there, back))
-        self.blocks.setdefault(arm, []).append(block)
+        self.blocks.setdefault(variant, []).append(block)
         return results
 
     def bytes_per_step(
-        self, arm: str, num_blocks: int, idle_bytes_per_second: float
+        self, variant: str, num_blocks: int, idle_bytes_per_second: float
     ) -> list[float]:
-        """Bytes per step and direction of the last blocks of an arm."""
-        blocks = self.blocks[arm][-num_blocks:]
+        """Bytes per step and direction of the last blocks of a variant."""
+        blocks = self.blocks[variant][-num_blocks:]
         return [block.bytes_per_step(idle_bytes_per_second) for block in blocks]
 
 
@@ -149,8 +149,11 @@ def make_sides(
     """The workers of tfdp and those of the stock strategy."""
     module = "tools.bench.hosts_worker"
     sides = []
-    for name, arms in (("tfdp", tfdp_arms(workers_per_host)), ("stock", STOCK_ARMS)):
-        told = {**setup, "strategy": name, "arms": arms}
+    for name, variants in (
+        ("tfdp", tfdp_variants(workers_per_host)),
+        ("stock", STOCK_VARIANTS),
+    ):
+        told = {**setup, "strategy": name, "variants": variants}
         sides.append(HostsSide(bed, name, module, told, workers_per_host))
     ours, stock = sides
     return ours, stock

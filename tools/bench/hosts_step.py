@@ -11,11 +11,11 @@ from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
 from tools.bench.hosts_sides import (
     RATE_OF_GOALS,
     RATE_OF_START,
-    STOCK_ARMS,
+    STOCK_VARIANTS,
     HostsSide,
     in_megabytes,
     make_sides,
-    tfdp_arms,
+    tfdp_variants,
     utilisations,
 )
 from tools.bench.link_rate import bits_per_second
@@ -65,20 +65,22 @@ def _measure_workers(
 def _torch_side(bed: TwoHosts, args: Arguments, workers_per_host: int) -> HostsSide:
     model = dataclasses.asdict(MODELS["transformer"])
     told = {"model": model, "batch_size": args.batch, "tuned": True}
-    arms = {"float32": told, "bf16": {**told, "bf16": True}}
+    variants = {"float32": told, "bf16": {**told, "bf16": True}}
     module, python = "tools.bench.ddp_worker", args.torch_python
-    return HostsSide(bed, "ddp", module, {"arms": arms}, workers_per_host, python)
+    return HostsSide(
+        bed, "ddp", module, {"variants": variants}, workers_per_host, python
+    )
 
 
-def wire_type(arm: str) -> str:
-    """The arm of DDP that sends what an arm of tfdp sends.
+def wire_type(variant: str) -> str:
+    """The variant of DDP that sends what a variant of tfdp sends.
 
     Example:
 
     >>> wire_type("hierarchical bf16"), wire_type("ring")
     ('bf16', 'float32')
     """
-    return "bf16" if arm.endswith("bf16") else "float32"
+    return "bf16" if variant.endswith("bf16") else "float32"
 
 
 class Table:
@@ -93,32 +95,32 @@ class Table:
     def __init__(self, report: Report, bed: TwoHosts, workers_per_host: int) -> None:
         self._report, self._bed = report, bed
         self._title = f"{NUM_HOSTS} x {workers_per_host}, {bed.rate}"
-        self._arms = tuple(tfdp_arms(workers_per_host))
+        self._variants = tuple(tfdp_variants(workers_per_host))
         self._has_goals = bed.rate == RATE_OF_GOALS and workers_per_host > 1
         self._times: Times = {}
 
     def measure(self, sides: list[HostsSide], blocks: int) -> None:
-        """Run the blocks of all arms in turn, and report."""
+        """Run the blocks of all variants in turn, and report."""
         ours, stock, *others = sides
-        arms = [(ours, name) for name in (*self._arms, ALONE)]
-        arms += [(stock, name) for name in STOCK_ARMS]
-        wire_types = dict.fromkeys(map(wire_type, self._arms))
-        arms += [(side, name) for side in others for name in wire_types]
-        self._times = alternate(arms, blocks=blocks, steps=1, warm_up=1)
+        variants = [(ours, name) for name in (*self._variants, ALONE)]
+        variants += [(stock, name) for name in STOCK_VARIANTS]
+        wire_types = dict.fromkeys(map(wire_type, self._variants))
+        variants += [(side, name) for side in others for name in wire_types]
+        self._times = alternate(variants, blocks=blocks, steps=1, warm_up=1)
         print(f"\n{self._title}")
         self._report.add_times(
             {f"{self._title}: {k}": v for k, v in self._times.items()}
         )
-        for side, arm in arms:
-            if arm != ALONE:
-                self._add_link(side, arm, blocks)
+        for side, variant in variants:
+            if variant != ALONE:
+                self._add_link(side, variant, blocks)
         self._add_share()
-        for arm in self._arms:
-            self._add_ratios(arm)
+        for variant in self._variants:
+            self._add_ratios(variant)
 
-    def _add_link(self, side: HostsSide, arm: str, blocks: int) -> None:
-        name = f"{side.name}/{arm}"
-        sent = side.bytes_per_step(arm, blocks, 0.0)
+    def _add_link(self, side: HostsSide, variant: str, blocks: int) -> None:
+        name = f"{side.name}/{variant}"
+        sent = side.bytes_per_step(variant, blocks, 0.0)
         used = utilisations(sent, self._times[name], bits_per_second(self._bed.rate))
         what = f"{self._title}, {name}: MB over the link per direction"
         note = f"utilisation of the link {statistics.median(used):.3f}"
@@ -135,23 +137,23 @@ class Table:
             )
         )
 
-    def _add_ratios(self, arm: str) -> None:
-        own = self._times[f"tfdp/{arm}"]
-        name = f"{self._title}, {arm}: throughput relative to"
+    def _add_ratios(self, variant: str) -> None:
+        own = self._times[f"tfdp/{variant}"]
+        name = f"{self._title}, {variant}: throughput relative to"
         ratio = paired_ratio(self._times["stock/defaults"], own)
-        goal = GOALS.get(arm) if self._has_goals else None
+        goal = GOALS.get(variant) if self._has_goals else None
         what = f"{name} the stock strategy's defaults"
         self._report.add(Figure(what, ratio, at_least=goal))
         if len(own) > 1:
-            packed = [self._times[f"stock/{stock}"] for stock in STOCK_ARMS]
+            packed = [self._times[f"stock/{stock}"] for stock in STOCK_VARIANTS]
             what = f"{name} stock at its best pack size"
             self._report.add(Figure(what, ratio_to_best(packed, own)))
-        rival = f"ddp/{wire_type(arm)}"
+        rival = f"ddp/{wire_type(variant)}"
         if rival in self._times:
-            is_slow = self._has_goals and arm in GOALS
+            is_slow = self._has_goals and variant in GOALS
             self._report.add(
                 Figure(
-                    f"{name} DistributedDataParallel, {wire_type(arm)} on the wire",
+                    f"{name} DistributedDataParallel, {wire_type(variant)} on the wire",
                     paired_ratio(self._times[rival], own),
                     at_least=GOAL_OF_DDP if is_slow else 1.0,
                 )

@@ -1,11 +1,11 @@
-"""One TensorFlow process of the benchmarks on two hosts, a strategy for each arm."""
+"""One TensorFlow process of the benchmarks on two hosts: a strategy per variant."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.launch.bench.channel import Arms, timed, work
+from tfdp.launch.bench.channel import Variants, timed, work
 from tfdp.launch.bench.training import (
     make_strategy,
     sums_in_packs,
@@ -16,11 +16,11 @@ from tools.bench.models import MODELS
 
 
 def make_strategies(setup: dict[str, Any]) -> dict[str, Any]:
-    """A strategy for each arm: tfdp's with its options, or the one stock strategy."""
+    """A strategy for each variant: tfdp's with its options, or the stock strategy."""
     import tfdp
 
     strategies: dict[str, Any] = {}
-    for name, options in setup["arms"].items():
+    for name, options in setup["variants"].items():
         if not strategies:
             told = options if setup["strategy"] == "tfdp" else {}
             strategies[name] = make_strategy({**setup, "communication": told})
@@ -34,9 +34,9 @@ def make_strategies(setup: dict[str, Any]) -> dict[str, Any]:
     return strategies
 
 
-def pack_bytes_of(setup: dict[str, Any], arm: str) -> int:
-    """The stock strategy's pack size in an arm; `0` is its own choice."""
-    return setup["arms"][arm].get("pack_bytes", 0)
+def pack_bytes_of(setup: dict[str, Any], variant: str) -> int:
+    """The stock strategy's pack size in a variant; `0` is its own choice."""
+    return setup["variants"][variant].get("pack_bytes", 0)
 
 
 def gradients_step(
@@ -75,8 +75,8 @@ def gradients_step(
     return step
 
 
-def all_reduce_arms(strategies: dict[str, Any], setup: dict[str, Any]) -> dict:
-    """Sums of gradients of the same sizes, arm by arm."""
+def all_reduce_variants(strategies: dict[str, Any], setup: dict[str, Any]) -> dict:
+    """Sums of gradients of the same sizes, variant by variant."""
     import tensorflow as tf
 
     values = [tf.Variable(tf.ones([length])) for length in setup["lengths"]]
@@ -89,10 +89,10 @@ def all_reduce_arms(strategies: dict[str, Any], setup: dict[str, Any]) -> dict:
     }
 
 
-def step_arms(strategies: dict[str, Any], setup: dict[str, Any]) -> dict:
+def step_variants(strategies: dict[str, Any], setup: dict[str, Any]) -> dict:
     """Training steps of a GradientTape loop, and one that does not communicate."""
     model, size = MODELS[setup["model"]], setup["batch_size"]
-    arms = {
+    variants = {
         name: timed(
             training_step(
                 strategy,
@@ -107,15 +107,15 @@ def step_arms(strategies: dict[str, Any], setup: dict[str, Any]) -> dict:
     if setup["strategy"] == "tfdp":
         first = next(iter(strategies.values()))
         alone = training_step(None, model, batch_size=size)
-        arms["no communication"] = timed(alone, barrier(first))
-    return arms
+        variants["no communication"] = timed(alone, barrier(first))
+    return variants
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
+def make_variants(setup: dict[str, Any]) -> Variants:
     strategies = make_strategies(setup)
-    arms = {"all_reduce": all_reduce_arms, "step": step_arms}
-    return arms[setup["benchmark"]](strategies, setup)
+    variants = {"all_reduce": all_reduce_variants, "step": step_variants}
+    return variants[setup["benchmark"]](strategies, setup)
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

@@ -53,19 +53,19 @@ def _measure(
     sides = [Side(f"{count}", module, setup, num_workers=count) for count in WORKERS]
     one, two, four = sides
     # Of one worker early and late are the same.
-    arms = [(one, "late"), (two, "early"), (two, "late"), (four, "early")]
+    variants = [(one, "late"), (two, "early"), (two, "late"), (four, "early")]
     if with_torch:
         module, python = "tools.bench.input_rows_torch_worker", args.torch_python
         ddp = Side("ddp", module, setup, num_workers=2, python=python)
         # Beside that which it is compared with.
-        arms[1:1] = [(ddp, arm) for arm in _LOADERS]
+        variants[1:1] = [(ddp, variant) for variant in _LOADERS]
         sides.append(ddp)
     with started(*sides):
         calls = [
             _calls(side, count) for side, count in zip(sides, WORKERS, strict=False)
         ]
         found = alternate(
-            arms, blocks=args.blocks, steps=STEPS, warm_up=0, slowest=_of_all
+            variants, blocks=args.blocks, steps=STEPS, warm_up=0, slowest=_of_all
         )
     return found, calls[1:]
 
@@ -81,8 +81,8 @@ def _figures(found: Blocks) -> list[Figure]:
     figures = []
     for side, at_most in (("2/early", 1.1), ("4/early", 1.1), ("2/late", None)):
         ratio = _ratio("cpu_seconds", found[side], one)
-        count, arm = side.split("/")
-        name = f"{count} workers, rows taken {arm}: CPU time of a sample"
+        count, variant = side.split("/")
+        name = f"{count} workers, rows taken {variant}: CPU time of a sample"
         figures.append(Figure(f"{name} relative to one", ratio, at_most=at_most))
     own = found["2/early"]
     speed = _ratio("seconds", one, own)
@@ -94,7 +94,9 @@ def _figures(found: Blocks) -> list[Figure]:
     figures.append(Figure(name, bound, note="an upper bound of the one above"))
     if "ddp/no loader" not in found:
         return figures
-    rivals = [[block["seconds"] for block in found[f"ddp/{arm}"]] for arm in _LOADERS]
+    rivals = [
+        [block["seconds"] for block in found[f"ddp/{variant}"]] for variant in _LOADERS
+    ]
     name = "2 workers: samples per second relative to DistributedDataParallel"
     speed = ratio_to_best(rivals, [block["seconds"] for block in own])
     note = "the faster of no loader process and one for each"

@@ -10,7 +10,7 @@ import math
 import time
 from typing import Any
 
-from tfdp.launch.bench.channel import Arms, work
+from tfdp.launch.bench.channel import Variants, work
 from tools.bench.meters import pin_to_core
 
 SIZE, SKIPPED = 224, 3
@@ -63,7 +63,7 @@ def _window(size: tuple[int, int], drawn: list[float]) -> tuple[int, int, int, i
     return left, top, left + columns, top + rows
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
+def make_variants(setup: dict[str, Any]) -> Variants:
     """Make a model that trains with pictures loaded by its process or by another."""
     pin_to_core(setup["rank"])
     import torch
@@ -119,4 +119,4 @@ def make_arms(setup: dict[str, Any]) -> Arms:
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

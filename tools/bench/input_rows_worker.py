@@ -6,7 +6,7 @@ import gc
 import time
 from typing import Any
 
-from tfdp.launch.bench.channel import Arms, work
+from tfdp.launch.bench.channel import Variants, work
 
 SIZE = 224
 # Elements of a dataset of which the calls of `map` are counted: the last batch is not
@@ -142,7 +142,7 @@ def wait_until_quiet() -> tuple[float, float]:
     return busy_at, cpu
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
+def make_variants(setup: dict[str, Any]) -> Variants:
     """Make a model that trains with rows taken early, and one with rows taken late."""
     from tools.bench.meters import pin_to_core
 
@@ -190,4 +190,4 @@ def make_arms(setup: dict[str, Any]) -> Arms:
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

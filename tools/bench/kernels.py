@@ -14,7 +14,7 @@ ROWS = ("8", "32", "256")
 OTHERS = ("cnn", "transformer", "lstm", "embedding")
 MODELS = (*(f"mlp-{size}-{rows}" for size in UNITS for rows in ROWS), *OTHERS)
 MODULE = "tools.bench.xla_worker"
-# Of a block, of the slowest arm.
+# Of a block, of the slowest variant.
 SECONDS = 1.0
 # What has oneDNN's kernels, beside what has TensorFlow's own. The second pair is what
 # `tfdp run -n 1` changes for a user of plain Keras.
@@ -59,11 +59,11 @@ def _measure(report: Report, blocks: int, model: str, num_workers: int) -> None:
     with started(own, onednn):
         for with_it, without in PAIRS[num_workers]:
             names = [f"{model}/{who}/no jit" for who in (without, with_it)]
-            arms = list(zip((own, onednn), names, strict=True))
-            times = alternate_for(SECONDS, arms, blocks=blocks)
+            variants = list(zip((own, onednn), names, strict=True))
+            times = alternate_for(SECONDS, variants, blocks=blocks)
             report.add_times(times)
             without_times, with_times = (
-                times[f"{side.name}/{arm}"] for side, arm in arms
+                times[f"{side.name}/{variant}"] for side, variant in variants
             )
             beside = "without" if with_it == without else f"{WHO[without]} without"
             name = (

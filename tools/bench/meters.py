@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdp.launch.bench.channel import Arm
+from tfdp.launch.bench.channel import Variant
 
 Times = dict[str, float]
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -26,7 +26,7 @@ def metered(
     step: Callable[[], Any],
     finish: Callable[[Any], Any] = lambda result: None,
     meet: Callable[[], Any] | None = None,
-) -> Arm:
+) -> Variant:
     """Seconds and CPU seconds per step, of all threads of this process.
 
     A step before the first is not timed, as in `tfdp.launch.bench.channel.timed`.
@@ -80,7 +80,7 @@ def reset_peak() -> None:
     _CLEAR.write_text(_RESET_PEAK, "ascii")
 
 
-def peak_of(step: Callable[[], Any]) -> Arm:
+def peak_of(step: Callable[[], Any]) -> Variant:
     """Make a callable that takes so many steps and returns the peak in them.
 
     Args:

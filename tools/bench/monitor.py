@@ -25,9 +25,9 @@ def run(args: Arguments) -> None:
         report = Report(args, setting)
         steps = STEPS if model == "mlp" else STEPS // 3
         found = blocks({"benchmark": "monitor", "model": model}, args.blocks, steps)
-        for arm in ("off", "on"):
-            report.add_times({arm: [block["seconds"] for block in found[arm]]})
-        seconds = {arm: [b["seconds"] for b in found[arm]] for arm in found}
+        for variant in ("off", "on"):
+            report.add_times({variant: [block["seconds"] for block in found[variant]]})
+        seconds = {variant: [b["seconds"] for b in found[variant]] for variant in found}
         name = f"{model}: step time with the monitor relative to none"
         ratio = paired_ratio(seconds["on"], seconds["off"])
         report.add(Figure(name, ratio, at_most=1.02))
@@ -44,16 +44,16 @@ def blocks(
     count: int,
     steps: int,
     num_untimed: int = 0,
-    arms: Sequence[str] = ("off", "on"),
+    variants: Sequence[str] = ("off", "on"),
 ) -> dict[str, list[dict]]:
-    """Blocks of all arms in turn, each as the slowest of two workers measured it.
+    """Blocks of all variants in turn, each as the slowest of two workers measured it.
 
     Args:
         setup: Mapping, what `tools.bench.fit_blocks` is told.
-        count: Int, turns of each arm.
+        count: Int, turns of each variant.
         steps: Int, of a block.
-        num_untimed: Int, blocks of the arm `on` before these. Defaults to 0.
-        arms: Sequence of strings, the arms. Defaults to `("off", "on")`.
+        num_untimed: Int, blocks of the variant `on` before these. Defaults to 0.
+        variants: Sequence of strings, the variants. Defaults to `("off", "on")`.
     """
     setup = {"strategy": "tfdp", **setup}
     side = Side("fit", "tools.bench.fit_blocks", setup, num_workers=2)
@@ -61,10 +61,10 @@ def blocks(
         for _ in range(num_untimed):
             side.run("on", steps)
         found = alternate(
-            [(side, arm) for arm in arms],
+            [(side, variant) for variant in variants],
             blocks=count,
             steps=steps,
             warm_up=0,
             slowest=lambda workers: max(workers, key=lambda found: found["seconds"]),
         )
-    return {arm: found[f"{side.name}/{arm}"] for arm in arms}
+    return {variant: found[f"{side.name}/{variant}"] for variant in variants}

@@ -18,14 +18,14 @@ from tools.bench.report import Arguments, Figure, Report
 
 NUM_REPLICAS = 2
 BATCH_SIZE = 4
-ARMS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "stage 0": {"sharding": "none"},
     "stage 2": {"sharding": "gradients"},
     "stage 3": {"sharding": "parameters"},
     "stage 3, kept": {"sharding": "parameters", "reshard_after_forward": False},
     "stage 3, no prefetch": {"sharding": "parameters", "prefetch": 0},
 }
-# By arm and the arm that it is compared with: the goal.
+# By variant and the variant that it is compared with: the goal.
 COMPARED: dict[tuple[str, str], float | None] = {
     ("stage 2", "stage 0"): None,
     ("stage 3", "stage 0"): 1.35,
@@ -33,7 +33,7 @@ COMPARED: dict[tuple[str, str], float | None] = {
     ("stage 3, kept", "stage 3"): None,
     ("stage 3, no prefetch", "stage 3"): None,
 }
-TORCH_ARMS: dict[str, dict[str, Any]] = {
+TORCH_VARIANTS: dict[str, dict[str, Any]] = {
     "DDP": {"sharded": False},
     "FSDP2": {"sharded": True},
     "FSDP2, kept": {"sharded": True, "reshard_after_forward": False},
@@ -65,7 +65,7 @@ def run(args: Arguments) -> None:
 
 
 def _side(num_workers: int, **setup: Any) -> Side:
-    told = {**_common(), **setup, "strategy": "tfdp", "arms": ARMS}
+    told = {**_common(), **setup, "strategy": "tfdp", "variants": VARIANTS}
     return Side("tfdp", "tools.bench.parameters_worker", told, num_workers)
 
 
@@ -82,15 +82,15 @@ def _common() -> dict[str, Any]:
 def _measure(
     report: Report, title: str, ours: Side, blocks: int, python: str | None = None
 ) -> None:
-    sides, arms = [ours], [(ours, arm) for arm in ARMS]
+    sides, variants = [ours], [(ours, variant) for variant in VARIANTS]
     if python is not None:
-        told = {**_common(), "arms": TORCH_ARMS}
+        told = {**_common(), "variants": TORCH_VARIANTS}
         theirs = Side("torch", "tools.bench.fsdp_worker", told, NUM_REPLICAS, python)
         sides.append(theirs)
-        arms += [(theirs, arm) for arm in TORCH_ARMS]
+        variants += [(theirs, variant) for variant in TORCH_VARIANTS]
     with started(*sides):
-        found = alternate(arms, blocks=blocks, steps=1, warm_up=1, slowest=of_all)
-        sent = {arm: ours.run(f"{arm}/bytes", 1)[0] for arm in PASSES}
+        found = alternate(variants, blocks=blocks, steps=1, warm_up=1, slowest=of_all)
+        sent = {variant: ours.run(f"{variant}/bytes", 1)[0] for variant in PASSES}
     for what in ("seconds", "cpu_seconds"):
         times = {f"{title}, {n}: {what}": _of(found, n, what) for n in found}
         report.add_times(times)
@@ -98,31 +98,31 @@ def _measure(
     if python is not None:
         _add_rivals(report, title, found)
     unit = 4 * LARGE.num_parameters * (NUM_REPLICAS - 1) / NUM_REPLICAS
-    for arm, passes in PASSES.items():
-        name = f"{title}: bytes that a replica sends in {arm}, in S (N - 1) / N"
-        report.add(Figure(name, round(sent[arm] / unit, 3), at_most=1.01 * passes))
+    for variant, passes in PASSES.items():
+        name = f"{title}: bytes that a replica sends in {variant}, in S (N - 1) / N"
+        report.add(Figure(name, round(sent[variant] / unit, 3), at_most=1.01 * passes))
 
 
 def _add_ratios(report: Report, title: str, found: Blocks) -> None:
-    for (arm, other), goal in COMPARED.items():
-        name = f"{title}: step time of {arm} relative to {other}"
-        ratio = _ratio(found, f"tfdp/{arm}", f"tfdp/{other}")
+    for (variant, other), goal in COMPARED.items():
+        name = f"{title}: step time of {variant} relative to {other}"
+        ratio = _ratio(found, f"tfdp/{variant}", f"tfdp/{other}")
         report.add(Figure(name, ratio, at_most=goal))
-        ratio = _ratio(found, f"tfdp/{arm}", f"tfdp/{other}", "cpu_seconds")
+        ratio = _ratio(found, f"tfdp/{variant}", f"tfdp/{other}", "cpu_seconds")
         report.add(Figure(f"{name}, CPU time", ratio))
 
 
 def _add_rivals(report: Report, title: str, found: Blocks) -> None:
     """Both frameworks relative to their own unsharded steps, and to each other."""
-    for arm, rival in BESIDE.items():
+    for variant, rival in BESIDE.items():
         for what in ("seconds", "cpu_seconds"):
             note = "" if what == "seconds" else ", CPU time"
             name = f"{title}: step time of {rival} relative to DDP{note}"
             theirs = _ratio(found, f"torch/{rival}", "torch/DDP", what)
             report.add(Figure(name, theirs))
-            name = f"{title}: step time of {arm} relative to {rival}{note}"
+            name = f"{title}: step time of {variant} relative to {rival}{note}"
             report.add(
-                Figure(name, _ratio(found, f"tfdp/{arm}", f"torch/{rival}", what))
+                Figure(name, _ratio(found, f"tfdp/{variant}", f"torch/{rival}", what))
             )
     ratio = _ratio(found, "tfdp/stage 0", "torch/DDP")
     report.add(Figure(f"{title}: step time of stage 0 relative to DDP", ratio))

@@ -14,7 +14,7 @@ from tfdp.launch.bench.machine import torch_version
 from tfdp.launch.bench.models import Model
 from tfdp.launch.bench.sides import Side, started
 from tools.bench.models import EMPTY, LARGE
-from tools.bench.parameters import TORCH_ARMS
+from tools.bench.parameters import TORCH_VARIANTS
 from tools.bench.report import Arguments, Figure, Report
 
 MB = 1e6
@@ -26,7 +26,7 @@ BATCHES_OF_SLOPE = (16, 32)
 SLOTS = {"adam": 2, "sgd": 0}
 STEPS = 3
 _DEFERRED: dict[str, Any] = {"sharding": "parameters", "init": "deferred"}
-ARMS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "stage 0": {"sharding": "none"},
     "stage 1": {"sharding": "optimizer"},
     "stage 2": {"sharding": "gradients"},
@@ -36,11 +36,11 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 # Which of them are measured: the rest says nothing new.
 MEASURED: dict[tuple[int, str], tuple[str, ...]] = {
-    (2, "adam"): tuple(ARMS),
+    (2, "adam"): tuple(VARIANTS),
     (4, "adam"): ("stage 0", "stage 1", "stage 2", "stage 3, deferred"),
     (2, "sgd"): ("stage 0", "stage 2", "stage 3, deferred"),
 }
-# What a process has without parameters depends on the graph only: by arm.
+# What a process has without parameters depends on the graph only: by variant.
 _BASE_OF = {"stage 0": "stage 0", "stage 1": "stage 2", "stage 2": "stage 2"}
 _BASE_OF_SHARDED = "stage 3, deferred"
 _TORCH_WORKER = "tools.bench.fsdp_worker"
@@ -96,12 +96,12 @@ def run(args: Arguments) -> None:
     report = Report(args, setting)
     activations = _activation_bytes() * BATCH_SIZE
     report.add(Figure("activations, MB", round(activations / MB, 1)))
-    for (num_workers, optimizer), arms in MEASURED.items():
+    for (num_workers, optimizer), variants in MEASURED.items():
         table = _Table(report, optimizer, num_workers, activations)
-        for arm in arms:
-            table.measure(arm)
-        for arm in TORCH_ARMS if torch is not None else ():
-            table.measure_torch(arm, args.torch_python)
+        for variant in variants:
+            table.measure(variant)
+        for variant in TORCH_VARIANTS if torch is not None else ():
+            table.measure_torch(variant, args.torch_python)
     report.finish()
 
 
@@ -123,30 +123,34 @@ class _Table:
         self._activations = activations
         self._title = f"{optimizer}, {num_workers} workers"
 
-    def measure(self, arm: str) -> None:
+    def measure(self, variant: str) -> None:
         """Train at a stage."""
-        base = _base(_BASE_OF.get(arm, _BASE_OF_SHARDED), self._num_workers)
-        found = _peaks(_setup(arm, self._optimizer), LARGE, self._num_workers)
-        self._add(arm, found.above(base))
+        base = _base(_BASE_OF.get(variant, _BASE_OF_SHARDED), self._num_workers)
+        found = _peaks(_setup(variant, self._optimizer), LARGE, self._num_workers)
+        self._add(variant, found.above(base))
 
-    def measure_torch(self, arm: str, python: str) -> None:
+    def measure_torch(self, variant: str, python: str) -> None:
         """Train the same model by PyTorch."""
-        base = _base_of_torch(arm, self._num_workers, python)
-        setup = _setup_of_torch(arm, self._optimizer)
+        base = _base_of_torch(variant, self._num_workers, python)
+        setup = _setup_of_torch(variant, self._optimizer)
         found = _peaks(setup, LARGE, self._num_workers, python)
-        self._add(f"PyTorch, {arm}", found.above(base))
+        self._add(f"PyTorch, {variant}", found.above(base))
 
-    def _add(self, arm: str, found: Peaks) -> None:
-        self._report.keep("bytes", f"{self._title}, {arm}", dataclasses.asdict(found))
-        name = f"{self._title}, {arm}: peak in a step, MB"
+    def _add(self, variant: str, found: Peaks) -> None:
+        self._report.keep(
+            "bytes", f"{self._title}, {variant}", dataclasses.asdict(found)
+        )
+        name = f"{self._title}, {variant}: peak in a step, MB"
         note = str(found)
-        if not found.largest_unit or arm.endswith("kept"):
+        if not found.largest_unit or variant.endswith("kept"):
             self._report.add(Figure(name, round(found.step / MB), note=note))
             return
         bound = self._bound(found.largest_unit)
         note = f"{note}; largest unit {found.largest_unit / MB:.0f} MB"
         self._report.add(Figure(name, round(found.step / MB), note=note))
-        name = f"{self._title}, {arm}: peak in a step relative to {bound / MB:.0f} MB"
+        name = (
+            f"{self._title}, {variant}: peak in a step relative to {bound / MB:.0f} MB"
+        )
         self._report.add(Figure(name, round(found.step / bound, 3), at_most=LIMIT))
 
     def _bound(self, largest_unit: int) -> float:
@@ -156,33 +160,35 @@ class _Table:
         return state / self._num_workers + units + self._activations
 
 
-def _setup(arm: str, optimizer: str, batch_size: int = BATCH_SIZE) -> dict[str, Any]:
+def _setup(
+    variant: str, optimizer: str, batch_size: int = BATCH_SIZE
+) -> dict[str, Any]:
     return {
         "benchmark": "memory",
         "strategy": "tfdp",
         "optimizer": optimizer,
         "batch_size": batch_size,
-        "options": ARMS[arm],
+        "options": VARIANTS[variant],
     }
 
 
-def _setup_of_torch(arm: str, optimizer: str) -> dict[str, Any]:
+def _setup_of_torch(variant: str, optimizer: str) -> dict[str, Any]:
     return {
         "benchmark": "memory",
         "optimizer": optimizer,
         "batch_size": BATCH_SIZE,
-        **TORCH_ARMS[arm],
+        **TORCH_VARIANTS[variant],
     }
 
 
 @functools.cache
-def _base(arm: str, num_workers: int) -> Peaks:
-    return _peaks(_setup(arm, "adam"), EMPTY, num_workers)
+def _base(variant: str, num_workers: int) -> Peaks:
+    return _peaks(_setup(variant, "adam"), EMPTY, num_workers)
 
 
 @functools.cache
-def _base_of_torch(arm: str, num_workers: int, python: str) -> Peaks:
-    return _peaks(_setup_of_torch(arm, "adam"), EMPTY, num_workers, python)
+def _base_of_torch(variant: str, num_workers: int, python: str) -> Peaks:
+    return _peaks(_setup_of_torch(variant, "adam"), EMPTY, num_workers, python)
 
 
 def _peaks(

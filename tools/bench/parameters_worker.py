@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.launch.bench.channel import Arm, Arms, OnDemand, work
+from tfdp.launch.bench.channel import OnDemand, Variant, Variants, work
 from tfdp.launch.bench.models import Model
 from tfdp.launch.bench.training import make_strategy, training_step
 from tools.bench.all_reduce import BUCKETS
@@ -64,7 +64,7 @@ def trained(strategy: Any, setup: dict[str, Any], options: dict[str, Any]) -> Tr
     return Trained(step, made[0], peak_bytes())
 
 
-def memory_arms(strategy: Any, setup: dict[str, Any]) -> dict[str, Arm]:
+def memory_variants(strategy: Any, setup: dict[str, Any]) -> dict[str, Variant]:
     """Peaks of resident memory of one stage, and the sizes of its units."""
     _send_once(strategy)
     found = trained(strategy, setup, setup["options"])
@@ -108,13 +108,13 @@ def unit_bytes(unit: Any) -> int:
     return sum(p.num_elements * p.dtype.size for p in unit.parameters)
 
 
-def time_arms(strategy: Any, setup: dict[str, Any]) -> OnDemand[Arm]:
+def time_variants(strategy: Any, setup: dict[str, Any]) -> OnDemand[Variant]:
     """Step times, and bytes that a replica sends in a step, of several stages."""
     meet = barrier(strategy)
-    told = setup["arms"]
+    told = setup["variants"]
     sent: dict[str, float] = {}
 
-    def make(name: str) -> Arm:
+    def make(name: str) -> Variant:
         stage, _, what = name.partition("/")
         if what == "bytes":
             return lambda steps: sent[stage]
@@ -137,11 +137,11 @@ def _sent_bytes(step: Any) -> float:
     return sum(c.wire_bytes for c in recorder.collectives if c.replica == 0)
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
+def make_variants(setup: dict[str, Any]) -> Variants:
     strategy = make_strategy(setup)
-    arms_of = memory_arms if setup["benchmark"] == "memory" else time_arms
-    return arms_of(strategy, setup)
+    variants_of = memory_variants if setup["benchmark"] == "memory" else time_variants
+    return variants_of(strategy, setup)
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

@@ -27,7 +27,7 @@ def run(args: Arguments) -> None:
         report = Report(args, setting)
         setup = {"benchmark": "rebalance", "model": "mlp", "delay_ms": delay_ms}
         found = blocks(setup, args.blocks, STEPS, _UNTIMED)
-        seconds = {arm: [b["seconds"] for b in found[arm]] for arm in found}
+        seconds = {variant: [b["seconds"] for b in found[variant]] for variant in found}
         report.add_times(seconds)
         rows = statistics.median(block["rows"] for block in found["on"])
         name = f"{delay_ms:g} ms a row: step time with rebalancing relative to none"

@@ -8,12 +8,12 @@ from typing import Any
 
 import psutil
 
-from tfdp.launch.bench.channel import Arms, timed, work
+from tfdp.launch.bench.channel import Variants, timed, work
 from tfdp.launch.bench.training import make_strategy, training_step
 from tools.bench.models import MODELS
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
+def make_variants(setup: dict[str, Any]) -> Variants:
     strategy = make_strategy(setup)
     made: list[Any] = []
 
@@ -56,4 +56,4 @@ def _slot_bytes(optimizer: Any) -> int:
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

@@ -17,8 +17,8 @@ def run(args: Arguments) -> None:
     report = Report(args, setting)
     side = Side("fit", "tools.bench.fit_worker", {})
     with started(side):
-        arms = [(side, "plain"), (side, "tfdp")]
-        times = alternate(arms, blocks=max(30, args.blocks), steps=25)
+        variants = [(side, "plain"), (side, "tfdp")]
+        times = alternate(variants, blocks=max(30, args.blocks), steps=25)
     report.add_times(times)
     ratio = paired_ratio(times["fit/tfdp"], times["fit/plain"])
     name = "step time of one replica relative to plain Keras"

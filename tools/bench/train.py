@@ -92,13 +92,13 @@ def run(settings: Settings, files: output.Files) -> None:
     content = output.about("train", dataclasses.asdict(settings), PROGRAM)
     content["models"] = {name: str(model) for name, model in settings.models.items()}
     num_tables = len(settings.models) * len(settings.scalings)
-    num_turns = num_tables * len(settings.counts) * settings.blocks
+    num_blocks = num_tables * len(settings.counts) * settings.blocks
     sides = {count: _side(settings, count) for count in settings.counts}
     with (
-        output.progress_bar("training steps", num_turns) as on_turn,
+        output.progress_bar("training steps", num_blocks) as on_block,
         started(*sides.values()),
     ):
-        rows, content["seconds_per_step"] = _measure(settings, sides, on_turn)
+        rows, content["seconds_per_step"] = _measure(settings, sides, on_block)
     output.report(
         content,
         files,
@@ -111,15 +111,15 @@ def run(settings: Settings, files: output.Files) -> None:
 
 def _side(settings: Settings, count: int) -> Side:
     """The workers of a number of replicas: for one, plain Keras with no strategy."""
-    arms = {
-        _arm(name, settings.batch(scaling, count)): {
+    variants = {
+        _variant(name, settings.batch(scaling, count)): {
             "model": dataclasses.asdict(model),
             "batch_size": settings.batch(scaling, count),
         }
         for name, model in settings.models.items()
         for scaling in settings.scalings
     }
-    setup: dict[str, Any] = {"arms": arms, "strategy": "alone", "threads": 1}
+    setup: dict[str, Any] = {"variants": variants, "strategy": "alone", "threads": 1}
     if count == 1:
         return Side("1", _WORKER, setup)
     if settings.placement == "devices":
@@ -130,18 +130,18 @@ def _side(settings: Settings, count: int) -> Side:
 
 
 def _measure(
-    settings: Settings, sides: dict[int, Side], on_turn: Callable[[], Any]
+    settings: Settings, sides: dict[int, Side], on_block: Callable[[], Any]
 ) -> tuple[list[Row], Times]:
     rows: list[Row] = []
     all_times: Times = {}
     for name in settings.models:
         for scaling in settings.scalings:
             batches = {count: settings.batch(scaling, count) for count in sides}
-            arms = [(sides[n], _arm(name, batches[n])) for n in sides]
+            variants = [(sides[n], _variant(name, batches[n])) for n in sides]
             times = alternate_for(
-                _BLOCK_SECONDS, arms, blocks=settings.blocks, on_turn=on_turn
+                _BLOCK_SECONDS, variants, blocks=settings.blocks, on_block=on_block
             )
-            of_count = {n: times[f"{n}/{_arm(name, batches[n])}"] for n in sides}
+            of_count = {n: times[f"{n}/{_variant(name, batches[n])}"] for n in sides}
             for count, seconds in of_count.items():
                 all_times[f"{name}, {scaling}, {count}"] = seconds
                 ratio = efficiency(scaling, of_count[1], seconds, count)
@@ -151,7 +151,7 @@ def _measure(
     return rows, all_times
 
 
-def _arm(name: str, batch_size: int) -> str:
+def _variant(name: str, batch_size: int) -> str:
     return f"{name}, batch {batch_size}"
 
 

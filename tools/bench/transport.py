@@ -56,13 +56,13 @@ def run(args: Arguments) -> None:
 
 def _measure(args: Arguments, folder: str, *, with_torch: bool) -> Blocks:
     sides = {name: _tensorflow(name) for name in ("direct", "ring")}
-    setup = {"arms": SIZES, "folder": folder, "chunks_bytes": CHUNKS}
+    setup = {"variants": SIZES, "folder": folder, "chunks_bytes": CHUNKS}
     module = "tools.bench.transport_worker"
     sides["bytes"] = Side("bytes", module, setup, num_workers=2)
     rivals = [(sides["direct"], ""), *((sides["bytes"], f"{w}/") for w in WIRES)]
     if with_torch:
         module, python = "tools.bench.transport_torch_worker", args.torch_python
-        sides["gloo"] = Side("gloo", module, {"arms": SIZES}, 2, python=python)
+        sides["gloo"] = Side("gloo", module, {"variants": SIZES}, 2, python=python)
         # Beside those that are compared with it.
         rivals.insert(2, (sides["gloo"], ""))
     rivals.insert(0, (sides["ring"], ""))
@@ -85,7 +85,7 @@ def _tensorflow(backend: str) -> Side:
         "strategy": "tfdp",
         "communication": {"backend": backend},
         "meters": True,
-        "arms": {
+        "variants": {
             name: (lengths, 0)
             for name, lengths in (SIZES | BY_SIZE | {ROW: SMALL}).items()
         },
@@ -114,9 +114,9 @@ def _beside_gloo(blocks: Blocks) -> list[Figure]:
     }
     figures = []
     for size in SIZES:
-        for arm, (where, goal) in goals.items():
+        for variant, (where, goal) in goals.items():
             name = f"{size} {where}, speed relative to Gloo"
-            ratio = _ratio(blocks, f"gloo/{size}", f"{arm}/{size}")
+            ratio = _ratio(blocks, f"gloo/{size}", f"{variant}/{size}")
             goal = goal if size == LARGE else {"at_least": 1.0}
             figures.append(Figure(name, ratio, **goal))
     name = (
@@ -147,8 +147,8 @@ def _with_chunks(size: int) -> str:
     return f"bytes/memory, {size}/{LARGE}"
 
 
-def _times(blocks: Blocks, arm: str, what: str = "seconds") -> list[float]:
-    return [block[what] for block in blocks[arm]]
+def _times(blocks: Blocks, variant: str, what: str = "seconds") -> list[float]:
+    return [block[what] for block in blocks[variant]]
 
 
 def _ratio(blocks: Blocks, of: str, to: str, what: str = "seconds") -> Ratio:

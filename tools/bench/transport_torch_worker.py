@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdp.launch.bench.channel import Arms, work
+from tfdp.launch.bench.channel import Variants, work
 from tfdp.launch.bench.torch_worker import join
 from tools.bench.meters import metered
 
@@ -32,14 +32,14 @@ def all_reduce_step(lengths: Sequence[int]) -> Callable[[], None]:
     return step
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
-    """Make an arm for each size."""
+def make_variants(setup: dict[str, Any]) -> Variants:
+    """Make a variant for each size."""
     join(setup)
     return {
         name: metered(all_reduce_step(lengths))
-        for name, lengths in setup["arms"].items()
+        for name, lengths in setup["variants"].items()
     }
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

@@ -18,7 +18,7 @@ from tfdp.communication.transport import (
     SharedMemoryCommunicator,
     SocketCommunicator,
 )
-from tfdp.launch.bench.channel import Arm, Arms, work
+from tfdp.launch.bench.channel import Variant, Variants, work
 from tools.bench.meters import metered
 
 
@@ -115,16 +115,16 @@ def communicators(setup: dict[str, Any]) -> dict[str, Callable[[str], Communicat
     return made
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
-    """Make an arm `wire/size` for each communicator and each size of `arms`."""
-    num_lanes = max(map(len, setup["arms"].values()))
-    arms: dict[str, Arm] = {}
+def make_variants(setup: dict[str, Any]) -> Variants:
+    """Make a variant `wire/size` for each communicator and each size of `variants`."""
+    num_lanes = max(map(len, setup["variants"].values()))
+    variants: dict[str, Variant] = {}
     for wire, new_communicator in communicators(setup).items():
         lanes = [new_communicator(f"{wire}/{lane}") for lane in range(num_lanes)]
-        for name, lengths in setup["arms"].items():
-            arms[f"{wire}/{name}"] = metered(all_reduce_step(lanes, lengths))
-    return arms
+        for name, lengths in setup["variants"].items():
+            variants[f"{wire}/{name}"] = metered(all_reduce_step(lanes, lengths))
+    return variants
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

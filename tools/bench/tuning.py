@@ -29,12 +29,12 @@ def run(args: Arguments) -> None:
     setting = {
         "benchmark": "Keras fit of ResNet-18 of an eighth of its width, 32 images for "
         "each of two workers, AdamW, 1 thread each",
-        "arms": f"buckets of {', '.join(map(str, SIZES_MB))} MB, the default, and "
+        "variants": f"buckets of {', '.join(map(str, SIZES_MB))} MB, the default, and "
         f'"auto", whose trial is over when the blocks of {STEPS} steps begin',
     }
     report = Report(args, setting)
-    arms = {str(size): size for size in SIZES_MB} | {DEFAULT: None, AUTO: AUTO}
-    setup = {"strategy": "tfdp", "arms": arms}
+    variants = {str(size): size for size in SIZES_MB} | {DEFAULT: None, AUTO: AUTO}
+    setup = {"strategy": "tfdp", "variants": variants}
     _measure(report, args, lambda: Side("fit", MODULE, setup, 2), "loopback")
     if reason := missing():
         print(f"Two hosts are left out: {reason}")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tfdp.launch.bench.channel import Arm, Arms, work
+from tfdp.launch.bench.channel import Variant, Variants, work
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # As in docs/reports/bucket_study.md.
@@ -33,7 +33,7 @@ def new_model(strategy: Any) -> Any:
     return model, images
 
 
-def fit_arm(strategy: Any, bucket_mb: float | str | None) -> Arm:
+def fit_variant(strategy: Any, bucket_mb: float | str | None) -> Variant:
     """Seconds per step of `fit`, from the end of the first step on.
 
     Args:
@@ -56,7 +56,7 @@ def fit_arm(strategy: Any, bucket_mb: float | str | None) -> Arm:
 
     def run(steps: int) -> float:
         nonlocal needs_trial
-        # All arms share the process's one strategy.
+        # All variants share the process's one strategy.
         extended.options = extended.reducer.options = options
         if needs_trial:
             steps, needs_trial = max_trial_steps(1), False
@@ -70,7 +70,7 @@ def outcome_of(key_file: Path) -> str:
     return key_file.read_text("utf-8") if key_file.exists() else ""
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
+def make_variants(setup: dict[str, Any]) -> Variants:
     from tfdp.features.tuning import callback
     from tfdp.features.tuning.plan_cache import plans_path
     from tfdp.launch.bench.training import make_strategy
@@ -78,12 +78,13 @@ def make_arms(setup: dict[str, Any]) -> Arms:
     # Steps after the trial are measured by themselves.
     callback.MIN_TRIALS_PER_FIT = 1
     strategy = make_strategy(setup)
-    arms: dict[str, Arm] = {
-        name: fit_arm(strategy, bucket_mb) for name, bucket_mb in setup["arms"].items()
+    variants: dict[str, Variant] = {
+        name: fit_variant(strategy, bucket_mb)
+        for name, bucket_mb in setup["variants"].items()
     }
-    arms[OUTCOME] = lambda steps: outcome_of(plans_path())
-    return arms
+    variants[OUTCOME] = lambda steps: outcome_of(plans_path())
+    return variants
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

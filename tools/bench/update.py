@@ -40,7 +40,7 @@ def run(args: Arguments) -> None:
             what = f"{optimizer}, {variables}"
             kinds = {kind: f"{kind}: {what}" for kind in KINDS}
             times = alternate(
-                [(side, arm) for arm in kinds.values()],
+                [(side, variant) for variant in kinds.values()],
                 blocks=args.blocks,
                 steps=STEPS[variables],
             )

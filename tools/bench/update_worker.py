@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdp.launch.bench.channel import Arms, timed, work
+from tfdp.launch.bench.channel import Variants, timed, work
 from tools.bench.update import GOALS, LARGE, LAYERS, SMALL
 
 
@@ -86,8 +86,8 @@ def call_step(shapes: list[tuple[int, ...]]) -> Callable[[], Any]:
     return step
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
-    arms = {}
+def make_variants(setup: dict[str, Any]) -> Variants:
+    variants = {}
     for variables, optimizer in GOALS:
         shapes, options = SHAPES[variables], OPTIONS[optimizer]
         steps = {
@@ -97,9 +97,9 @@ def make_arms(setup: dict[str, Any]) -> Arms:
             "nothing": call_step(shapes),
         }
         for kind, step in steps.items():
-            arms[f"{kind}: {optimizer}, {variables}"] = timed(step)
-    return arms
+            variants[f"{kind}: {optimizer}, {variables}"] = timed(step)
+    return variants
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdp.launch.bench.channel import Arm, Arms, timed, work
+from tfdp.launch.bench.channel import Variant, Variants, timed, work
 from tfdp.launch.bench.training import make_strategy, sums_in_packs
 from tools.bench.meters import metered
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
+def make_variants(setup: dict[str, Any]) -> Variants:
     """Make sums of plain tensors, by the public API of tf.distribute."""
     strategy = make_strategy(setup)
-    arms: dict[str, Arm] = {}
+    variants: dict[str, Variant] = {}
     in_a_row = setup.get("in_a_row", {})
-    for name, (lengths, pack_bytes) in setup["arms"].items():
+    for name, (lengths, pack_bytes) in setup["variants"].items():
         step = _all_reduce_step(strategy, lengths, pack_bytes, in_a_row.get(name, 1))
         if setup.get("meters"):
-            arms[name] = metered(step, lambda result: result.numpy())
+            variants[name] = metered(step, lambda result: result.numpy())
         else:
-            arms[name] = timed(step)
-    return arms
+            variants[name] = timed(step)
+    return variants
 
 
 def _all_reduce_step(
@@ -45,4 +45,4 @@ def _all_reduce_step(
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

@@ -10,7 +10,10 @@ from tools.bench.report import Arguments, Figure, Report
 # Where a process happens to lay its weights makes it faster or slower by up to 7 % for
 # as long as it lives: a pair is the medians of one process.
 BLOCKS_PER_PROCESS = 8
-ARMS = {"wrapped": "under no strategy", "wrapped, tfdp": "under tfdp.MirroredStrategy"}
+VARIANTS = {
+    "wrapped": "under no strategy",
+    "wrapped, tfdp": "under tfdp.MirroredStrategy",
+}
 
 
 def run(args: Arguments) -> None:
@@ -25,13 +28,13 @@ def run(args: Arguments) -> None:
     for _ in range(max(1, args.blocks // BLOCKS_PER_PROCESS)):
         side = Side("fit", "tools.bench.fit_worker", {})
         with started(side):
-            arms = [(side, arm) for arm in ("plain", *ARMS)]
-            part = alternate(arms, blocks=BLOCKS_PER_PROCESS, steps=25)
+            variants = [(side, variant) for variant in ("plain", *VARIANTS)]
+            part = alternate(variants, blocks=BLOCKS_PER_PROCESS, steps=25)
         for name, values in part.items():
             times.setdefault(name, []).append(statistics.median(values))
     report.add_times(times)
-    for arm, where in ARMS.items():
-        ratio = paired_ratio(times[f"fit/{arm}"], times["fit/plain"])
+    for variant, where in VARIANTS.items():
+        ratio = paired_ratio(times[f"fit/{variant}"], times["fit/plain"])
         name = f"step time with a wrapped optimizer {where} relative to plain Keras"
         report.add(Figure(name, ratio, at_most=1.03))
     report.finish()

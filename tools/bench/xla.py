@@ -8,7 +8,7 @@ from tools.bench.xla_worker import BATCH_SIZES
 
 MODELS = ("mlp", "cnn", "transformer")
 MODULE = "tools.bench.xla_worker"
-# Of a block, of the slowest arm.
+# Of a block, of the slowest variant.
 SECONDS = 1.0
 # One replica and plain Keras are nearly as fast: more pairs tell them apart.
 PAIRS_FOR_A_BLOCK = 5
@@ -37,11 +37,11 @@ def run(args: Arguments) -> None:
 def _measure_one(report: Report, model: str, blocks: int) -> None:
     """Measure what tfdp costs one replica, whose step is compiled as a whole."""
     side = Side("fit", MODULE, {})
-    arms = [(side, f"{model}/{who}/jit") for who in ("one", "plain")]
+    variants = [(side, f"{model}/{who}/jit") for who in ("one", "plain")]
     with started(side):
-        times = alternate_for(SECONDS, arms, blocks=blocks)
+        times = alternate_for(SECONDS, variants, blocks=blocks)
     report.add_times({f"alone, {name}": found for name, found in times.items()})
-    ratio = paired_ratio(*(times[f"fit/{arm}"] for _, arm in arms))
+    ratio = paired_ratio(*(times[f"fit/{variant}"] for _, variant in variants))
     name = f"{model}, one replica, compiled: step time relative to plain Keras compiled"
     report.add(Figure(name, ratio, at_most=1.03))
 
@@ -77,8 +77,8 @@ def _times(
     report: Report, side: Side, model: str, who: tuple[str, ...], blocks: int
 ) -> dict[tuple[str, str], list[float]]:
     keys = [(each, how) for each in who for how in ("jit", "no jit")]
-    arms = [(side, f"{model}/{each}/{how}") for each, how in keys]
+    variants = [(side, f"{model}/{each}/{how}") for each, how in keys]
     with started(side):
-        times = alternate_for(SECONDS, arms, blocks=blocks)
+        times = alternate_for(SECONDS, variants, blocks=blocks)
     report.add_times(times)
     return {key: times[f"fit/{model}/{'/'.join(key)}"] for key in keys}

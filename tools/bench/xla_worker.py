@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from tfdp.launch.bench.channel import Arm, Arms, OnDemand, work
+from tfdp.launch.bench.channel import OnDemand, Variant, Variants, work
 
 # Samples of a replica; of an MLP of another size its name tells them.
 BATCH_SIZES = {"mlp": 32, "cnn": 16, "transformer": 8, "lstm": 32, "embedding": 256}
@@ -82,7 +82,7 @@ def _batch(model: Any, size: int) -> tuple:
     return rng.normal(size=shape).astype("float32"), y
 
 
-def fit_arm(strategy: Any, name: str, *, jit_compile: bool) -> Arm:
+def fit_variant(strategy: Any, name: str, *, jit_compile: bool) -> Variant:
     """Seconds per step of `fit`, from the end of the first step on.
 
     Args:
@@ -107,14 +107,14 @@ def fit_arm(strategy: Any, name: str, *, jit_compile: bool) -> Arm:
     return timed_fit(model, _batch(model, rows * num_replicas))
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
+def make_variants(setup: dict[str, Any]) -> Variants:
     strategies = _workers(setup) if len(setup["addresses"]) > 1 else _devices()
 
-    def make(arm: str) -> Arm:
-        name, who, how = arm.split("/")
-        return fit_arm(strategies[who], name, jit_compile=how == "jit")
+    def make(variant: str) -> Variant:
+        name, who, how = variant.split("/")
+        return fit_variant(strategies[who], name, jit_compile=how == "jit")
 
-    return OnDemand(make, lambda arm: arm.partition("/")[0])
+    return OnDemand(make, lambda variant: variant.partition("/")[0])
 
 
 def _devices() -> dict[str, Any]:
@@ -141,4 +141,4 @@ def _workers(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

@@ -1,7 +1,7 @@
 """Benchmarks of `tfdp bench`: paired ratios of sides that alternate on one machine.
 
 A side is a group of worker processes, which run one or several measured variants
-(`Arm`). A block, or turn, is a number of steps of a variant, without interruption.
+(`Variant`). A block is a number of steps of a variant, without interruption.
 
 The engine, in reading order, which `tools/bench` uses too:
 

@@ -17,16 +17,16 @@ from typing import Any, Generic, Protocol, TextIO, TypeVar
 
 # Callable that is one measured variant: it takes a number of steps, runs them, and
 # returns the measurement.
-Arm = Callable[[int], Any]
+Variant = Callable[[int], Any]
 
 
 Value = TypeVar("Value")
 
 
-class Arms(Protocol):
+class Variants(Protocol):
     """Mapping, such as a dict, from names to measured variants."""
 
-    def __getitem__(self, name: str, /) -> Arm: ...
+    def __getitem__(self, name: str, /) -> Variant: ...
 
 
 class OnDemand(Generic[Value]):
@@ -41,8 +41,8 @@ class OnDemand(Generic[Value]):
 
     Example:
 
-    >>> arms = OnDemand(lambda name: name.upper(), lambda name: name[0])
-    >>> arms["ab"]
+    >>> variants = OnDemand(lambda name: name.upper(), lambda name: name[0])
+    >>> variants["ab"]
     'AB'
     """
 
@@ -63,15 +63,15 @@ class OnDemand(Generic[Value]):
         return self._values[name]
 
 
-def work(make_arms: Callable[[dict[str, Any]], Arms]) -> None:
+def work(make_variants: Callable[[dict[str, Any]], Variants]) -> None:
     """Run blocks of steps as the driver orders, until it closes the pipe.
 
     Only replies are written to the pipe; any other output of the worker is redirected
     to its log, which is stderr.
 
     Args:
-        make_arms: Callable that maps the worker's setup, a dict from the driver, to
-            `Arms`, its measured variants by name.
+        make_variants: Callable that maps the worker's setup, a dict from the driver, to
+            `Variants`, its measured variants by name.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -81,11 +81,11 @@ def work(make_arms: Callable[[dict[str, Any]], Arms]) -> None:
     # and would wait indefinitely for the lock of the thread that reads it.
     sys.stdin = open(os.devnull)  # noqa: SIM115
     threading.Thread(target=_read_orders, args=(pipe, orders), daemon=True).start()
-    arms = make_arms(json.loads(sys.argv[1]))
+    variants = make_variants(json.loads(sys.argv[1]))
     print(json.dumps({"ready": True}), file=replies)
     while True:
         order = orders.get()
-        result = arms[order["arm"]](order["steps"])
+        result = variants[order["variant"]](order["steps"])
         print(json.dumps({"result": result}), file=replies)
 
 
@@ -93,7 +93,7 @@ def timed(
     function: Callable[[], Any],
     barrier: Callable[[], Any] | None = None,
     finish: Callable[[Any], Any] = lambda tensor: tensor.numpy(),
-) -> Arm:
+) -> Variant:
     """Return a measured variant: it calls a function, and returns seconds per call.
 
     The last result is read within the measured time, so that no work is pending. One
@@ -108,7 +108,7 @@ def timed(
         finish: Callable that reads a tensor. Defaults to one for TensorFlow.
 
     Returns:
-        `Arm` that takes a number of calls and returns seconds per call.
+        `Variant` that takes a number of calls and returns seconds per call.
     """
 
     def run(steps: int) -> float:

@@ -95,7 +95,7 @@ class Settings(ReplicaSettings):
             )
 
 
-def num_turns(settings: Settings) -> int:
+def num_blocks(settings: Settings) -> int:
     """Return the number of blocks of a run.
 
     Args:
@@ -104,15 +104,15 @@ def num_turns(settings: Settings) -> int:
     Returns:
         Int, over all collectives, algorithms and sizes.
     """
-    arms = sum(len(_algorithms(settings, c)) for c in settings.collectives)
-    return arms * len(settings.sizes) * settings.blocks
+    variants = sum(len(_algorithms(settings, c)) for c in settings.collectives)
+    return variants * len(settings.sizes) * settings.blocks
 
 
 def measure(
     settings: Settings,
     runner: Runner,
     num_replicas: int,
-    on_turn: Callable[[], Any] = lambda: None,
+    on_block: Callable[[], Any] = lambda: None,
 ) -> tuple[list[Row], dict[str, list[float]]]:
     """Measure all collectives; the algorithms of one size alternate.
 
@@ -120,7 +120,7 @@ def measure(
         settings: `Settings` of the run.
         runner: A `Side` of `tfdp.launch.bench.collectives_worker`, or `ClusterRunner`.
         num_replicas: Int, number of replicas.
-        on_turn: Callable, called after each block. Defaults to nothing.
+        on_block: Callable, called after each block. Defaults to nothing.
 
     Returns:
         Tuple of the rows of the table, and a dict from the name of a measured variant,
@@ -136,9 +136,9 @@ def measure(
                 algorithm: f"{collective}/{algorithm}/{size}"
                 for algorithm in _algorithms(settings, collective)
             }
-            arms = [(runner, name) for name in names.values()]
+            variants = [(runner, name) for name in names.values()]
             times = alternate_for(
-                _BLOCK_SECONDS, arms, blocks=settings.blocks, on_turn=on_turn
+                _BLOCK_SECONDS, variants, blocks=settings.blocks, on_block=on_block
             )
             for algorithm, name in names.items():
                 all_times[name] = seconds = times[f"{runner.name}/{name}"]
@@ -201,11 +201,11 @@ def run(settings: Settings, files: output.Files) -> int:
     """
     content = output.about("collectives", dataclasses.asdict(settings))
     with (
-        output.progress_bar("collectives", num_turns(settings)) as on_turn,
+        output.progress_bar("collectives", num_blocks(settings)) as on_block,
         ready_replicas(settings, _WORKER) as replicas,
     ):
         count = replicas.topology.num_replicas
-        rows, times = measure(settings, replicas.runner, count, on_turn)
+        rows, times = measure(settings, replicas.runner, count, on_block)
         (backend, *_) = replicas.runner.run(BACKEND, 1)
     if replicas.is_chief:
         output.report(

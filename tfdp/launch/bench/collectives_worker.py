@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdp.communication.collectives import Member, ProcessGroup
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm
-from tfdp.launch.bench.channel import Arm, OnDemand, work
+from tfdp.launch.bench.channel import OnDemand, Variant, work
 from tfdp.launch.bench.nccl_tests import (
     BACKEND,
     NO_ALGORITHM,
@@ -25,7 +25,7 @@ from tfdp.training.reduction.algorithm_selector import AlgorithmChoice
 _CHECK = "check "
 
 
-class CollectiveArms:
+class CollectiveVariants:
     """Mapping of the measured variants of all collectives, created on first use.
 
     The variant `all_reduce/ring/4096` returns the seconds of one call;
@@ -44,7 +44,7 @@ class CollectiveArms:
         # turns.
         self._cases = OnDemand(self._make, lambda n: (n.split("/")[0], n.split("/")[2]))
 
-    def __getitem__(self, name: str) -> Arm:
+    def __getitem__(self, name: str) -> Variant:
         if name == BACKEND:
             return lambda _: self._group.backend
         case = self._cases[name.removeprefix(_CHECK)]
@@ -74,7 +74,7 @@ class _Case:
         dtype: Type of the elements.
 
     Attributes:
-        seconds: `Arm` that returns the seconds per call.
+        seconds: `Variant` that returns the seconds per call.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ def _call(collective: str, algorithm: str) -> Callable[..., tf.Tensor]:
     return lambda x, group, replica: getattr(Member(group, replica), collective)(x)
 
 
-def make_arms(
+def make_variants(
     setup: dict[str, Any], check: Callable[[Topology], None] = lambda topology: None
-) -> CollectiveArms:
+) -> CollectiveVariants:
     """Create the measured variants of a worker, after a check of the topology.
 
     Args:
@@ -141,8 +141,8 @@ def make_arms(
     """
     strategy = make_strategy(setup)
     check(strategy.extended.algorithm_selector.topology)
-    return CollectiveArms(strategy, setup["dtype"])
+    return CollectiveVariants(strategy, setup["dtype"])
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

@@ -84,15 +84,15 @@ def run(settings: Settings, files: output.Files) -> None:
             soft_wrap=True,
         )
     measured = set_ups(settings.num_workers, has_torch=has_torch)
-    num_arms = sum(len(set_up.arms) for set_up in measured)
-    num_turns = len(settings.models) * settings.blocks * num_arms
+    num_variants = sum(len(set_up.variants) for set_up in measured)
+    num_blocks = len(settings.models) * settings.blocks * num_variants
     times: Times = {}
-    with output.progress_bar("training steps", num_turns) as on_turn:
+    with output.progress_bar("training steps", num_blocks) as on_block:
         # Defaults are compared with defaults only, and tuned with tuned, so that only
         # half of the processes need to exist at a time.
         for tuning in (DEFAULTS, TUNED):
             group = [set_up for set_up in measured if set_up.tuning == tuning]
-            times |= _measure(settings, group, on_turn)
+            times |= _measure(settings, group, on_block)
     content["seconds_per_step"] = times
     global_batch_size = settings.batch_size * settings.num_workers
     rows = [
@@ -111,14 +111,14 @@ def run(settings: Settings, files: output.Files) -> None:
 
 
 def _measure(
-    settings: Settings, group: Sequence[SetUp], on_turn: Callable[[], Any]
+    settings: Settings, group: Sequence[SetUp], on_block: Callable[[], Any]
 ) -> Times:
     """Run the processes of a group of set-ups, whose variants alternate.
 
     Args:
         settings: `Settings` of the run.
         group: Sequence of `SetUp`, those whose processes run at the same time.
-        on_turn: Callable, called after each block.
+        on_block: Callable, called after each block.
 
     Returns:
         Dict from `side/variant` to seconds per step, block by block.
@@ -135,13 +135,13 @@ def _measure(
     times: Times = {}
     with started(*sides.values()):
         for model in settings.models:
-            arms = [
-                (side, f"{model}{arm}")
+            variants = [
+                (side, f"{model}{variant}")
                 for set_up, side in sides.items()
-                for arm in set_up.arms
+                for variant in set_up.variants
             ]
             times |= alternate_for(
-                _BLOCK_SECONDS, arms, blocks=settings.blocks, on_turn=on_turn
+                _BLOCK_SECONDS, variants, blocks=settings.blocks, on_block=on_block
             )
     return times
 

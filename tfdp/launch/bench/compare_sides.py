@@ -73,22 +73,24 @@ class SetUp:
         return {"": _DEFAULTS[self.kind]}
 
     @property
-    def arms(self) -> dict[str, dict[str, Any]]:
+    def variants(self) -> dict[str, dict[str, Any]]:
         """Dict of the settings of each measured variant, except model and batch size.
 
         A key is the part of the variant's name after the model's name.
         """
-        arms = {
-            f", {choice}" if choice else "": dict(arm_settings)
-            for choice, arm_settings in self.choices.items()
+        variants = {
+            f", {choice}" if choice else "": dict(variant_settings)
+            for choice, variant_settings in self.choices.items()
         }
         if self.kind in (DEVICES, PLAIN):
-            return arms
+            return variants
         # The stock strategy computes the same with packs of any size, so that one
         # variant without communication is enough.
-        names = list(arms)[:1] if self.kind == STOCK else list(arms)
-        alone = {f"{name}, {ALONE}": {**arms[name], "alone": True} for name in names}
-        return arms | alone
+        names = list(variants)[:1] if self.kind == STOCK else list(variants)
+        alone = {
+            f"{name}, {ALONE}": {**variants[name], "alone": True} for name in names
+        }
+        return variants | alone
 
     def key(self, model: str, choice: str) -> str:
         """Return the key of a variant's times, `side/variant`.
@@ -97,8 +99,8 @@ class SetUp:
             model: String, name of the model.
             choice: String, name of the variant.
         """
-        arm = f"{model}, {choice}" if choice else model
-        return f"{self.kind}, {self.tuning}/{arm}"
+        variant = f"{model}, {choice}" if choice else model
+        return f"{self.kind}, {self.tuning}/{variant}"
 
     def key_alone(self, model: str, choice: str) -> str | None:
         """Return the key of a variant's times without communication.
@@ -145,21 +147,21 @@ class SetUp:
             STOCK: {"strategy": "stock"},
             DDP: {},
         }
-        arms = {
-            f"{name}{arm}": {
-                **arm_settings,
+        variants = {
+            f"{name}{variant}": {
+                **variant_settings,
                 "model": dataclasses.asdict(model),
                 "batch_size": rows,
             }
             for name, model in models.items()
-            for arm, arm_settings in self.arms.items()
+            for variant, variant_settings in self.variants.items()
         }
         return Side(
             f"{self.kind}, {self.tuning}",
             "tfdp.launch.bench.torch_worker"
             if self.kind == DDP
             else "tfdp.launch.bench.training",
-            {"arms": arms, "threads": num_threads, **kind_setup[self.kind]},
+            {"variants": variants, "threads": num_threads, **kind_setup[self.kind]},
             num_workers=1 if self.kind in (DEVICES, PLAIN) else count,
             python=torch_python if self.kind == DDP else None,
             environment=self._environment(),

@@ -182,7 +182,7 @@ def timed_fit(
     return run
 
 
-def fit_arm(
+def fit_variant(
     strategy: Any,
     model: Model,
     *,
@@ -206,7 +206,7 @@ def fit_arm(
 
     Example:
 
-    >>> fit = fit_arm(None, Model("mlp", 8))
+    >>> fit = fit_variant(None, Model("mlp", 8))
     >>> 0 < fit(3) < 10
     True
     """

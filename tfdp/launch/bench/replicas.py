@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tfdp.ground.plans.topology import Topology
-from tfdp.launch.bench.channel import Arms
+from tfdp.launch.bench.channel import Variants
 from tfdp.launch.bench.sides import Runner, Side, started
 
 
@@ -76,23 +76,23 @@ class ClusterRunner:
 
     Args:
         worker_group: `WorkerGroup` of the strategy.
-        arms: `Arms`, the measured variants of this process.
+        variants: `Variants`, the measured variants of this process.
     """
 
     name = "here"
 
-    def __init__(self, worker_group: Any, arms: Arms) -> None:
-        self._worker_group, self._arms = worker_group, arms
+    def __init__(self, worker_group: Any, variants: Variants) -> None:
+        self._worker_group, self._variants = worker_group, variants
 
-    def run(self, arm: str, steps: int) -> list[Any]:
+    def run(self, variant: str, steps: int) -> list[Any]:
         """Run steps of a measured variant, and return each worker's measurement.
 
         Args:
-            arm: String, name of the variant: a key of `Arms`.
+            variant: String, name of the variant: a key of `Variants`.
             steps: Int, number of steps, which run without interruption.
         """
-        measurement = self._arms[arm](steps)
-        return self._worker_group.all_gather(f"time of {arm}", measurement)
+        measurement = self._variants[variant](steps)
+        return self._worker_group.all_gather(f"time of {variant}", measurement)
 
 
 @contextlib.contextmanager
@@ -101,8 +101,9 @@ def ready_replicas(settings: ReplicaSettings, worker: str) -> Iterator[Replicas]
 
     Args:
         settings: `ReplicaSettings` of the benchmark.
-        worker: String, the module of a worker. Its `make_arms` takes a worker's setup,
-            and a callable that checks the `Topology`; the result has a `strategy`.
+        worker: String, the module of a worker. Its `make_variants` takes a worker's
+            setup, and a callable that checks the `Topology`; the result has a
+            `strategy`.
 
     Yields:
         `Replicas`.
@@ -113,10 +114,10 @@ def ready_replicas(settings: ReplicaSettings, worker: str) -> Iterator[Replicas]
     if settings.num_workers is None:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         module = importlib.import_module(worker)
-        arms = module.make_arms(settings.worker_setup, settings.check)
-        extended = arms.strategy.extended
+        variants = module.make_variants(settings.worker_setup, settings.check)
+        extended = variants.strategy.extended
         group, topology = extended.worker_group, extended.algorithm_selector.topology
-        yield Replicas(ClusterRunner(group, arms), topology, group.is_chief)
+        yield Replicas(ClusterRunner(group, variants), topology, group.is_chief)
         return
     topology = local_topology(
         settings.num_workers, settings.devices_per_worker, settings.node_size

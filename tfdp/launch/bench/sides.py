@@ -102,18 +102,20 @@ class Side:
         """Wait until all workers have started; raise `RuntimeError` if one fails."""
         self._replies()
 
-    def run(self, arm: str, steps: int) -> Any:
+    def run(self, variant: str, steps: int) -> Any:
         """Run steps of a measured variant, and return each worker's measurement.
 
         Args:
-            arm: String, name of the variant: a key of the workers' `Arms`.
+            variant: String, name of the variant: a key of the workers' `Variants`.
             steps: Int, number of steps, which run without interruption.
         """
         for worker in self._workers:
             assert worker.stdin is not None
             # A worker that has ended is reported with its log by `_replies`.
             with contextlib.suppress(BrokenPipeError):
-                worker.stdin.write(json.dumps({"arm": arm, "steps": steps}) + "\n")
+                worker.stdin.write(
+                    json.dumps({"variant": variant, "steps": steps}) + "\n"
+                )
                 worker.stdin.flush()
         return [reply["result"] for reply in self._replies()]
 
@@ -206,27 +208,27 @@ class Runner(Protocol):
 
     name: str
 
-    def run(self, arm: str, steps: int) -> Any:
-        """Run steps of the variant named `arm`; return each worker's measurement."""
+    def run(self, variant: str, steps: int) -> Any:
+        """Run steps of the named variant; return each worker's measurement."""
 
 
 def alternate(
-    arms: Sequence[tuple[Runner, str]],
+    variants: Sequence[tuple[Runner, str]],
     *,
     blocks: int,
     steps: int,
     warm_up: int = 2,
-    on_turn: Callable[[], Any] = lambda: None,
+    on_block: Callable[[], Any] = lambda: None,
     slowest: Callable[[Any], Any] = max,
 ) -> dict[str, list[Any]]:
     """Run all measured variants block by block, in reverse order every other time.
 
     Args:
-        arms: Sequence of tuples of a side and the name of a variant.
+        variants: Sequence of tuples of a side and the name of a variant.
         blocks: Int, number of blocks of each variant.
         steps: Int, number of steps in a block.
         warm_up: Int, steps of each variant before the first block. Defaults to `2`.
-        on_turn: Callable, called after each block. Defaults to nothing.
+        on_block: Callable, called after each block. Defaults to nothing.
         slowest: Callable that selects one of the workers' measurements. Defaults to
             `max`, for seconds per step.
 
@@ -234,56 +236,58 @@ def alternate(
         Dict from `side/variant` to the measurements of the slowest worker, one for
         each block.
     """
-    times: dict[str, list[Any]] = {f"{side.name}/{arm}": [] for side, arm in arms}
-    for side, arm in arms:
+    times: dict[str, list[Any]] = {
+        f"{side.name}/{variant}": [] for side, variant in variants
+    }
+    for side, variant in variants:
         if warm_up:
-            side.run(arm, warm_up)  # the warm-up traces functions, and fills caches
+            side.run(variant, warm_up)  # the warm-up traces functions, and fills caches
     for block in range(blocks):
-        for side, arm in arms if block % 2 == 0 else reversed(arms):
-            times[f"{side.name}/{arm}"].append(slowest(side.run(arm, steps)))
-            on_turn()
+        for side, variant in variants if block % 2 == 0 else reversed(variants):
+            times[f"{side.name}/{variant}"].append(slowest(side.run(variant, steps)))
+            on_block()
     return times
 
 
 def alternate_for(
     seconds: float,
-    arms: Sequence[tuple[Runner, str]],
+    variants: Sequence[tuple[Runner, str]],
     *,
     blocks: int,
-    on_turn: Callable[[], Any] = lambda: None,
+    on_block: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
     """Warm all variants up, and `alternate` them in blocks of a given duration.
 
     Args:
         seconds: Float, duration of a block of the slowest variant.
-        arms: Sequence of tuples of a side and the name of a variant.
+        variants: Sequence of tuples of a side and the name of a variant.
         blocks: Int, number of blocks of each variant.
-        on_turn: Callable, called after each block. Defaults to nothing.
+        on_block: Callable, called after each block. Defaults to nothing.
 
     Returns:
         Dict from `side/variant` to seconds per step of the slowest worker, one for
         each block.
     """
-    steps = steps_that_take(seconds, arms)
-    return alternate(arms, blocks=blocks, steps=steps, warm_up=0, on_turn=on_turn)
+    steps = steps_that_take(seconds, variants)
+    return alternate(variants, blocks=blocks, steps=steps, warm_up=0, on_block=on_block)
 
 
 def steps_that_take(
-    seconds: float, arms: Sequence[tuple[Runner, str]], most: int = 200
+    seconds: float, variants: Sequence[tuple[Runner, str]], most: int = 200
 ) -> int:
     """Warm all variants up, and return the number of steps for a block of a duration.
 
     Args:
         seconds: Float, duration of a block of the slowest variant.
-        arms: Sequence of tuples of a side and the name of a variant.
+        variants: Sequence of tuples of a side and the name of a variant.
         most: Int, the largest result. Defaults to `200`.
 
     Returns:
         Int, number of steps of a block of each variant: at least one.
     """
-    for side, arm in arms:
-        side.run(arm, 1)  # the first step traces functions, and must not be timed
-    slowest = max(max(side.run(arm, 2)) for side, arm in arms)
+    for side, variant in variants:
+        side.run(variant, 1)  # the first step traces functions, and must not be timed
+    slowest = max(max(side.run(variant, 2)) for side, variant in variants)
     return max(1, min(most, round(seconds / slowest)))
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.launch.bench.channel import Arm, Arms, OnDemand, timed, work
+from tfdp.launch.bench.channel import OnDemand, Variant, Variants, timed, work
 from tfdp.launch.bench.models import (
     CONTEXT,
     IMAGE_CHANNELS,
@@ -184,31 +184,31 @@ def join(setup: dict[str, Any]) -> None:
 _timed = functools.partial(timed, finish=lambda loss: loss.item())
 
 
-def make_arms(
+def make_variants(
     setup: dict[str, Any],
     make_step: Callable[..., Callable[[], Any]] = training_step,
-    timed: Callable[[Callable[[], Any]], Arm] = _timed,
-) -> Arms:
+    timed: Callable[[Callable[[], Any]], Variant] = _timed,
+) -> Variants:
     """Join the process group, and create the measured variants of this worker.
 
     Args:
-        setup: Dict for `join`, which also has `arms`: the settings of each variant.
+        setup: Dict for `join`, which also has `variants`: the settings of each variant.
         make_step: Callable that maps a model, a batch size and further settings of a
             variant to a training step. Defaults to `training_step`.
         timed: Callable that maps a training step to a measured variant. Defaults to
             one that measures seconds per step.
     """
     join(setup)
-    arm_settings = setup["arms"]
+    variant_settings = setup["variants"]
 
-    def make(name: str) -> Arm:
+    def make(name: str) -> Variant:
         """Build the model of the variant with a name, and return the variant."""
-        arm = dict(arm_settings[name])
-        model, batch_size = Model(**arm.pop("model")), arm.pop("batch_size")
-        return timed(make_step(model, batch_size, **arm))
+        variant = dict(variant_settings[name])
+        model, batch_size = Model(**variant.pop("model")), variant.pop("batch_size")
+        return timed(make_step(model, batch_size, **variant))
 
-    return OnDemand(make, lambda name: str(arm_settings[name]["model"]))
+    return OnDemand(make, lambda name: str(variant_settings[name]["model"]))
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from tfdp.communication.cluster import Cluster
 from tfdp.ground.options import CommunicationOptions
-from tfdp.launch.bench.channel import Arm, Arms, OnDemand, timed, work
-from tfdp.launch.bench.fit import build, fit_arm, make_batch
+from tfdp.launch.bench.channel import OnDemand, Variant, Variants, timed, work
+from tfdp.launch.bench.fit import build, fit_variant, make_batch
 from tfdp.launch.bench.models import Model
 from tfdp.training.strategy.strategy import MultiWorkerMirroredStrategy, auto_strategy
 
@@ -187,27 +187,27 @@ def apply_in_packs(gradients: list[Any], variables: list[Any], pack_bytes: int) 
     tf.distribute.get_replica_context().merge_call(update, args=(sums,))
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
+def make_variants(setup: dict[str, Any]) -> Variants:
     """Create the strategy and the measured variants of this worker from its setup.
 
     Args:
-        setup: Dict for `make_strategy`, which also has `arms`: the settings of each
+        setup: Dict for `make_strategy`, which also has `variants`: the settings of each
             variant by name.
     """
     strategy = make_strategy(setup)
-    arm_settings = setup["arms"]
+    variant_settings = setup["variants"]
 
-    def make(name: str) -> Arm:
+    def make(name: str) -> Variant:
         """Build the model of the variant with a name, and return the variant."""
-        arm = dict(arm_settings[name])
-        arm_strategy = None if arm.pop("alone", False) else strategy
-        model = Model(**arm.pop("model"))
-        if arm.pop("fit", False):
-            return fit_arm(arm_strategy, model, **arm)
-        return timed(training_step(arm_strategy, model, **arm))
+        variant = dict(variant_settings[name])
+        variant_strategy = None if variant.pop("alone", False) else strategy
+        model = Model(**variant.pop("model"))
+        if variant.pop("fit", False):
+            return fit_variant(variant_strategy, model, **variant)
+        return timed(training_step(variant_strategy, model, **variant))
 
-    return OnDemand(make, lambda name: str(arm_settings[name]["model"]))
+    return OnDemand(make, lambda name: str(variant_settings[name]["model"]))
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(make_variants)
