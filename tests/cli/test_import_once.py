@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.launcher import ROOT, STOPS_WITHIN_SECONDS, Launcher, lines_of
 from tests.harness.tiers import full
-from tfdp.launch.cli.import_once import parent
+from tfdp.launch.cli.import_once import fork_server
 from tfdp.launch.cli.import_once.script import Imports, imports_of
 from tfdp.launch.cli.signals import SignalPipe
 
@@ -263,10 +263,12 @@ def test_a_variable_that_is_set_after_the_import_is_not_too_late(fakes):
 
 
 def test_a_suspended_parent_is_not_waited_for(fakes, monkeypatch):
-    monkeypatch.setattr(parent, "_FORK_SECONDS", 0.2)
+    monkeypatch.setattr(fork_server, "_FORK_SECONDS", 0.2)
     fakes.script("import tensorflow")
     script = str(fakes.folder / "script.py")
-    own = parent.Parent([sys.executable, script], TENSORFLOW, fakes.environment)
+    own = fork_server.ForkServer(
+        [sys.executable, script], TENSORFLOW, fakes.environment
+    )
     with contextlib.closing(own), contextlib.closing(SignalPipe()) as signals:
         assert own.wait(signals)
         os.kill(own.pid, signal.SIGSTOP)

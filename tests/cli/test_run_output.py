@@ -30,10 +30,10 @@ from tests.cli.launcher import (
 )
 from tests.harness.tiers import full
 from tests.harness.timing import wait_until
-from tfdp.launch.cli import outlet, worker
+from tfdp.launch.cli import nonblocking_stream, worker
 from tfdp.launch.cli.lines import LineReader
 from tfdp.launch.cli.noise import is_noise
-from tfdp.launch.cli.outlet import Outlet
+from tfdp.launch.cli.nonblocking_stream import NonBlockingStream
 from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.start import Starter
 from tfdp.launch.cli.worker import LogFile
@@ -276,7 +276,7 @@ time.sleep(600)
 """
 # In the logs when the launcher reads no more: a line of 80 bytes has 12 more in the
 # output, and they fill its pipe and what the launcher keeps beside that.
-FULL_BYTES = (outlet._MAX_BYTES + 65_536) * 80 // 92
+FULL_BYTES = (nonblocking_stream._MAX_BYTES + 65_536) * 80 // 92
 
 
 def num_bytes_of(launcher) -> int:
@@ -320,14 +320,14 @@ def test_a_job_whose_output_nobody_reads_goes_on(launcher):
 def test_what_a_reader_leaves_in_the_pipe_is_counted_and_a_slow_one_gets_all(
     monkeypatch,
 ):
-    monkeypatch.setattr(outlet, "_MAX_BYTES", 10_000)
+    monkeypatch.setattr(nonblocking_stream, "_MAX_BYTES", 10_000)
     reader, writer = os.pipe()
     with open(reader, encoding="utf-8") as text, open(writer, "w") as stream:
-        out = Outlet(stream)
+        out = NonBlockingStream(stream)
         for _ in range(3000):  # more than a pipe holds
             out.write("x" * 49 + "\n")
         assert out.is_behind
-        monkeypatch.setattr(outlet, "_STALLED_SECONDS", 0.1)
+        monkeypatch.setattr(nonblocking_stream, "_STALLED_SECONDS", 0.1)
         wait_until(lambda: not out.is_behind, "a stall", DEADLINE_SECONDS)
         out.write("dropped\n" * 7)
         assert not out.drain(0.0)
@@ -350,9 +350,9 @@ class Wanted(threading.Condition):
 
 
 def test_nobody_waits_for_what_is_written_while_the_output_fails(monkeypatch):
-    monkeypatch.setattr(Outlet, "_serve", lambda self, fd: None)
+    monkeypatch.setattr(NonBlockingStream, "_serve", lambda self, fd: None)
     with open(os.devnull, "w") as stream:
-        out = Outlet(stream)
+        out = NonBlockingStream(stream)
         out._changed = changed = Wanted()
         with changed:  # as the thread has it that finds the error
             changed.is_wanted.clear()

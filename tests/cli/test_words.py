@@ -8,7 +8,7 @@ import pytest
 
 from tfdp.communication.cluster import Cluster
 from tfdp.ground.text import pluralize
-from tfdp.launch.cli import outlet, run
+from tfdp.launch.cli import nonblocking_stream, run
 from tfdp.launch.rendezvous.failure import Failure
 from tfdp.launch.rendezvous.restarts import Restarts
 
@@ -57,7 +57,7 @@ def test_a_job_of_one_worker_is_stopped_and_started_as_one():
 
 def test_one_dropped_line_is_one(tmp_path):
     with open(tmp_path / "output", "w") as stream:
-        output = outlet.Outlet(stream)
+        output = nonblocking_stream.NonBlockingStream(stream)
         output._num_dropped = 1
         assert output.drain(10.0)
     text = (tmp_path / "output").read_text()

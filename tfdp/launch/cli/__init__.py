@@ -7,8 +7,8 @@ import of TensorFlow. `run` checks a `program` and starts a `job` of local worke
 as forks of a process that has imported TensorFlow, see `import_once`), `worker` (a
 process, its output and its log), `noise` and `tracebacks` (lines that are left out, or
 shown once), `screen` (the output of all workers as text or JSON, with `lines` as on a
-terminal) on an `outlet` (which never blocks), `signals`, and `attempts` (the loop over
-restarts of a job).
+terminal) on a `nonblocking_stream` (which never blocks), `signals`, and `attempts` (the
+loop over restarts of a job).
 For several machines, `node_options` has the options; the launcher of a node joins the
 `other_nodes` at a rendezvous (tfdp/launch/rendezvous). By ssh (`hosts`, `ssh`), an
 `ssh_job` starts such launchers as `ssh_worker`s; `remote` is the program on the host,

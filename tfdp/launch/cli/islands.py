@@ -23,7 +23,7 @@ from tfdp.ground.text import pluralize
 from tfdp.launch.cli import parameter_types as types
 from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.job import JobContext
-from tfdp.launch.cli.launch import RunSettings, warn_of_surroundings
+from tfdp.launch.cli.launch import RunSettings, warn_of_environment
 from tfdp.launch.cli.node_options import NodeOptions
 from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.separate_workers import SeparateWorkersJob
@@ -174,7 +174,7 @@ def run_islands(
             f"tfdp: starting {pluralize(count, 'island')} of {total}, which "
             f"synchronize at {address}; logs in {folder}"
         )
-        warn_of_surroundings(screen, count, settings.devices_per_worker)
+        warn_of_environment(screen, count, settings.devices_per_worker)
         # Each island is the only worker of a separate cluster.
         devices = settings.devices_per_worker or 1
         clusters = [

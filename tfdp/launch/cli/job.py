@@ -329,12 +329,12 @@ class Job:
         with contextlib.suppress(KeyError):
             self._selector.unregister(worker.output)
 
-    def _recall(self, failed: Worker) -> None:
+    def _repeat_last_lines(self, failed: Worker) -> None:
         """Print a failed worker's last lines again, unless they are still visible."""
         since = self._num_lines - self._last_line.get(failed.rank, self._num_lines)
         is_seen = since <= TAIL_LINES and self._screen.is_one
         if failed.tail and not is_seen:
-            self._screen.recall(failed.rank, failed.tail)
+            self._screen.repeat_lines(failed.rank, failed.tail)
 
     def _wait_for_lost(self, failed: Worker) -> Worker:
         """Wait for the end of a lost worker, and return the worker that is the cause.
@@ -364,7 +364,7 @@ class Job:
         self._stop(signal.SIGTERM)
         cause = self.lost or failed
         if failed.exit_code != PREEMPTED:
-            self._recall(cause)
+            self._repeat_last_lines(cause)
         because = "" if cause is failed else f" since worker {cause.rank} was lost"
         # On several nodes, node 0 names the worker, in a message to all.
         if self._others is None or self._others.is_alone:

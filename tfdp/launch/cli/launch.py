@@ -194,7 +194,7 @@ def worker_environment(
     }
 
 
-def warn_of_surroundings(screen: Screen, num_workers: int, devices: int | None) -> None:
+def warn_of_environment(screen: Screen, num_workers: int, devices: int | None) -> None:
     """Warn if `TF_CONFIG` is set, or if there are fewer GPUs than workers.
 
     Args:

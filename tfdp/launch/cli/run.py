@@ -39,7 +39,7 @@ from tfdp.launch.cli.launch import (
     check_num_workers,
     make_clusters,
     make_log_dir,
-    warn_of_surroundings,
+    warn_of_environment,
 )
 from tfdp.launch.cli.node_options import NodeOptions, node_options
 from tfdp.launch.cli.other_nodes import join_nodes
@@ -204,7 +204,7 @@ def run(
             Starter(
                 settings.command,
                 imports_before_forks(settings),
-                lambda parent: parent.wait(signals),
+                lambda fork_server: fork_server.wait(signals),
             )
         ) as starter,
     ):
@@ -312,7 +312,7 @@ def _run_as_node(
             f"tfdp: node {node_rank} of {num_nodes} starts {which} of "
             f"{num_workers}; logs in {folder}"
         )
-        warn_of_surroundings(screen, count, settings.devices_per_worker)
+        warn_of_environment(screen, count, settings.devices_per_worker)
         return logs
 
     with (
@@ -375,4 +375,4 @@ def _announce(
         f"tfdp: starting {pluralize(num_workers, 'worker')}, {threads} of "
         f"{pluralize(num_cores(), 'CPU core')}{each}; logs in {folder}"
     )
-    warn_of_surroundings(screen, num_workers, devices)
+    warn_of_environment(screen, num_workers, devices)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from tfdp.ground import user_code
 from tfdp.launch.cli.lines import only_colours, without_escapes
-from tfdp.launch.cli.outlet import Outlet
+from tfdp.launch.cli.nonblocking_stream import NonBlockingStream
 from tfdp.launch.cli.signals import SignalPipe
 
 # Colors of the names of workers, by rank.
@@ -80,11 +80,13 @@ class Screen:
         output, messages = output or sys.stdout, messages or sys.stderr
         self.node: int | None = None
         self.nodes: dict[int, int] = {}
-        self._output = Outlet(output, self._truncation_notice)
+        self._output = NonBlockingStream(output, self._truncation_notice)
         # A shared queue keeps the order of lines in a shared terminal or file.
         is_same = output and messages and _is_same_file(output, messages)
         self._message_output = (
-            self._output if is_same else Outlet(messages, self._truncation_notice)
+            self._output
+            if is_same
+            else NonBlockingStream(messages, self._truncation_notice)
         )
         self.is_one = bool(is_same)
         self._console = Console(file=cast("TextIO", self._output), highlight=False)
@@ -156,7 +158,7 @@ class Screen:
         """Print a warning of the launcher on stderr."""
         self.message(text, "warning")
 
-    def recall(self, rank: int, lines: Sequence[str]) -> None:
+    def repeat_lines(self, rank: int, lines: Sequence[str]) -> None:
         """Repeat the last lines of a worker on stderr."""
         self.message(f"\ntfdp: the last lines of worker {rank}:", "error")
         for line in lines:
@@ -335,7 +337,7 @@ class JsonScreen(Screen):
         )
         self._message_output.flush()
 
-    def recall(self, rank: int, lines: Sequence[str]) -> None:
+    def repeat_lines(self, rank: int, lines: Sequence[str]) -> None:
         """Repeat nothing: a reader of JSON can select the lines of a rank."""
 
     def _truncation_notice(self, text: str) -> str:

@@ -41,7 +41,7 @@ class SeparateWorkersJob(Job):
             )
             if worker.exit_code and is_new:
                 self._handled_pids.add(worker.pid)
-                self._recall(worker)
+                self._repeat_last_lines(worker)
                 self._handle_failure(index, worker)
         return None
 

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 
 from tfdp.communication.cluster.gpus import visible_gpus
-from tfdp.launch.cli.import_once.parent import Parent
+from tfdp.launch.cli.import_once.fork_server import ForkServer
 from tfdp.launch.cli.import_once.script import Imports, imports_of
 from tfdp.launch.cli.launch import RunSettings
 
@@ -31,8 +31,8 @@ class Starter:
     Args:
         command: Sequence of strings, the command line of each worker.
         imports: `Imports` of the script, or `None` for no forks. Defaults to `None`.
-        wait: Callable that waits until a `Parent` has imported TensorFlow, and returns
-            whether it has. Defaults to no wait.
+        wait: Callable that waits until a `ForkServer` has imported TensorFlow, and
+            returns whether it has. Defaults to no wait.
 
     Attributes:
         command: Sequence of strings, the command line of each worker.
@@ -44,18 +44,18 @@ class Starter:
         self,
         command: Sequence[str],
         imports: Imports | None = None,
-        wait: Callable[[Parent], bool] = bool,
+        wait: Callable[[ForkServer], bool] = bool,
     ) -> None:
         self.job = uuid.uuid4().hex
         self.command = command
         self._imports, self._wait = imports, wait
         self._environment: dict[str, str] | None = None
-        self._parent: Parent | None = None
+        self._fork_server: ForkServer | None = None
 
     @property
     def helper_pids(self) -> set[int]:
         """Set of ints, ids of processes that fork workers and outlive them."""
-        return {self._parent.pid} if self._parent is not None else set()
+        return {self._fork_server.pid} if self._fork_server is not None else set()
 
     def start(self, environment: Mapping[str, str], output: int) -> int:
         """Start a worker, in a separate session and with an empty stdin.
@@ -73,10 +73,10 @@ class Starter:
         shared = {k: v for k, v in environment.items() if k != "TF_CONFIG"}
         if self._imports is not None and self._environment is None:
             self._environment = shared
-            self._parent = self._new_parent(self._imports, shared)
-        if self._parent is not None and shared == self._environment:
+            self._fork_server = self._new_fork_server(self._imports, shared)
+        if self._fork_server is not None and shared == self._environment:
             try:
-                return self._parent.fork(environment, output)
+                return self._fork_server.fork(environment, output)
             except OSError:
                 self.close()
         # stdout and stderr are one stream, which keeps the order of lines. In a session
@@ -96,25 +96,25 @@ class Starter:
 
     def close(self) -> None:
         """End the process that forks workers, if there is one; the workers continue."""
-        if self._parent is not None:
-            self._parent.close()
-            self._parent = None
+        if self._fork_server is not None:
+            self._fork_server.close()
+            self._fork_server = None
 
-    def _new_parent(
+    def _new_fork_server(
         self, imports: Imports, environment: dict[str, str]
-    ) -> Parent | None:
+    ) -> ForkServer | None:
         """Start the process that forks workers; return `None` if that fails."""
         # The id of the job marks the process as one of the processes of the job.
         config = {"TF_CONFIG": json.dumps({"tfdp": {"job": self.job}})}
         environment = {**environment, **imports.variables, **config}
         try:
-            parent = Parent(self.command, imports.packages, environment)
+            fork_server = ForkServer(self.command, imports.packages, environment)
         except OSError:
             return None  # a separately started worker raises the same error
-        if not self._wait(parent):
-            parent.close()
+        if not self._wait(fork_server):
+            fork_server.close()
             return None
-        return parent
+        return fork_server
 
 
 def imports_before_forks(settings: RunSettings) -> Imports | None:

@@ -267,7 +267,7 @@ class Coordinator:
     def _gather(self) -> None:
         """Begin to wait until all nodes are connected, for up to `join_seconds`."""
         if not self._has_started:
-            self._roster.unsettle()
+            self._roster.revoke_ranks()
         self.phase = Phase.GATHERING
         self._until = self._clock() + self._join_seconds
         # A past time, so that the next tick sends a notice about the missing nodes.
@@ -275,8 +275,8 @@ class Coordinator:
 
     def _prepare(self) -> None:
         """Begin an attempt: send all nodes their ranks, and ask for ports."""
-        if not self._roster.is_settled:
-            self._roster.settle()
+        if not self._roster.has_assigned_ranks:
+            self._roster.assign_ranks()
         self._roster.nodes.sort(key=lambda node: node.rank or 0)
         self._attempt += 1
         self.phase = Phase.PREPARING
@@ -286,7 +286,7 @@ class Coordinator:
 
     def _ask_for_ports(self, node: Node) -> None:
         """Send a node its rank, and ask for the ports of its workers."""
-        node.ports, node.asked_in, node.has_started = None, self._attempt, False
+        node.ports, node.ports_attempt, node.has_started = None, self._attempt, False
         node.link.send(
             {
                 "type": "prepare",

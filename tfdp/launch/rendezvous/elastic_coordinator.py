@@ -96,7 +96,7 @@ class ElasticCoordinator(Coordinator):
         if self._roster.is_complete and silent:
             self.register_disconnect(silent[0].link, "does not answer")
         if hello.attempt and not self._has_started:
-            self._take_up(hello)
+            self._resume_attempt_of(hello)
         if hello.attempt and (hello.attempt_id, self.phase) != (
             self._id,
             Phase.RUNNING,
@@ -112,7 +112,7 @@ class ElasticCoordinator(Coordinator):
             self._set_place(node, hello.ports)
             self._update_places()
 
-    def _take_up(self, hello: Hello) -> None:
+    def _resume_attempt_of(self, hello: Hello) -> None:
         """Continue the attempt of a reconnected node, whose workers train."""
         self.phase, self._has_started = Phase.RUNNING, True
         self._started_at = self._clock()
@@ -122,7 +122,7 @@ class ElasticCoordinator(Coordinator):
         self._probe.seen_at = self._started_at
         self._roster.restore()
         for node in self._roster.nodes:
-            node.ports, node.asked_in = None, 0
+            node.ports, node.ports_attempt = None, 0
 
     def receive(self, link: Link, message: Mapping[str, Any]) -> None:
         """Handle a message of a node; notify all nodes when one is done."""
@@ -167,12 +167,12 @@ class ElasticCoordinator(Coordinator):
                 self._known_id = self._id
                 self._send_all("trains")
             # Nodes that return with a rank are awaited before new nodes get free ranks.
-            is_known = self._roster.is_settled
+            is_known = self._roster.has_assigned_ranks
             if not is_known and clock_seconds < self._joined_at + _GRACE_SECONDS:
                 return
             for node in nodes:
                 if not node.has_started:
-                    self._take_in(node)
+                    self._admit(node)
             self._check_silence(clock_seconds)
 
     def _check_silence(self, clock_seconds: float) -> None:
@@ -188,11 +188,11 @@ class ElasticCoordinator(Coordinator):
             failure = Failure(0, NODE_LOST, reason)
             self._stop(NODE_LOST, failure, f"worker 0 {reason}; all stop")
 
-    def _take_in(self, node: Node) -> None:
+    def _admit(self, node: Node) -> None:
         """Let a joining node start workers, once it has reported free ports."""
         if node.rank is None:
             node.rank = self._roster.free_ranks()[0]
-        if node.asked_in != self._attempt:
+        if node.ports_attempt != self._attempt:
             self._ask_for_ports(node)
         elif node.ports is not None:
             taken = {(host, p) for host, ports in self._by_rank.values() for p in ports}
@@ -237,7 +237,7 @@ class ElasticCoordinator(Coordinator):
     def _gather(self) -> None:
         """Begin to wait for nodes; connected ones, except node 0, lose their ranks."""
         super()._gather()
-        self._roster.unsettle()
+        self._roster.revoke_ranks()
         for node in self._roster.nodes:
             # The rank of a node that has returned belongs to the previous attempt.
             if node.rank:

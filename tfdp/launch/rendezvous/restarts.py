@@ -118,11 +118,11 @@ class Restarts:
             self._begin_afresh()
         pause = self._pause
         self._pause = min(_GROWTH * pause, _LONGEST_PAUSE_SECONDS)
-        self._blame(failed)
+        self._count_failure(failed)
         return RestartDecision(
             pause,
             f"restart {self.count} of {self._max_restarts}: {cause}; "
-            f"{self._who_starts()} again in {pause:g} s",
+            f"{self._describe_start()} again in {pause:g} s",
         )
 
     def _grow(self, seconds: float) -> RestartDecision:
@@ -136,7 +136,7 @@ class Restarts:
         return RestartDecision(
             0.0,
             f"growth: training is saved after {seconds:.0f} s with {fewer}; "
-            f"{self._who_starts()} again",
+            f"{self._describe_start()} again",
         )
 
     def _end_trial(self, cause: str, slot: int) -> RestartDecision:
@@ -153,7 +153,7 @@ class Restarts:
         self._wait *= 2
         return RestartDecision(
             _FIRST_PAUSE_SECONDS,
-            f"trial failed: {cause}; {self._who_starts()} again in "
+            f"trial failed: {cause}; {self._describe_start()} again in "
             f"{_FIRST_PAUSE_SECONDS:g} s",
         )
 
@@ -169,7 +169,7 @@ class Restarts:
         self._on_trial = frozenset(self._all) - frozenset(self.slots)
         self.slots = self._all
 
-    def _blame(self, slot: int) -> None:
+    def _count_failure(self, slot: int) -> None:
         """Count a failure of a slot, and leave the slot out if it fails repeatedly."""
         self._consecutive_failures = (
             self._consecutive_failures + 1 if slot == self._failed_slot else 1
@@ -184,7 +184,7 @@ class Restarts:
         self.slots = tuple(other for other in self.slots if other != slot)
         self._on_trial -= {slot}
 
-    def _who_starts(self) -> str:
+    def _describe_start(self) -> str:
         """Return a clause such as "3 workers (without slot 2) start"."""
         left_out = sorted(set(self._all) - set(self.slots))
         names = ", ".join(map(str, left_out))

@@ -164,7 +164,8 @@ class Node:
         is_done: Bool, whether its workers have ended without a failure. Defaults to
             `False`.
         has_stopped: Bool, whether none of its workers runs. Defaults to `True`.
-        asked_in: Int, the attempt in which it was last asked for ports. Defaults to 0.
+        ports_attempt: Int, the attempt in which it was last asked for ports. Defaults
+            to 0.
         has_started: Bool, whether it has started workers in this attempt. Defaults to
             `False`.
         is_leaving: Bool, whether it leaves a job that continues. Defaults to `False`.
@@ -176,7 +177,7 @@ class Node:
     ports: list[int] | None = None
     is_done: bool = False
     has_stopped: bool = True
-    asked_in: int = 0
+    ports_attempt: int = 0
     has_started: bool = False
     is_leaving: bool = False
 
@@ -195,14 +196,14 @@ class Roster:
     Attributes:
         nodes: List of `Node`, the connected nodes; sorted by rank once ranks are
             assigned.
-        is_settled: Bool, whether all ranks are assigned. A node that joins later is
-            one that was lost and comes back, or a new one.
+        has_assigned_ranks: Bool, whether all ranks are assigned. A node that joins
+            later is one that was lost and comes back, or a new one.
         least: Int, number of nodes that the job needs.
     """
 
     def __init__(self, node_0: Hello) -> None:
         self.nodes: list[Node] = []
-        self.is_settled = False
+        self.has_assigned_ranks = False
         self._node_0, self._num_nodes = node_0, node_0.nodes
         self._is_elastic = node_0.min_nodes is not None
         self.least = node_0.min_nodes or node_0.nodes
@@ -243,7 +244,7 @@ class Roster:
                 f"{self.describe_connected()}. Give another port with "
                 f"--rendezvous for another job. Received: one more node, {host}"
             )
-        if self.is_settled and not self._is_elastic:
+        if self.has_assigned_ranks and not self._is_elastic:
             return self._why_wrong_size(hello)
         total = sum(n.hello.num_workers for n in self.nodes) + hello.num_workers
         if total > _MOST_WORKERS:
@@ -266,12 +267,12 @@ class Roster:
         """
         node = Node(link, hello, rank := self._rank_of(hello))
         self.nodes.append(node)
-        if self.is_settled and rank is not None:
+        if self.has_assigned_ranks and rank is not None:
             self._sizes[rank : rank + 1] = [hello.num_workers]
             self._names[rank : rank + 1] = [str(node)]
         return node
 
-    def settle(self) -> None:
+    def assign_ranks(self) -> None:
         """Assign all ranks: as requested, or else in the order of joining."""
         for node in self.nodes:
             if node.rank is None:
@@ -279,17 +280,17 @@ class Roster:
         self.nodes.sort(key=lambda node: node.rank or 0)
         self._sizes = [node.hello.num_workers for node in self.nodes]
         self._names = [str(node) for node in self.nodes]
-        self.is_settled = True
+        self.has_assigned_ranks = True
 
     def restore(self) -> None:
         """Prepare for nodes that return with the ranks that an earlier node 0 gave."""
         self._sizes = [self._node_0.num_workers] * self._num_nodes
         self._names = ["a lost node"] * self._num_nodes
-        self.unsettle()
+        self.revoke_ranks()
 
-    def unsettle(self) -> None:
+    def revoke_ranks(self) -> None:
         """Revoke the assigned ranks; each node keeps only a rank that it requested."""
-        self.is_settled = False
+        self.has_assigned_ranks = False
         for node in self.nodes:
             node.rank = node.hello.node_rank
 
@@ -347,7 +348,7 @@ class Roster:
 
     def describe_missing(self) -> str:
         """Describe the missing nodes for a message, such as "2 more nodes"."""
-        if self.is_settled and not self._is_elastic:
+        if self.has_assigned_ranks and not self._is_elastic:
             names = [self._names[rank] for rank in self.free_ranks()]
             return f"{_join_names(names)} to come back"
         return pluralize(self.least - len(self.nodes), "more node")
@@ -369,7 +370,7 @@ class Roster:
 
     def _rank_of(self, hello: Hello) -> int | None:
         """Return the rank of a joining node, or `None` if it is assigned later."""
-        if hello.node_rank is not None or not self.is_settled:
+        if hello.node_rank is not None or not self.has_assigned_ranks:
             return hello.node_rank
         return self.free_ranks()[0]
 

@@ -6,5 +6,5 @@ machine with few cores, N workers that each import them take N times as long as 
 Reading order:
     script: which modules can be imported before a script runs
     sitecustomize: the process that imports them, and forks
-    parent: the launcher's handle of that process
+    fork_server: the launcher's handle of that process
 """

@@ -19,7 +19,7 @@ _STALLED_SECONDS = 1.0
 _CHUNK_BYTES = 4096
 
 
-class Outlet:
+class NonBlockingStream:
     """Text stream that a thread writes out, so that callers never block.
 
     A write blocks indefinitely on a pager that is not scrolled, or after Ctrl-S, and

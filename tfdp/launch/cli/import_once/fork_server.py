@@ -28,7 +28,7 @@ _END_SECONDS = 5.0
 _FOLDER = Path(__file__).parent
 
 
-class Parent:
+class ForkServer:
     """Process that imports TensorFlow once, and forks a worker for each request.
 
     The launcher must be a subreaper, see
