@@ -230,7 +230,7 @@ def test_who_was_suspended_itself_hears_of_the_others_before_it_blames_them(
 def test_who_stood_still_for_too_long_blames_itself(monkeypatch):
     watchdog = Watchdog(membership(), 8.0)
     monkeypatch.setattr(watchdog_module.clock, "pause_within", lambda seconds: 9.0)
-    watchdog._blame(1, "its process has ended")
+    watchdog._declare_lost(1, "its process has ended")
     assert watchdog._failure == WorkerFailure(0, "it was suspended for 9 s")
     assert "declared this worker lost: it was suspended for 9 s" in watchdog._message(
         watchdog._failure, "fit"

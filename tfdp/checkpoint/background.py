@@ -130,7 +130,7 @@ class BackgroundSaves:
 
     def __init__(self, worker_group: Any) -> None:
         self._guard = worker_group.guard
-        self._group = worker_group.beside()
+        self._group = worker_group.for_other_thread()
         self._buffer = np.empty(0, "uint8")
         self._pending: PendingSave | None = None
 

@@ -130,10 +130,12 @@ class Elastic(Feature):
             return False
         if name != "fit" and not _can_begin_again(model, arguments.get("x")):
             return False
-        if is_given_up(strategy, error):
+        if is_declared_lost(strategy, error):
             return False
-        goes_on = "Training continues" if name == "fit" else f"`{name}` begins again"
-        change_cluster(model, error, goes_on)
+        continuation = (
+            "Training continues" if name == "fit" else f"`{name}` begins again"
+        )
+        change_cluster(model, error, continuation)
         restart_data(arguments)
         if name == "fit":
             begun = {id(reference()) for reference in self._begun}
@@ -149,13 +151,13 @@ class Elastic(Feature):
             self._begun += map(weakref.ref, other_callbacks(callbacks))
 
 
-def is_given_up(strategy: Any, change: ClusterChanges) -> bool:
+def is_declared_lost(strategy: Any, change: ClusterChanges) -> bool:
     """Return whether this worker is the one that the others have declared lost."""
     own = strategy.extended.worker_group.rank
     return isinstance(change, WorkerLost) and change.rank == own
 
 
-def change_cluster(model: Any, change: ClusterChanges, goes_on: str) -> str:
+def change_cluster(model: Any, change: ClusterChanges, continuation: str) -> str:
     """Form a new cluster of the remaining workers, again if more of them are lost.
 
     The state of the model must be loaded afterwards.
@@ -163,7 +165,7 @@ def change_cluster(model: Any, change: ClusterChanges, goes_on: str) -> str:
     Args:
         model: The Keras model.
         change: The first change.
-        goes_on: String, a clause of what continues, such as `"Training continues"`.
+        continuation: String, what continues, such as `"Training continues"`.
 
     Returns:
         String, what has changed, in sentences, which the first worker prints.
@@ -184,7 +186,7 @@ def change_cluster(model: Any, change: ClusterChanges, goes_on: str) -> str:
             _renew_optimizers(model, trained)
             break
         except ClusterChanges as further:
-            if is_given_up(strategy, further):
+            if is_declared_lost(strategy, further):
                 raise
             change = further
     what, _, _ = str(change).partition(" The other workers cannot")
@@ -192,7 +194,7 @@ def change_cluster(model: Any, change: ClusterChanges, goes_on: str) -> str:
     # A worker may have joined in the place of the one that was lost.
     former = f" instead of {before}" if before != group.num_workers else ""
     text = (
-        f"{what} {goes_on} with {pluralize(group.num_workers, 'worker')}{former}, "
+        f"{what} {continuation} with {pluralize(group.num_workers, 'worker')}{former}, "
         f"after {time.monotonic() - begin:.1f} s."
     )
     if group.is_chief:

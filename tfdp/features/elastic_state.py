@@ -218,7 +218,7 @@ class ElasticState:
 
     def _is_recoverable(self, change: ClusterChanges) -> bool:
         """Return whether this worker may continue after a change of the workers."""
-        return self._continues and not elastic.is_given_up(self._strategy, change)
+        return self._continues and not elastic.is_declared_lost(self._strategy, change)
 
     def _change_behind(self, error: Exception) -> ClusterChanges | None:
         """Return the change of the workers that has caused an error, or `None`."""

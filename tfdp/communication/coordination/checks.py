@@ -156,7 +156,7 @@ def check_same_variables(
     topic: str,
     variables: Sequence[Any],
     verb: str,
-    beside: Any = "",
+    extra: Any = "",
     timeout_seconds: float | None = None,
 ) -> list[Any]:
     """Raise on every worker if they do not have the same variables.
@@ -166,18 +166,18 @@ def check_same_variables(
         topic: String, the point of the program, for error messages.
         variables: Sequence of variables, compared in order.
         verb: String, the worker's action on them, such as `"trains"`.
-        beside: Value that is gathered in the same call. Defaults to `""`.
+        extra: Value that is gathered in the same call. Defaults to `""`.
         timeout_seconds: Float or `None`, as for `WorkerGroup.all_gather`. Defaults to
             `None`.
 
     Returns:
-        List of each worker's `beside`, ordered by rank.
+        List of each worker's `extra`, ordered by rank.
 
     Raises:
         ValueError: If they do not; the message names the first variable that differs.
     """
     fact = variables_fact(variables, verb)
-    return compare(worker_group, topic, [fact], beside, timeout_seconds=timeout_seconds)
+    return compare(worker_group, topic, [fact], extra, timeout_seconds=timeout_seconds)
 
 
 def variables_fact(variables: Sequence[Any], verb: str) -> SharedFact:

@@ -56,7 +56,7 @@ def compare(
     worker_group: WorkerGroup,
     moment: str,
     facts: Sequence[SharedFact],
-    beside: Any = "",
+    extra: Any = "",
     *,
     timeout_seconds: float | None = None,
     before: Callable[[Sequence[Any]], None] = lambda gathered: None,
@@ -68,23 +68,23 @@ def compare(
         moment: String, the point of the program, for error messages.
         facts: Sequence of `SharedFact`, with the same names on all workers. The first
             one that differs is the error.
-        beside: Value that is gathered in the same call. Defaults to `""`.
+        extra: Value that is gathered in the same call. Defaults to `""`.
         timeout_seconds: Float or `None`, as for `WorkerGroup.all_gather`. Defaults to
             `None`.
-        before: Callable, called with the workers' `beside` before facts are compared.
+        before: Callable, called with the workers' `extra` before facts are compared.
             Defaults to a function that does nothing.
 
     Returns:
-        List of each worker's `beside`, ordered by rank.
+        List of each worker's `extra`, ordered by rank.
 
     Raises:
         ValueError: If a fact differs.
     """
     if worker_group.num_workers == 1:
-        before([beside])
-        return [beside]
+        before([extra])
+        return [extra]
     own = [digest(fact.value) if fact.whole else fact.value for fact in facts]
-    answers = worker_group.all_gather(moment, [own, beside], timeout_seconds)
+    answers = worker_group.all_gather(moment, [own, extra], timeout_seconds)
     values_of_workers, gathered = zip(*answers, strict=True)
     before(gathered)
     for fact, *values in zip(facts, *values_of_workers, strict=True):

@@ -145,7 +145,7 @@ def num_joined_workers() -> int:
     return _memberships[0].cluster.num_workers if _memberships else 1
 
 
-def reform(
+def join_next_cluster(
     worker: Worker, survivors: Sequence[int], applicants: Sequence[str] = ()
 ) -> Worker:
     """Join the next cluster of a job, after workers were lost or have applied.
@@ -171,10 +171,10 @@ def reform(
         *applicants,
     ]
     generation = membership.generation + 1
-    return _enter(worker, origin, workers, generation)
+    return _join_later_cluster(worker, origin, workers, generation)
 
 
-def take_part(
+def join_running_job(
     worker: Worker, facts: dict[str, str], timeout_seconds: float | None
 ) -> Worker:
     """Apply to a running job, and join its cluster once its workers admit this process.
@@ -207,7 +207,7 @@ def take_part(
             own = origin.workers[origin.rank]
             if state.generation > first and own in state.workers:
                 workers = list(state.workers)
-                return _enter(worker, origin, workers, state.generation)
+                return _join_later_cluster(worker, origin, workers, state.generation)
         if time.monotonic() - heard > _JOB_ENDED_SECONDS:
             say(
                 "the job that this worker was to join has ended: none of its "
@@ -247,7 +247,7 @@ def _check_facts(own: dict[str, str], others: dict[str, str]) -> None:
             )
 
 
-def _enter(
+def _join_later_cluster(
     worker: Worker, origin: Cluster, workers: Sequence[str], generation: int
 ) -> Worker:
     """Join a later cluster of a job.

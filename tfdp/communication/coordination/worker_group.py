@@ -70,11 +70,11 @@ class WorkerGroup:
         self.num_calls = 0
         self.owner = forks.Owner()
         # Hooks of `tfdp.communication.coordination.watch`: `check` raises if the
-        # awaited worker is lost, `check_beside` does so on a thread other than the main
-        # one, `progress_of` returns a worker's progress, and `guard` translates errors
-        # of the store.
+        # awaited worker is lost, `check_on_thread` does so on a thread other than the
+        # main one, `progress_of` returns a worker's progress, and `guard` translates
+        # errors of the store.
         self.check: Callable[[int, bool, str], None] = lambda rank, is_over, call: None
-        self.check_beside = self.check
+        self.check_on_thread = self.check
         self.progress_of: Callable[[int], WorkerProgress | None] = lambda rank: None
         self.guard: Callable[[], contextlib.AbstractContextManager]
         self.guard = contextlib.nullcontext
@@ -96,7 +96,7 @@ class WorkerGroup:
         island = Island.from_environment()
         return self.is_chief and (island is None or island.index == 0)
 
-    def beside(self) -> WorkerGroup:
+    def for_other_thread(self) -> WorkerGroup:
         """Return a group of the same workers for one thread other than the main thread.
 
         Its calls have their own order, do not count as this worker's progress, and are
@@ -108,7 +108,7 @@ class WorkerGroup:
         )
         group._progress, group._ring = ProgressRecorder(), CollectiveRing()
         group.warns = False
-        group.check = self.check_beside
+        group.check = self.check_on_thread
         return group
 
     def new_prefix(self) -> str:

@@ -70,7 +70,7 @@ class Store:
         self._prefixes = itertools.count()
         self._lock = threading.Lock()
         self._sends = threading.Lock()
-        self._waiting: dict[int, Asked] = {}
+        self._waiting: dict[int, PendingAnswer] = {}
         # Future that `wake` completes, so that waits for the texts of others end.
         self.alarm: concurrent.futures.Future[None] = concurrent.futures.Future()
         # Why the store is lost, or `None` while it is not.
@@ -83,7 +83,7 @@ class Store:
         # Event that is set while this process has no connection to a host.
         self._has_ended = threading.Event()
         self.connection: Connection | None = hosts.connect(host)
-        self._attend(self.connection)
+        self._begin_reading(self.connection)
 
     def new_prefix(self) -> str:
         """Return a new prefix of keys; all members call this in the same order."""
@@ -113,14 +113,14 @@ class Store:
             TimeoutError: If the key has no text in time.
             HostLost: If the store is lost.
         """
-        asked = self.ask("get", key=key)
+        pending = self.ask("get", key=key)
         try:
-            return asked.result(timeout_seconds)["text"]
+            return pending.result(timeout_seconds)["text"]
         except concurrent.futures.TimeoutError:
-            self.ask("cancel", get=asked.number).result()
-            if asked.done():  # the text arrived before the cancellation
-                return asked.result()["text"]
-            self.forget(asked)
+            self.ask("cancel", get=pending.number).result()
+            if pending.done():  # the text arrived before the cancellation
+                return pending.result()["text"]
+            self.forget(pending)
             raise TimeoutError(key) from None
 
     def delete(self, key: str) -> None:
@@ -143,8 +143,8 @@ class Store:
         Returns:
             `Gathering`, which has all texts once each member has sent its own.
         """
-        asked = self.ask("gather", key=key, text=text, is_of_living=is_of_living)
-        return Gathering(self, key, asked)
+        pending = self.ask("gather", key=key, text=text, is_of_living=is_of_living)
+        return Gathering(self, key, pending)
 
     def expel(self, ranks: list[int]) -> None:
         """Declare members lost: their connections end, and they cannot return.
@@ -237,11 +237,11 @@ class Store:
             with contextlib.suppress(OSError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
-    def ask(self, kind: str, **request: Any) -> Asked:
+    def ask(self, kind: str, **request: Any) -> PendingAnswer:
         """Send a request, and return the future of its answer.
 
         Args:
-            kind: String, the kind of the request, one of those in `Server._act`.
+            kind: String, the kind of the request, one of those in `Server._execute`.
             **request: Fields of the request, which JSON supports.
 
         Raises:
@@ -255,17 +255,17 @@ class Store:
                 number = next(self._numbers)
                 oldest = next(iter(self._waiting), number)
                 message = {"id": number, "oldest": oldest, "do": kind, **request}
-                asked = self._waiting[number] = Asked(number, encode(message))
+                pending = self._waiting[number] = PendingAnswer(number, encode(message))
             if self.connection is not None:
-                self.connection.send_encoded(asked.encoded)
+                self.connection.send_encoded(pending.encoded)
             else:
                 self._hurry.set()
-        return asked
+        return pending
 
-    def forget(self, asked: Asked) -> None:
+    def forget(self, pending: PendingAnswer) -> None:
         """Stop waiting for the answer of a request."""
         with self._lock:
-            self._waiting.pop(asked.number, None)
+            self._waiting.pop(pending.number, None)
 
     def _read(self, connection: Connection) -> bool:
         """Read what the host has sent; called on the acceptor's thread.
@@ -286,9 +286,9 @@ class Store:
         match message:
             case {"id": number}:
                 with self._lock:
-                    asked = self._waiting.pop(number, None)
-                if asked is not None:
-                    asked.set_result(message)
+                    pending = self._waiting.pop(number, None)
+                if pending is not None:
+                    pending.set_result(message)
             case {"news": news}:
                 self.news(news)
             case {"copies": _}:
@@ -329,11 +329,11 @@ class Store:
         if self._waiting or self._standby == self.rank:
             self._hurry.set()
         try:
-            start_thread("tfdp store follows", self._follow)
+            start_thread("tfdp store follows", self._connect_to_standby)
         except RuntimeError:  # the interpreter is shutting down
             self.fail()
 
-    def _follow(self) -> None:
+    def _connect_to_standby(self) -> None:
         """Connect to the standby once it is the host, and send open requests again."""
         standby = self._standby
         assert standby is not None
@@ -344,7 +344,7 @@ class Store:
         deadline = time.monotonic() + _FOLLOW_SECONDS
         try:
             if standby == self.rank:
-                self._succeed()
+                self._become_host()
             while True:
                 try:
                     connection = self._hosts.connect(standby)
@@ -370,17 +370,17 @@ class Store:
             self._has_ended.clear()
             with self._lock:
                 waiting = list(self._waiting.values())
-            for asked in waiting:
-                connection.send_encoded(asked.encoded)
-        self._attend(connection)
+            for pending in waiting:
+                connection.send_encoded(pending.encoded)
+        self._begin_reading(connection)
 
-    def _attend(self, connection: Connection) -> None:
+    def _begin_reading(self, connection: Connection) -> None:
         """Handle messages that came with the admission, and watch for later ones."""
         for message in connection.first:
             self._receive(message)
         self._hosts.watch(connection, functools.partial(self._read, connection))
 
-    def _succeed(self) -> None:
+    def _become_host(self) -> None:
         """Host the store in this process, the standby, if the old host has ended.
 
         Raises:
@@ -406,7 +406,7 @@ class Store:
             self._hosts.host(copy)
 
 
-class Asked(concurrent.futures.Future):
+class PendingAnswer(concurrent.futures.Future):
     """Future of the answer to a request.
 
     Args:
@@ -425,12 +425,12 @@ class Gathering:
     Args:
         store: `Store`.
         key: String, key of the all-gather.
-        asked: `Asked`, the future of the answer.
+        pending: `PendingAnswer`, the future of the answer.
     """
 
-    def __init__(self, store: Store, key: str, asked: Asked) -> None:
+    def __init__(self, store: Store, key: str, pending: PendingAnswer) -> None:
         self.key = key
-        self._store, self._asked = store, asked
+        self._store, self._pending = store, pending
 
     def texts(
         self, timeout_seconds: float, *, may_wake: bool = True
@@ -447,11 +447,11 @@ class Gathering:
             TimeoutError: If a member has ended the all-gather, with its reason.
             HostLost: If the store is lost.
         """
-        futures = [self._asked, self._store.alarm] if may_wake else [self._asked]
+        futures = [self._pending, self._store.alarm] if may_wake else [self._pending]
         concurrent.futures.wait(futures, timeout_seconds, "FIRST_COMPLETED")
-        if not self._asked.done():
+        if not self._pending.done():
             return None
-        answer = self._asked.result()
+        answer = self._pending.result()
         if "ended" in answer:
             raise TimeoutError(answer["ended"])
         return answer["texts"]
@@ -464,8 +464,8 @@ class Gathering:
         returns them.
         """
         try:
-            asked = self._store.ask("missing", key=self.key)
-            return asked.result(_ANSWER_SECONDS)["ranks"]
+            pending = self._store.ask("missing", key=self.key)
+            return pending.result(_ANSWER_SECONDS)["ranks"]
         except concurrent.futures.TimeoutError:
             return [self._store.host]
         except HostLost:
@@ -484,8 +484,8 @@ class Gathering:
             Bool, `False` if all texts have arrived or the host is lost.
         """
         try:
-            asked = self._store.ask("withdraw", key=self.key, reason=reason)
-            if is_withdrawn := asked.result(_ANSWER_SECONDS)["is_withdrawn"]:
+            pending = self._store.ask("withdraw", key=self.key, reason=reason)
+            if is_withdrawn := pending.result(_ANSWER_SECONDS)["is_withdrawn"]:
                 self.abandon()
             return is_withdrawn
         except concurrent.futures.TimeoutError:
@@ -496,4 +496,4 @@ class Gathering:
 
     def abandon(self) -> None:
         """Stop waiting for the texts; the host is not notified."""
-        self._store.forget(self._asked)
+        self._store.forget(self._pending)

@@ -176,7 +176,7 @@ class Membership:
                 self._report_missing([host], str(error), begin, timeout_seconds)
                 lost = self._are_lost(range(self.cluster.rank))
                 if host in lost:
-                    host = self._host_anew(lost)
+                    host = self._choose_new_host(lost)
             time.sleep(_RETRY_SECONDS)
 
     def restart_store(self, lost: Sequence[int]) -> None:
@@ -190,7 +190,7 @@ class Membership:
         """
         self.store.close("The store of the job is lost.")
         ended = self.ended(range(self.cluster.rank))
-        host = self._host_anew(sorted({*lost, *ended}))
+        host = self._choose_new_host(sorted({*lost, *ended}))
         self.store = Store(self.cluster.rank, host, self)
 
     def applicants(self, lost: Sequence[int] = ()) -> list[str]:
@@ -302,7 +302,7 @@ class Membership:
                 since.pop(rank, None)
         return [rank for rank in ended if now - since[rank] > _LOST_SECONDS]
 
-    def _host_anew(self, lost: Sequence[int]) -> int:
+    def _choose_new_host(self, lost: Sequence[int]) -> int:
         """Choose the first worker that is left as the store's host.
 
         If it is this worker, it begins to host an empty store.

@@ -56,13 +56,15 @@ class Replication:
         self._waits_since = 0.0
         # Answers that wait, each with the number of the last change on which it may
         # depend.
-        self._held: collections.deque[tuple[int, Receiver, bytes]] = collections.deque()
+        self._waiting: collections.deque[tuple[int, Receiver, bytes]] = (
+            collections.deque()
+        )
         self._slow: set[int] = set()
 
     @property
     def is_settled(self) -> bool:
         """Bool, whether no answer waits for the standby, and no copy is incomplete."""
-        return not self._held and (self.standby is None or self._acknowledged > 0)
+        return not self._waiting and (self.standby is None or self._acknowledged > 0)
 
     @property
     def announcement(self) -> bytes:
@@ -112,7 +114,7 @@ class Replication:
         if self.standby is None or self._may_answer(member, self.standby):
             member.send_encoded(encoded)
         else:
-            self._held.append((self._sent, member, encoded))
+            self._waiting.append((self._sent, member, encoded))
 
     def _may_answer(self, member: Receiver, standby: Receiver) -> bool:
         """Return whether the standby has, or surely gets, an answer's changes.
@@ -176,8 +178,8 @@ class Replication:
 
     def _release(self) -> None:
         """Send the waiting answers whose changes the standby has; without one, all."""
-        while self._held and (
-            self.standby is None or self._held[0][0] <= self._acknowledged
+        while self._waiting and (
+            self.standby is None or self._waiting[0][0] <= self._acknowledged
         ):
-            _, member, encoded = self._held.popleft()
+            _, member, encoded = self._waiting.popleft()
             member.send_encoded(encoded)

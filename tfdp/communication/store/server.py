@@ -245,9 +245,11 @@ class Server:
         elif message["do"] == "acknowledge":
             self._replication.acknowledge(member.rank, message["number"])
         else:
-            self._act(member, request, message)
+            self._execute(member, request, message)
 
-    def _act(self, member: _Member, request: Request, message: dict[str, Any]) -> None:
+    def _execute(
+        self, member: _Member, request: Request, message: dict[str, Any]
+    ) -> None:
         """Carry out a request, and answer it now or later.
 
         Args:
@@ -265,7 +267,7 @@ class Server:
                 self._get(member, request[1], message["key"])
             case "cancel":
                 self._forget_reads(member, message["get"])
-                self._tell(member, request[1])
+                self._answer_now(member, request[1])
             case "delete":
                 self._complete([request], {}, values={message["key"]: None})
             case "gather":
@@ -273,9 +275,11 @@ class Server:
                 self._gather(request, message["key"], message["text"], is_of_living)
             case "expel":
                 self._expel(message["ranks"])
-                self._tell(member, request[1])
+                self._answer_now(member, request[1])
             case "missing":
-                self._tell(member, request[1], ranks=self._missing(message["key"]))
+                self._answer_now(
+                    member, request[1], ranks=self._missing(message["key"])
+                )
             case "withdraw":
                 is_open = self._withdraw(member.rank, message["key"], message["reason"])
                 self._answer(member, request[1], is_withdrawn=is_open)
@@ -308,7 +312,7 @@ class Server:
             if rank in self._members:
                 self._reply(self._members[rank], number, body)
 
-    def _tell(self, member: _Member, number: int, **answer: Any) -> None:
+    def _answer_now(self, member: _Member, number: int, **answer: Any) -> None:
         """Send the fields of an answer to request `number`; it depends on no change."""
         member.send({"id": number, **answer})
 
@@ -345,7 +349,7 @@ class Server:
         if request["is_news"]:
             self._summaries.clear()
             self._push(beats={rank: [0.0, text]})
-        self._tell(member, number, **self._summary(bool(request["wants_all"])))
+        self._answer_now(member, number, **self._summary(bool(request["wants_all"])))
 
     def _summary(self, has_all: bool) -> dict[str, Any]:
         """Return a summary of heartbeats, as `Store.beat` describes it.

@@ -260,8 +260,8 @@ def _check_shards(
     # workers again.
     conflicting_policy = "" if policy in (_POLICY.AUTO, _POLICY.OFF) else str(policy)
     length = None if local_batches is None else int(local_batches.cardinality())
-    beside = [shard.name, conflicting_policy, length]
-    gathered = compare(group, "own files", [elements_fact(dataset)], beside)
+    extra = [shard.name, conflicting_policy, length]
+    gathered = compare(group, "own files", [elements_fact(dataset)], extra)
     names, policies, lengths = zip(*gathered, strict=True)
     if any(policies):
         raise ValueError(

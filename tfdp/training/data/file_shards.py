@@ -284,8 +284,8 @@ def _check_same_files(
             ),
         ),
     ]
-    beside = [files.problem, str(files)]
-    compare(group, "the files of `shard_files`", facts, beside, before=check)
+    extra = [files.problem, str(files)]
+    compare(group, "the files of `shard_files`", facts, extra, before=check)
 
 
 def _explain_files(seen: dict[int, list], texts: Sequence[str]) -> str:

@@ -38,7 +38,7 @@ def compare_datasets(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
     worker_group = strategy.extended.worker_group
     if worker_group.num_workers == 1:
         return ReadOptions(syncs_end_of_data=False)
-    beside = [
+    extra = [
         _compat.shuffle_seeds(dataset),
         int(dataset.cardinality().numpy()),
         sizes_of_batches(dataset),
@@ -48,7 +48,7 @@ def compare_datasets(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
         elements_fact(dataset),
         values_fact(worker_group, _TOPIC, values_of_sources(dataset)),
     ]
-    gathered = compare(worker_group, _TOPIC, facts, beside)
+    gathered = compare(worker_group, _TOPIC, facts, extra)
     seeds, lengths, sizes, shards = zip(*gathered, strict=True)
     _check_same_shuffle(list(seeds))
     warn_of_shards(shards)

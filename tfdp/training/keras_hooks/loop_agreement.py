@@ -79,17 +79,17 @@ def agree_on_loop(
         "arrays": _describe_data(arguments),
     }
     callbacks: list = []
-    beside: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     if name == "fit":
         callbacks = callback_list(arguments.get("callbacks"))
         if strategy.extended.worker_group.is_chief:
-            beside["problem"] = find_callback_problem(callbacks, arguments)
+            extra["problem"] = find_callback_problem(callbacks, arguments)
         own["callbacks"] = tfdp_callback_names(callbacks)
-        beside["each_batch"] = decide_per_batch(callbacks)
+        extra["each_batch"] = decide_per_batch(callbacks)
     has_trained = strategy.extended.generation > 0
     own["configs"] = configs.configs_of(name, model, callbacks, has_trained=has_trained)
     gathered = _compare_workers(
-        strategy, name, model, own, _values_of(arguments), beside
+        strategy, name, model, own, _values_of(arguments), extra
     )
     return any(each.get("each_batch") for each in gathered)
 
@@ -199,7 +199,7 @@ def _compare_workers(
     model: Any,
     own: dict[str, Any],
     values: ArrayValues,
-    beside: dict[str, Any],
+    extra: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """Compare facts about a call between workers, and raise on all if they differ.
 
@@ -210,10 +210,10 @@ def _compare_workers(
         own: Dict of this worker's `"settings"`, the description of its `"arrays"`, its
             `"configs"`, and the names of its `"callbacks"`, if any.
         values: `ArrayValues` of this worker.
-        beside: Dict for JSON, gathered in the same exchange.
+        extra: Dict for JSON, gathered in the same exchange.
 
     Returns:
-        List of dicts, `beside` of each worker.
+        List of dicts, `extra` of each worker.
     """
     worker_group: WorkerGroup = strategy.extended.worker_group
     topic = f"the settings of {name}"
@@ -249,11 +249,11 @@ def _compare_workers(
             lambda: own["configs"],
         ),
     ]
-    beside = beside | {
+    extra = extra | {
         "created": created.summary,
         "assigned": _digest_of_assignments(model),
     }
-    gathered = compare(worker_group, topic, facts, beside, before=before)
+    gathered = compare(worker_group, topic, facts, extra, before=before)
     _check_assignments(worker_group, topic, gathered, model)
     return gathered
 

@@ -11,7 +11,11 @@ import tensorflow as tf
 from tfdp.communication.cluster.devices import resolve_devices
 from tfdp.communication.collectives import Member, align_group_keys
 from tfdp.communication.coordination.checks import check_same_setup, setup_facts
-from tfdp.communication.coordination.join import Worker, reform, take_part
+from tfdp.communication.coordination.join import (
+    Worker,
+    join_next_cluster,
+    join_running_job,
+)
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.survivors import find_survivors
 from tfdp.communication.coordination.tensorflow_server import start_server
@@ -53,7 +57,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self.new_variables = NewVariables()
         # Facts that must be the same on all workers, also on workers that join later.
         self.facts: dict[str, str] = {"version of tfdp": own_version()}
-        self._enter(worker)
+        self._enter_cluster(worker)
         super().__init__(
             container_strategy,
             cluster_resolver=worker.resolver,
@@ -61,7 +65,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         )
         self._connect()
 
-    def _enter(self, worker: Worker) -> None:
+    def _enter_cluster(self, worker: Worker) -> None:
         """Take the worker's place in its cluster, and watch the other workers."""
         self.worker = worker
         self._watchdog: Watchdog | None = None
@@ -171,7 +175,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
             TimeoutError: If another worker does not join in time.
         """
         if self.is_applicant:
-            self.worker = take_part(
+            self.worker = join_running_job(
                 self.worker, self.facts, self.worker.timeout_seconds
             )
         else:
@@ -184,7 +188,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self.new_variables = NewVariables()
         progress.restart()
         forget_groups()
-        self._enter(self.worker)
+        self._enter_cluster(self.worker)
         self._initialize_strategy(self.worker.resolver, devices=None)
         self._connect()
 
@@ -206,7 +210,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
             worker.min_workers or 1,
             worker.timeout_seconds,
         )
-        return reform(worker, survivors, applicants)
+        return join_next_cluster(worker, survivors, applicants)
 
     def explaining(self) -> contextlib.AbstractContextManager:
         """Return a context that names the lost worker in errors of TensorFlow."""

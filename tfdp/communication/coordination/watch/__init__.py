@@ -75,7 +75,7 @@ def watch(
             listen(lambda: _watchdogs[0].record_on_signal())
         _watchdogs[:] = [watchdog]
     worker_group.check = _watchdogs[0].check
-    worker_group.check_beside = _watchdogs[0].check_beside
+    worker_group.check_on_thread = _watchdogs[0].check_on_thread
     worker_group.progress_of = _watchdogs[0].progress_of
     worker_group.guard = _watchdogs[0].translate_errors
     return _watchdogs[0]

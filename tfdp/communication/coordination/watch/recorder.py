@@ -261,7 +261,7 @@ def listen(request: Callable[[], None]) -> None:
         faulthandler.register(number, writer, all_threads=False)
 
     @forks.in_forks
-    def leave_to_parent() -> None:
+    def restore_in_fork() -> None:
         """Restore the signals in a forked process, whose pipe is that of the parent."""
         for number in signals:
             faulthandler.unregister(number)

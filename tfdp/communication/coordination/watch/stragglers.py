@@ -23,8 +23,8 @@ class StragglerCheck:
         detector: `FailureDetector`, with the progress of the others.
         addresses: Sequence of strings, `"host:port"` by rank.
         timeout_seconds: Float or `None`, wait after which a worker is declared lost.
-        blame: Callable, receives the rank of a worker that is to be declared lost, and
-            the cause, a clause.
+        declare_lost: Callable, receives the rank of a worker that is to be declared
+            lost, and the cause, a clause.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class StragglerCheck:
         detector: FailureDetector,
         addresses: Sequence[str],
         timeout_seconds: float | None,
-        blame: Callable[[int, str], None],
+        declare_lost: Callable[[int, str], None],
     ) -> None:
         self._heartbeat, self._detector = heartbeat, detector
         self._rank, self._addresses = heartbeat.rank, addresses
-        self._timeout_seconds, self._blame = timeout_seconds, blame
+        self._timeout_seconds, self._declare_lost = timeout_seconds, declare_lost
 
     def check(self) -> None:
-        """Warn of workers that are waited for; after the timeout, `blame` one."""
+        """Warn of workers that are waited for; after the timeout, declare one lost."""
         own = self._heartbeat.progress
         if own.is_computing and not own.name:
             self._check_deadlock(own)
@@ -50,12 +50,12 @@ class StragglerCheck:
             return
         stragglers = self._detector.stragglers(own) or self._past_this_step(own)
         limit = self._timeout_seconds
-        # A straggler that waits for data is not blamed: it sets its own failure if the
-        # source hangs, and the others wait for it if the source is slow.
+        # A straggler that waits for data is not declared lost: it sets its own failure
+        # if the source hangs, and the others wait for it if the source is slow.
         late = {rank: its for rank, its in stragglers.items() if not its.source}
         if late and limit is not None and own.seconds > limit:
             rank, other = next(iter(late.items()))
-            self._blame(rank, _cause_of_delay(own, other))
+            self._declare_lost(rank, _cause_of_delay(own, other))
         elif stragglers:
             self._warn_of_stragglers(own, stragglers)
         else:
@@ -72,7 +72,7 @@ class StragglerCheck:
         return self._detector.workers_past(own) if waits else {}
 
     def _check_deadlock(self, own: WorkerProgress) -> None:
-        """Warn if all workers wait in one step; `blame` one if reductions differ.
+        """Warn if all workers wait in one step; declare one lost if reductions differ.
 
         A worker whose data source hangs sets its own failure.
         """
@@ -84,7 +84,7 @@ class StragglerCheck:
             return
         rank = self._detector.first_with_other_reductions(own)
         if rank is not None and limit is not None and idle > limit:
-            self._blame(rank, f"its step reduces other tensors; {_SAME_CALLS}")
+            self._declare_lost(rank, f"its step reduces other tensors; {_SAME_CALLS}")
         elif user_code.is_new("deadlock", self):
             # The warning is printed once only, since a long step on GPUs leaves the
             # CPUs idle as well.

@@ -103,7 +103,11 @@ class Watchdog(threading.Thread):
         self._recorder = FlightRecorder(self._heartbeat, self._detector)
         self._heartbeat.record_requested = self._record_for
         self._stragglers = StragglerCheck(
-            self._heartbeat, self._detector, self._addresses, limit_seconds, self._blame
+            self._heartbeat,
+            self._detector,
+            self._addresses,
+            limit_seconds,
+            self._declare_lost,
         )
         self._data = DataWatch(limit_seconds)
         self._failure: WorkerFailure | None = None
@@ -232,7 +236,7 @@ class Watchdog(threading.Thread):
         if self._failure is not None:
             raise self._error(progress.current.name, call=call)
 
-    def check_beside(self, rank: int, is_over: bool, call: str) -> None:
+    def check_on_thread(self, rank: int, is_over: bool, call: str) -> None:
         """Raise as `check` does, on a thread other than the main one.
 
         The main thread still has to raise an error of its own.
@@ -253,9 +257,9 @@ class Watchdog(threading.Thread):
         if self._heartbeat.failure is not None:
             self._set_failure(self._heartbeat.failure)
         elif detector.status(rank).has_left:
-            self._blame(rank, detector.cause_of_exit(rank))
+            self._declare_lost(rank, detector.cause_of_exit(rank))
         elif is_over and rank in detector.suspects():
-            self._blame(rank, detector.cause_of_timeout(rank))
+            self._declare_lost(rank, detector.cause_of_timeout(rank))
 
     def progress_of(self, rank: int) -> WorkerProgress | None:
         """Return the progress of another worker, or `None` if unknown.
@@ -343,7 +347,7 @@ class Watchdog(threading.Thread):
             if is_urgent or self._detector.status(rank).last_error:
                 cause = cause or self._detector.cause_of_exit(rank)
             if cause:
-                self._blame(rank, cause)
+                self._declare_lost(rank, cause)
 
     def _probe(self, ranks: list[int]) -> None:
         """Probe the ports of workers, and record the results."""
@@ -360,7 +364,7 @@ class Watchdog(threading.Thread):
             status = self._detector.status(rank)
             self._may_have_ended |= status.refusals > 0 and not status.has_left
 
-    def _blame(self, rank: int, cause: str) -> None:
+    def _declare_lost(self, rank: int, cause: str) -> None:
         """Set the failure of another worker, or of this one after a long suspension.
 
         Args:
