@@ -15,7 +15,11 @@ from collections.abc import Iterator
 import pytest
 
 from tfdp.communication.connection.handshake import Authenticated, ConnectionFailed
-from tfdp.communication.connection.messages import MessageConnection, Seal, encode
+from tfdp.communication.connection.messages import (
+    MessageAuthenticator,
+    MessageConnection,
+    encode,
+)
 
 MESSAGE = {"type": "start", "nodes": [["10.0.0.1", [1, 2]]], "text": "ü"}
 HEAD_BYTES = 4 + 32
@@ -121,7 +125,7 @@ def test_a_message_of_another_key_or_sent_back_breaks_the_seal():
 @pytest.mark.parametrize("num_bytes", [0, 1, 32, 64])
 def test_a_seal_is_the_hmac_of_the_number_and_the_text(num_bytes: int):
     key = bytes(range(num_bytes))
-    seal = Seal(key)
+    seal = MessageAuthenticator(key)
     for number, text in enumerate([b"one", b"", b"three" * 1000]):
         expected = hmac.digest(key, struct.pack("!Q", number) + text, "sha256")
         assert seal.next_mac(text) == expected

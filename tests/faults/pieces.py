@@ -36,11 +36,11 @@ def install(trigger: Trigger) -> None:
             reach()
         return has_moved
 
-    ring_bell = SharedMemoryCommunicator._ring_bell
+    exchange_ready_messages = SharedMemoryCommunicator._exchange_ready_messages
 
-    def counted_bell(*args: Any) -> None:
+    def counted_messages(*args: Any) -> None:
         reach()
-        ring_bell(*args)
+        exchange_ready_messages(*args)
 
     for kind, sizes in (
         (SocketCommunicator, {"segment_bytes": _PIECE_BYTES}),
@@ -49,7 +49,7 @@ def install(trigger: Trigger) -> None:
     ):
         small = sizes | {"small_bytes": _PIECE_BYTES}
         _replace(kind, "__init__", functools.partialmethod(kind.__init__, **small))
-    _replace(SharedMemoryCommunicator, "_ring_bell", counted_bell)
+    _replace(SharedMemoryCommunicator, "_exchange_ready_messages", counted_messages)
     for name in ("push", "pull"):
         move = getattr(flows.Flow, name)
         _replace(flows.Flow, name, functools.partialmethod(counted, move))

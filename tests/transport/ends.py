@@ -25,6 +25,6 @@ class End:
         if self.sock.recv_into(view, 0, socket.MSG_WAITALL) < len(memoryview(view)):
             raise PeerLost(self.peer, "its connection was closed")
 
-    def close(self, reason: str = "", ending: object = None) -> None:
+    def close(self, reason: str = "", close_reason: object = None) -> None:
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)

@@ -80,17 +80,17 @@ def die_after(num_turns: int, worker: Worker) -> None:
     flows.Flow.pull = functools.partialmethod(counted, flows.Flow.pull)
 
 
-def die_at_bell(number: int, worker: Worker) -> None:
-    """Kill this process when it has rung so many bells."""
-    bells = iter(range(number))
-    original = SharedMemoryCommunicator._ring_bell
+def die_at_ready_message(number: int, worker: Worker) -> None:
+    """Kill this process after that many ready messages."""
+    messages = iter(range(number))
+    original = SharedMemoryCommunicator._exchange_ready_messages
 
     def counted(self: SharedMemoryCommunicator, call: Any) -> None:
-        if next(bells, None) is None:
+        if next(messages, None) is None:
             die(worker)
         original(self, call)
 
-    SharedMemoryCommunicator._ring_bell = counted  # type: ignore[method-assign]
+    SharedMemoryCommunicator._exchange_ready_messages = counted  # type: ignore[method-assign]
 
 
 def die(worker: Worker) -> None:
@@ -104,7 +104,7 @@ def lose_one(worker: Worker, victim: int, what: str, num_turns: int) -> float:
     worker.meet("begin")
     if worker.rank == victim:
         if num_turns and worker.wire == "memory" and what != "all_to_all":
-            die_at_bell(num_turns // 4, worker)
+            die_at_ready_message(num_turns // 4, worker)
         elif num_turns:
             die_after(num_turns, worker)
         else:
@@ -279,7 +279,7 @@ def many_lanes(worker: Worker) -> None:
     for thread in threads:
         thread.join()
     assert found == {lane: lane * worker.num_workers for lane in range(6)}
-    assert len(mesh._lines) == worker.num_workers - 1
+    assert len(mesh._controls) == worker.num_workers - 1
     worker.meet("end")
 
 

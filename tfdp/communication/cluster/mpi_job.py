@@ -166,7 +166,7 @@ class MpiJob:
         for communicator in communicators:
             communicator.close(reason)
 
-    def leave(
+    def keep_requests(
         self,
         sends: Sequence[Any],
         receives: Sequence[Any],
@@ -187,8 +187,8 @@ class MpiJob:
             if comm is not None:
                 self._unused_comms.append(comm)
 
-    def finish_rest(self, seconds: float) -> bool:
-        """Complete or cancel the requests that `leave` has kept.
+    def finish_kept_requests(self, seconds: float) -> bool:
+        """Complete or cancel the requests that `keep_requests` has kept.
 
         No process may send new messages any more.
 
@@ -237,7 +237,7 @@ class MpiJob:
         others = [rank for rank in members if rank != self.rank]
         with self.lock:
             sends = [self.comm.Isend(text, dest=r, tag=tag) for r in others]
-        self.leave(sends, (), text)
+        self.keep_requests(sends, (), text)
         texts = _Inbox(self, tag).wait(others, timeout_seconds)
         return [
             dict(facts) if rank == self.rank else json.loads(texts[rank])

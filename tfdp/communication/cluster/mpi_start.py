@@ -283,7 +283,7 @@ def _all_end(job: MpiJob) -> bool:
             if barrier.Test():
                 break
         backoff.pause()
-    is_finished = job.finish_rest(_REST_SECONDS)
+    is_finished = job.finish_kept_requests(_REST_SECONDS)
     try:
         ends = job.exchange({"is_finished": is_finished}, _REST_SECONDS)
     except TimeoutError:

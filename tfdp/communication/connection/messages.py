@@ -70,7 +70,7 @@ def encode(message: Mapping[str, Any], *, is_added_to: bool = False) -> bytes:
     return text
 
 
-class Seal:
+class MessageAuthenticator:
     """HMAC-SHA256 of each message in one direction of a connection, and its number.
 
     Args:
@@ -124,7 +124,10 @@ class MessageConnection:
             with contextlib.suppress(OSError):  # the connection may have ended
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._most_bytes = most_bytes
-        self._outgoing, self._incoming = Seal(keys.outgoing), Seal(keys.incoming)
+        self._outgoing, self._incoming = (
+            MessageAuthenticator(keys.outgoing),
+            MessageAuthenticator(keys.incoming),
+        )
         self._input, self._output = bytearray(), bytearray()
         self._lock = threading.Lock()
         self._acceptor = acceptor

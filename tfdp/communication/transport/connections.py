@@ -36,7 +36,7 @@ _LOCAL_TCP_BUFFER_BYTES = 512 << 10
 
 
 @dataclasses.dataclass(frozen=True)
-class Ending:
+class CloseReason:
     """Reason that a worker has closed a connection.
 
     Args:
@@ -56,16 +56,18 @@ class Registry(Protocol):
 
     rank: int
 
-    def tell(self, peer: int, lane: str, ending: Ending) -> None:
+    def send_close_reason(
+        self, peer: int, lane: str, close_reason: CloseReason
+    ) -> None:
         """Send a peer the reason that this worker closes the connection of a lane.
 
         Args:
             peer: Int, rank of the other worker.
             lane: String, name of the connection.
-            ending: `Ending`, the reason.
+            close_reason: `CloseReason`, the reason.
         """
 
-    def ending_of(self, peer: int, lane: str) -> Ending | None:
+    def close_reason_of(self, peer: int, lane: str) -> CloseReason | None:
         """Return the reason that a peer has sent for a lane, `None` if unknown."""
 
     def forget(self, connection: Connection) -> None:
@@ -95,7 +97,7 @@ class Connection:
         self._registry = registry
         self._lock = threading.Lock()
         self._users = 0
-        self._ending: Ending | None = None
+        self._close_reason: CloseReason | None = None
 
     def __enter__(self) -> Connection:
         """Keep the descriptor open in the block, so that its number is not reused.
@@ -104,8 +106,8 @@ class Connection:
             TransportClosed: If this worker has closed the connection.
         """
         with self._lock:
-            if self._ending is not None:
-                raise _closed_error(self._ending)
+            if self._close_reason is not None:
+                raise _closed_error(self._close_reason)
             self._users += 1
         return self
 
@@ -117,7 +119,7 @@ class Connection:
     ) -> None:
         with self._lock:
             self._users -= 1
-            if self._ending is not None and not self._users:
+            if self._close_reason is not None and not self._users:
                 self.sock.close()
 
     def fileno(self) -> int:
@@ -214,18 +216,18 @@ class Connection:
             `PeerLost`; `TransportClosed` if this worker closed the connection itself;
             `TransportError` if no worker is lost.
         """
-        if self._ending is not None:
-            return _closed_error(self._ending)
-        ending = self._registry.ending_of(self.peer, self.lane)
-        if ending is None:
+        if self._close_reason is not None:
+            return _closed_error(self._close_reason)
+        close_reason = self._registry.close_reason_of(self.peer, self.lane)
+        if close_reason is None:
             if error is None or isinstance(error, ConnectionError):
                 return PeerLost(self.peer, "its connection was closed")
             return PeerLost(self.peer, f"its connection has failed: {error.strerror}")
-        if ending.is_error:
-            return TransportError(ending.cause)
-        if ending.rank == self._registry.rank:
-            return PeerLost(self.peer, f"it has lost this worker: {ending.cause}")
-        return PeerLost(ending.rank, ending.cause)
+        if close_reason.is_error:
+            return TransportError(close_reason.cause)
+        if close_reason.rank == self._registry.rank:
+            return PeerLost(self.peer, f"it has lost this worker: {close_reason.cause}")
+        return PeerLost(close_reason.rank, close_reason.cause)
 
     def has_left(self) -> bool:
         """Whether the other end has closed the connection without an error.
@@ -234,24 +236,26 @@ class Connection:
             Bool. The call may wait a moment for the peer's reason, which shows whether
             the peer closed the connection or its process has ended.
         """
-        if self._ending is not None:
+        if self._close_reason is not None:
             return False
-        ending = self._registry.ending_of(self.peer, self.lane)
-        return ending == Ending(self.peer, _CLOSED)
+        close_reason = self._registry.close_reason_of(self.peer, self.lane)
+        return close_reason == CloseReason(self.peer, _CLOSED)
 
-    def close(self, reason: str = "", ending: Ending | None = None) -> None:
+    def close(self, reason: str = "", close_reason: CloseReason | None = None) -> None:
         """Close the connection once; waiting calls at both ends end at once.
 
         Args:
             reason: String, sent to the other end.
-            ending: `Ending` to send instead, if another worker or an error is the
-                cause; or `None`, the default.
+            close_reason: `CloseReason` to send instead, if another worker or an error
+                is the cause; or `None`, the default.
         """
         with self._lock:
-            if self._ending is not None:
+            if self._close_reason is not None:
                 return
-            self._ending = ending or Ending(self._registry.rank, reason or _CLOSED)
-        self._registry.tell(self.peer, self.lane, self._ending)
+            self._close_reason = close_reason or CloseReason(
+                self._registry.rank, reason or _CLOSED
+            )
+        self._registry.send_close_reason(self.peer, self.lane, self._close_reason)
         with self._lock:
             if self._users:
                 shut_down(self.sock)  # `__exit__` closes it
@@ -260,9 +264,9 @@ class Connection:
         self._registry.forget(self)
 
 
-def _closed_error(ending: Ending) -> TransportClosed:
+def _closed_error(close_reason: CloseReason) -> TransportClosed:
     """Return the error of a connection that this worker has closed."""
-    return TransportClosed("" if ending.cause == _CLOSED else ending.cause)
+    return TransportClosed("" if close_reason.cause == _CLOSED else close_reason.cause)
 
 
 def _bytes_of(buffer: Buffer) -> memoryview:
@@ -280,7 +284,7 @@ def _without_first_bytes(views: list[memoryview], num_bytes: int) -> list[memory
     return []
 
 
-class ControlLine(MessageConnection):
+class ControlConnection(MessageConnection):
     """Connection for control messages; only the acceptor's thread receives.
 
     Args:
@@ -294,24 +298,26 @@ class ControlLine(MessageConnection):
         super().__init__(sock, keys, _MOST_BYTES)
         self.peer = peer
 
-    def tell(self, lane: str, ending: Ending) -> None:
+    def send_close_reason(self, lane: str, close_reason: CloseReason) -> None:
         """Send the reason that a connection is closed, unless the peer has ended.
 
         Args:
             lane: String, lane of the connection.
-            ending: `Ending`, the reason.
+            close_reason: `CloseReason`, the reason.
         """
-        short = dataclasses.replace(ending, cause=ending.cause[:_MOST_CHARACTERS])
+        short = dataclasses.replace(
+            close_reason, cause=close_reason.cause[:_MOST_CHARACTERS]
+        )
         self.send({"lane": lane, **dataclasses.asdict(short)})
 
-    def endings(self) -> list[tuple[str, Ending]] | None:
+    def receive_close_reasons(self) -> list[tuple[str, CloseReason]] | None:
         """Receive all messages that have arrived, without waiting.
 
         Returns:
-            List of lanes and `Ending`s, or `None` at the end of the connection.
+            List of lanes and `CloseReason`s, or `None` at the end of the connection.
         """
         try:
-            return [(each.pop("lane"), Ending(**each)) for each in self.receive()]
+            return [(each.pop("lane"), CloseReason(**each)) for each in self.receive()]
         except (ConnectionFailed, KeyError, TypeError):
             return None
 

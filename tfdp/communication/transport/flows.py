@@ -3,7 +3,7 @@
 Each connection has an ordered list of pieces to send and one of pieces to receive. All
 make progress as their sockets allow; `poll` waits if none does. So two members that
 send to each other do not deadlock. A piece may have to wait until other data is
-received and added: it then names a `Gate`, which counts that data.
+received and added: it then names a `PieceCounter`, which counts that data.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Link(Protocol):
         """Whether the other end has closed the connection without an error."""
 
 
-class Gate:
+class PieceCounter:
     """Counter of pieces that have moved, for which other pieces wait."""
 
     __slots__ = ("count",)
@@ -45,7 +45,7 @@ class Gate:
     def __init__(self) -> None:
         self.count = 0
 
-    def pass_one(self) -> None:
+    def increment(self) -> None:
         """Add one to the count."""
         self.count += 1
 
@@ -56,20 +56,20 @@ class Piece:
 
     Args:
         view: `memoryview` of bytes, to send or to receive into.
-        gate: `Gate` that the piece waits for, or `None`.
-        needed: Int, least count of the gate at which the piece may move.
+        counter: `PieceCounter` that the piece waits for, or `None`.
+        needed: Int, least count at which the piece may move.
         then: Callable without arguments or `None`, called when all bytes have moved.
     """
 
     view: memoryview
-    gate: Gate | None = None
+    counter: PieceCounter | None = None
     needed: int = 0
     then: Callable[[], None] | None = None
 
     @property
     def is_ready(self) -> bool:
-        """Bool, whether the gate lets the piece move."""
-        return self.gate is None or self.gate.count >= self.needed
+        """Bool, whether the counter lets the piece move."""
+        return self.counter is None or self.counter.count >= self.needed
 
 
 class _Queue:
@@ -100,7 +100,7 @@ class _Queue:
             self.rest = self.piece.view
 
     def pass_empty(self) -> bool:
-        """Finish empty pieces, as far as their gates let them pass.
+        """Finish empty pieces, as far as their counters let them move.
 
         Returns:
             Bool, whether any was finished: other pieces may have waited for it.
@@ -138,7 +138,7 @@ class Flow:
     Args:
         link: `Connection`.
         outgoing: Iterable of `Piece`s, sent in this order; the flow is not done while
-            an empty one waits for its gate.
+            an empty one waits for its counter.
         incoming: Iterable of `Piece`s, received in this order.
     """
 

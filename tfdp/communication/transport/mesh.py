@@ -1,8 +1,8 @@
 """Connections of this worker to the other workers of its job.
 
 A *lane* is the name of one connection between two workers, the same at both ends. The
-first connection of two workers is their control line: it carries the reasons for which
-the connections of the lanes are closed.
+first connection of two workers is their control connection: it carries the reasons for
+which the connections of the lanes are closed.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from tfdp.communication.transport.communicator import (
 )
 from tfdp.communication.transport.connections import (
     CONTROL,
+    CloseReason,
     Connection,
-    ControlLine,
-    Ending,
+    ControlConnection,
     shut_down,
     tune,
 )
@@ -139,10 +139,10 @@ class Mesh:
         self._owner = Owner()
         self._addresses: dict[int, Addresses] = {}
         self._accepted: dict[tuple[int, bytes], socket.socket] = {}
-        self._lines: dict[int, ControlLine] = {}
-        self._line_locks: dict[int, threading.Lock] = {}
+        self._controls: dict[int, ControlConnection] = {}
+        self._control_locks: dict[int, threading.Lock] = {}
         self._ended_peers: set[int] = set()
-        self._endings: dict[tuple[int, str], Ending] = {}
+        self._close_reasons: dict[tuple[int, str], CloseReason] = {}
         self._connections: set[Connection] = set()
         self._dialing: set[socket.socket] = set()
         address = listening_address(host, interface)
@@ -195,7 +195,7 @@ class Mesh:
                 self._connections.add(connection)
                 return connection
         sock.close()
-        raise self._was_closed()
+        raise self._closed_error()
 
     def share_host(self, ranks: Iterable[int]) -> bool:
         """Whether workers share this host, its network namespace and its user.
@@ -240,23 +240,25 @@ class Mesh:
 
     # Methods of the interface `Registry`, which connections use.
 
-    def tell(self, peer: int, lane: str, ending: Ending) -> None:
-        """Implement `Registry.tell`: send the reason over the peer's control line."""
+    def send_close_reason(
+        self, peer: int, lane: str, close_reason: CloseReason
+    ) -> None:
+        """Implement `Registry.send_close_reason`: use the peer's control connection."""
         with self._changed:
-            line = self._lines.get(peer)
-        if line is not None:
-            line.tell(lane, ending)
+            control = self._controls.get(peer)
+        if control is not None:
+            control.send_close_reason(lane, close_reason)
 
-    def ending_of(self, peer: int, lane: str) -> Ending | None:
-        """Implement `Registry.ending_of`; wait up to half a second for the reason."""
+    def close_reason_of(self, peer: int, lane: str) -> CloseReason | None:
+        """Implement `Registry.close_reason_of`; wait up to half a second for it."""
 
         def is_known() -> bool:
-            """Return whether the reason has arrived, or the control line has ended."""
-            return (peer, lane) in self._endings or peer not in self._lines
+            """Return whether the reason is known, or the connection has ended."""
+            return (peer, lane) in self._close_reasons or peer not in self._controls
 
         with self._changed:
             self._changed.wait_for(is_known, _REASON_SECONDS)
-            return self._endings.get((peer, lane))
+            return self._close_reasons.get((peer, lane))
 
     def forget(self, connection: Connection) -> None:
         """Implement `Registry.forget`: remove a connection that was closed."""
@@ -275,7 +277,7 @@ class Mesh:
         """
         rank, lane = _CLAIM.unpack(authenticated.claim)
         if lane == _digest(CONTROL):
-            self._add_line(ControlLine(sock, authenticated, rank))
+            self._add_control_connection(ControlConnection(sock, authenticated, rank))
             return
         with self._changed:
             self._accept_error = None
@@ -297,28 +299,28 @@ class Mesh:
             self._accept_error = sentence
             self._changed.notify_all()
 
-    def _read(self, line: ControlLine) -> bool:
+    def _read(self, control: ControlConnection) -> bool:
         """Record a peer's reasons for closing connections, and the end of the peer.
 
         Returns:
             Bool, false if the peer has ended.
         """
-        messages = line.endings()
+        messages = control.receive_close_reasons()
         with self._changed:
-            for lane, ending in messages or ():
-                self._endings[line.peer, lane] = ending
-            if messages is None and self._lines.get(line.peer) is line:
-                del self._lines[line.peer]
-                self._ended_peers.add(line.peer)
+            for lane, close_reason in messages or ():
+                self._close_reasons[control.peer, lane] = close_reason
+            if messages is None and self._controls.get(control.peer) is control:
+                del self._controls[control.peer]
+                self._ended_peers.add(control.peer)
             self._changed.notify_all()
         return messages is not None
 
-    def _add_line(self, line: ControlLine) -> None:
-        """Store a control line to a peer, and watch it."""
+    def _add_control_connection(self, control: ControlConnection) -> None:
+        """Store a control connection to a peer, and watch it."""
         with self._changed:
-            self._lines[line.peer] = line
+            self._controls[control.peer] = control
             self._changed.notify_all()
-        self._acceptor.watch(line, functools.partial(self._read, line))
+        self._acceptor.watch(control, functools.partial(self._read, control))
 
     def _shared_secret(self) -> str:
         """Return the secret, which worker 0 creates and others read in the store."""
@@ -355,7 +357,7 @@ class Mesh:
         """
         while True:
             if self._closed is not None:
-                raise self._was_closed()
+                raise self._closed_error()
             left = deadline - time.monotonic()
             try:
                 return self._store.get(key, max(0.01, min(left, _STORE_SECONDS)))
@@ -371,7 +373,7 @@ class Mesh:
     def _dial_lane(self, peer: int, lane: str, deadline: float) -> socket.socket:
         """Dial a peer, and wait until it calls `connect`.
 
-        The first call for a peer also dials a control line.
+        The first call for a peer also dials a control connection.
 
         Args:
             peer: Int, rank of the worker.
@@ -381,10 +383,10 @@ class Mesh:
         Returns:
             `socket.socket`, connected and authenticated.
         """
-        with self._line_locks.setdefault(peer, threading.Lock()):
-            if peer not in self._lines:
-                line = ControlLine(*self._dial(peer, CONTROL, deadline), peer)
-                self._add_line(line)
+        with self._control_locks.setdefault(peer, threading.Lock()):
+            if peer not in self._controls:
+                control = ControlConnection(*self._dial(peer, CONTROL, deadline), peer)
+                self._add_control_connection(control)
         sock, _ = self._dial(peer, lane, deadline)
         try:
             with self._interruptible(sock):
@@ -392,14 +394,14 @@ class Mesh:
                 taken = sock.recv(1)
         except TimeoutError:
             sock.close()
-            raise self._did_not_come(peer) from None
+            raise self._not_connected_error(peer) from None
         except OSError:
             taken = b""
         if not taken:
             sock.close()
             if self._closed is not None:
-                raise self._was_closed()
-            raise self._ended(peer)
+                raise self._closed_error()
+            raise self._peer_ended_error(peer)
         return sock
 
     def _dial(
@@ -423,7 +425,7 @@ class Mesh:
         claim = _CLAIM.pack(self.rank, _digest(lane))
         while True:
             if peer in self._ended_peers:
-                raise self._ended(peer)
+                raise self._peer_ended_error(peer)
             try:
                 sock, target = self._new_socket(addresses)
             except OSError as error:
@@ -443,9 +445,9 @@ class Mesh:
                 ) from None
             except ConnectionFailed as error:
                 if self._closed is not None:
-                    raise self._was_closed() from None
+                    raise self._closed_error() from None
                 if deadline - time.monotonic() <= _RETRY_SECONDS:
-                    raise self._unreachable(peer, addresses, error) from None
+                    raise self._unreachable_error(peer, addresses, error) from None
             time.sleep(_RETRY_SECONDS)
 
     def _new_socket(
@@ -493,12 +495,12 @@ class Mesh:
             sock = self._accepted.pop(key, None)
         if sock is None:
             if self._closed is not None:
-                raise self._was_closed()
+                raise self._closed_error()
             if peer in self._ended_peers:
-                raise self._ended(peer)
+                raise self._peer_ended_error(peer)
             if self._accept_error is not None:
                 raise TransportError(self._accept_error)
-            raise self._did_not_come(peer)
+            raise self._not_connected_error(peer)
         tune(sock)
         sock.settimeout(None)
         # If the peer has ended, the first use of the socket will raise an error.
@@ -512,7 +514,7 @@ class Mesh:
         with self._changed:
             if self._closed is not None:
                 sock.close()
-                raise self._was_closed()
+                raise self._closed_error()
             self._dialing.add(sock)
         try:
             yield
@@ -520,15 +522,15 @@ class Mesh:
             with self._changed:
                 self._dialing.discard(sock)
 
-    def _was_closed(self) -> TransportClosed:
+    def _closed_error(self) -> TransportClosed:
         """Return the error that this worker has closed the mesh itself."""
         return TransportClosed(self._closed or "")
 
-    def _ended(self, peer: int) -> PeerLost:
+    def _peer_ended_error(self, peer: int) -> PeerLost:
         """Return the error of a peer that has ended while connecting."""
         return PeerLost(peer, "it ended while the workers connected")
 
-    def _did_not_come(self, peer: int) -> TransportError:
+    def _not_connected_error(self, peer: int) -> TransportError:
         """Return the error of a peer that has not connected in time."""
         return TransportError(
             f"Worker {peer} has not connected to worker {self.rank} "
@@ -536,7 +538,7 @@ class Mesh:
             "runs other collectives, or a firewall closes the port."
         )
 
-    def _unreachable(
+    def _unreachable_error(
         self, peer: int, addresses: Addresses, error: ConnectionFailed
     ) -> TransportError:
         """Return the error of a peer that could not be dialed in time.

@@ -1,7 +1,7 @@
 """Messages between the members of an MPI communicator, which can be cancelled.
 
 A *lane* is the channel of a group on which its collectives run one after another; it
-has an MPI communicator of its own. A member that leaves sends the others a goodbye.
+has an MPI communicator of its own. A member that leaves sends the others the reason.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SMALL_BYTES = 16 << 10
 ALL_TO_ALL = "all-to-all"
 
 # MPI tags of the messages in the communicator of a lane.
-_HEADER, _DATA, _GOODBYE = 1, 2, 3
-_GOODBYE_BYTES = 1024
+_HEADER, _DATA, _LEAVE = 1, 2, 3
+_LEAVE_REASON_BYTES = 1024
 # Largest message in bytes, since MPI counts the bytes of a message in 32 bits.
 _MOST_BYTES = 1 << 30
 # Longest pauses between polls of MPI: before data moves, when the other members compute
@@ -107,12 +107,12 @@ class MpiMessages:
         self._pending: list[_Pending] = []
         self._statuses: list[Any] = []
         self._leave_reasons: dict[int, str] = {}
-        self._goodbyes: dict[int, tuple[Any, bytearray]] = {}
+        self._leave_requests: dict[int, tuple[Any, bytearray]] = {}
         with job.lock:
             for peer in self._others:
-                text = bytearray(_GOODBYE_BYTES)
-                request = comm.Irecv(text, source=peer, tag=_GOODBYE)
-                self._goodbyes[peer] = (request, text)
+                text = bytearray(_LEAVE_REASON_BYTES)
+                request = comm.Irecv(text, source=peer, tag=_LEAVE)
+                self._leave_requests[peer] = (request, text)
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -168,7 +168,7 @@ class MpiMessages:
         """
         if not self._set_reason(reason) or self._job.mpi.Is_finalized():
             return
-        self._say_goodbye()
+        self._send_leave_reason()
         # A waiting thread of the lane sees `_reason` between two pauses. A thread that
         # sums cleans up itself at its next check.
         if self._in_call.acquire(timeout=_CLOSE_SECONDS):
@@ -296,8 +296,8 @@ class MpiMessages:
 
     def _lost(self, peers: Mapping[int, _Peer]) -> int | None:
         """Return the index of a peer that left with pending requests, or `None`."""
-        for place in [p for p in self._goodbyes if p not in self._leave_reasons]:
-            request, text = self._goodbyes[place]
+        for place in [p for p in self._leave_requests if p not in self._leave_reasons]:
+            request, text = self._leave_requests[place]
             with self._job.lock:
                 if request.Test():
                     self._leave_reasons[place] = text.rstrip(b"\0").decode(
@@ -320,30 +320,30 @@ class MpiMessages:
         if pending:
             sends = [each.request for each in pending if each.is_send]
             receives = [each.request for each in pending if not each.is_send]
-            self._job.leave(sends, receives, pending)
+            self._job.keep_requests(sends, receives, pending)
         if self._set_reason(reason):
-            self._say_goodbye()
+            self._send_leave_reason()
         self._clean_up()
 
-    def _say_goodbye(self) -> None:
+    def _send_leave_reason(self) -> None:
         """Send all other members the reason that this one leaves."""
         reason = self._reason or "it has closed the communicator"
-        text = reason.encode()[:_GOODBYE_BYTES]
+        text = reason.encode()[:_LEAVE_REASON_BYTES]
         sends: list[Any] = []
         with self._job.lock, contextlib.suppress(self._job.mpi.Exception):
             for place in self._others:
-                sends.append(self._comm.Isend(text, dest=place, tag=_GOODBYE))
-        self._job.leave(sends, (), text)
+                sends.append(self._comm.Isend(text, dest=place, tag=_LEAVE))
+        self._job.keep_requests(sends, (), text)
 
     def _clean_up(self) -> None:
         """Pass the MPI communicator to the job, which keeps it until MPI ends.
 
         To free it, all members would have to take part.
         """
-        goodbyes, self._goodbyes = self._goodbyes, {}
-        if goodbyes:
-            receives = [request for request, _ in goodbyes.values()]
-            self._job.leave((), receives, goodbyes, self._comm)
+        leave_requests, self._leave_requests = self._leave_requests, {}
+        if leave_requests:
+            receives = [request for request, _ in leave_requests.values()]
+            self._job.keep_requests((), receives, leave_requests, self._comm)
 
 
 def _bytes_of(array: Array) -> memoryview:

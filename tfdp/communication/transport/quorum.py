@@ -21,7 +21,7 @@ import numpy as np
 
 from tfdp.communication.transport.arithmetic import is_half, sum_into
 from tfdp.communication.transport.communicator import Array, PeerLost
-from tfdp.communication.transport.connections import Connection, Ending
+from tfdp.communication.transport.connections import CloseReason, Connection
 from tfdp.communication.transport.frames import receive_frame, send_frame
 from tfdp.ground.base.threads import start_thread
 
@@ -94,7 +94,7 @@ class QuorumMember:
             self._on_change(len(self._sums))
             return result
 
-    def close(self, reason: str = "", ending: Ending | None = None) -> None:
+    def close(self, reason: str = "", close_reason: CloseReason | None = None) -> None:
         """Close the connections, as `Connection.close`; subclasses implement this."""
         raise NotImplementedError
 
@@ -114,10 +114,10 @@ class QuorumMember:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
-        ending = None
+        close_reason = None
         if isinstance(error, PeerLost):
-            ending = Ending(error.rank, error.cause)
-        self.close(str(error), ending)
+            close_reason = CloseReason(error.rank, error.cause)
+        self.close(str(error), close_reason)
 
 
 class QuorumFollower(QuorumMember):
@@ -133,9 +133,9 @@ class QuorumFollower(QuorumMember):
         self._link = link
         start_thread("tfdp quorum", self._read)
 
-    def close(self, reason: str = "", ending: Ending | None = None) -> None:
+    def close(self, reason: str = "", close_reason: CloseReason | None = None) -> None:
         """Close the connection to worker 0, as `Connection.close` does."""
-        self._link.close(reason, ending)
+        self._link.close(reason, close_reason)
 
     def _contribute(self, share: Share) -> None:
         """Send a share to worker 0."""
@@ -187,10 +187,10 @@ class QuorumLeader(QuorumMember):
             start_thread(f"tfdp quorum from {rank}", self._read, rank)
             start_thread(f"tfdp quorum to {rank}", self._write, rank)
 
-    def close(self, reason: str = "", ending: Ending | None = None) -> None:
+    def close(self, reason: str = "", close_reason: CloseReason | None = None) -> None:
         """Close all links, as `Connection.close` does, and end the sending threads."""
         for rank, link in self._links.items():
-            link.close(reason, ending)
+            link.close(reason, close_reason)
             self._unsent[rank].put(None)
 
     def _contribute(self, share: Share) -> None:

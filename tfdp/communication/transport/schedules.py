@@ -10,7 +10,7 @@ import numpy as np
 
 from tfdp.communication.transport.arithmetic import sum_into
 from tfdp.communication.transport.communicator import Array
-from tfdp.communication.transport.flows import Gate, Piece
+from tfdp.communication.transport.flows import Piece, PieceCounter
 
 # A segment of this size stays in the L2 cache while it is received, added and sent.
 # With segments of 64 KB, Python took a third more CPU time; from 256 KB to 1 MB there
@@ -176,7 +176,7 @@ class Ring:
         self._segments = segments
         self._index = index
         self._scratch = scratch
-        self._arrived = {step: Gate() for _, step in segments.order}
+        self._arrived = {step: PieceCounter() for _, step in segments.order}
 
     def outgoing(self) -> Iterator[Piece]:
         """Yield pieces for the next member, each sent once its segment has arrived."""
@@ -191,24 +191,24 @@ class Ring:
         segments = self._segments
         for number, step in segments.order:
             where = segments.where(self._index - step - 2, number)
-            gate = self._arrived[step]
+            counter = self._arrived[step]
             if step < segments.size - 1:
                 into = self._scratch.data[: where.stop - where.start]
-                yield Piece(into, then=functools.partial(self._add, where, gate))
+                yield Piece(into, then=functools.partial(self._add, where, counter))
             else:
-                yield Piece(segments.summed[where], then=gate.pass_one)
+                yield Piece(segments.summed[where], then=counter.increment)
 
-    def _add(self, where: slice, gate: Gate) -> None:
-        """Add a received segment to the sum, and pass the gate of its step.
+    def _add(self, where: slice, counter: PieceCounter) -> None:
+        """Add a received segment to the sum, and increment the counter of its step.
 
         Args:
             where: Slice of the segment in bytes.
-            gate: `Gate` of the step, which counts segments.
+            counter: `PieceCounter` of the step, which counts segments.
         """
         target = self._segments.target(where)
         received = self._scratch[: target.nbytes].view(target.dtype)
         sum_into(target, (self._segments.addend(where), received))
-        gate.pass_one()
+        counter.increment()
 
 
 class OrderedSums:
@@ -227,7 +227,7 @@ class OrderedSums:
     def __init__(self, segments: Segments, index: int) -> None:
         self._segments = segments
         self._index = index
-        self._done = Gate()
+        self._done = PieceCounter()
         self._missing: dict[int, int] = {}
         self._buffers = [
             [np.empty(segments.num_bytes, np.uint8) for _ in range(LAG)]
@@ -290,4 +290,4 @@ class OrderedSums:
         ]
         if length:
             sum_into(target, addends)
-        self._done.pass_one()
+        self._done.increment()

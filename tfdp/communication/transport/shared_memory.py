@@ -8,12 +8,12 @@ allocate an outbox, all members use their sockets instead.
 
 Arrays are exchanged in steps, through the two slots of an outbox alternately:
 
-    step i:  write chunk i into slot i % 2  ->  bell  ->  read chunk i of the others
+    step i:  write chunk i into slot i % 2  ->  ready message  ->  read others' chunk i
 
-The bell is a short message to each other member and one from each. A member that has
-received all bells of a step knows that all others have read its chunk of the previous
-step, so the slot of that chunk is free again. The bell wakes sleeping members, and
-orders memory accesses on any processor.
+A ready message is sent to each other member, and one received from each. A member that
+has received all ready messages of a step knows that all others have read its chunk of
+the previous step, so the slot of that chunk is free again. The messages wake sleeping
+members, and order memory accesses on any processor.
 
 In an all-reduce of two members, each copies half of the array into its outbox, adds the
 other member's half to its own, copies that sum into its outbox, and the other member's
@@ -49,12 +49,14 @@ from tfdp.communication.transport.socket_communicator import SocketCommunicator
 _logger = logging.getLogger("tfdp.transport")
 
 # Total size of the chunks of all members in a step. Chunks of this size stay in a
-# core's cache, and take long compared to a bell. `python -m tools.bench transport`
-# compares 256 kB to 4 MB, see "The transport by itself" in docs/reports/performance.md.
+# core's cache, and take long compared to a ready message. `python -m tools.bench
+# transport` compares 256 kB to 4 MB, see "The transport by itself" in
+# docs/reports/performance.md.
 CHUNKS_BYTES = 1 << 21
-# Largest array that is sent over the sockets, where it costs hardly more than a bell.
+# Largest array that is sent over the sockets, where it costs hardly more than a ready
+# message.
 SMALL_BYTES = 1 << 15
-# Format of the number of the step, which follows the header in a bell's message.
+# Format of the number of the step, which follows the header in a ready message.
 _STEP = struct.Struct("<Q")
 # Index of the sums in an outbox, after the chunks for the members.
 _SUMS = -1
@@ -177,7 +179,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
                     outboxes[self.index].put(
                         slot, member, self._chunk(parts[member], number)
                     )
-                self._ring_bell(call)
+                self._exchange_ready_messages(call)
                 total = self._chunk(target, number)
                 addends = [box.get(slot, self.index, total) for box in outboxes]
                 addends[self.index] = (
@@ -187,10 +189,10 @@ class SharedMemoryCommunicator(SocketCommunicator):
                 if not shares:
                     continue
                 # Sums have a separate area of the outbox, since members read them after
-                # the next bell.
+                # the next ready message.
                 outboxes[self.index].put(slot, _SUMS, total)
                 for member in self._links if number else ():
-                    # Read the sums of the previous chunk, written before this bell.
+                    # Read the sums of the previous chunk, written before this message.
                     chunk = self._chunk(targets[member], number - 1)
                     chunk[:] = outboxes[member].get(before, _SUMS, chunk)
 
@@ -207,7 +209,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
             for number in range(self._num_chunks(parts)):
                 slot = self._step % 2
                 outboxes[self.index].put(slot, self.index, self._chunk(own, number))
-                self._ring_bell(call)
+                self._exchange_ready_messages(call)
                 for member in self._links:
                     chunk = self._chunk(parts[member], number)
                     chunk[:] = outboxes[member].get(slot, member, chunk)
@@ -221,8 +223,8 @@ class SharedMemoryCommunicator(SocketCommunicator):
         """Return the number of chunks, and so of steps, that the largest part needs."""
         return -(-max(part.nbytes for part in parts) // self._chunk_bytes)
 
-    def _ring_bell(self, call: Call) -> None:
-        """Exchange bells with all members; return once all have written their chunks.
+    def _exchange_ready_messages(self, call: Call) -> None:
+        """Exchange messages; return once all members have written their chunks.
 
         Raises `TransportError` if a member calls another collective.
 

@@ -18,8 +18,8 @@ from tfdp.communication.transport.communicator import (
     TransportClosed,
     TransportError,
 )
-from tfdp.communication.transport.connections import Connection, Ending
-from tfdp.communication.transport.flows import Flow, Gate, Piece, run
+from tfdp.communication.transport.connections import CloseReason, Connection
+from tfdp.communication.transport.flows import Flow, Piece, PieceCounter, run
 from tfdp.communication.transport.mesh import Mesh
 from tfdp.communication.transport.schedules import (
     SEGMENT_BYTES,
@@ -172,16 +172,16 @@ class SocketCommunicator:
     def _end(self, error: BaseException) -> None:
         """Close all connections, and send all members the cause of an error."""
         if isinstance(error, TransportClosed):
-            ending = Ending(self._rank, error.reason)
+            close_reason = CloseReason(self._rank, error.reason)
         elif isinstance(error, PeerLost):
-            ending = Ending(error.rank, error.cause)
+            close_reason = CloseReason(error.rank, error.cause)
         elif isinstance(error, TransportError):
-            ending = Ending(self._rank, str(error), is_error=True)
+            close_reason = CloseReason(self._rank, str(error), is_error=True)
         else:
             cause = f"it failed with {type(error).__name__}: {error}"
-            ending = Ending(self._rank, cause)
+            close_reason = CloseReason(self._rank, cause)
         for link in self._links.values():
-            link.close(ending.cause, ending if ending.cause else None)
+            link.close(close_reason.cause, close_reason if close_reason.cause else None)
 
     # Methods that exchange whole arrays between all pairs of members.
 
@@ -365,7 +365,7 @@ class SocketCommunicator:
         The arguments are those of `_broadcast_flat`.
         """
         view = bytes_of(array)
-        arrived = Gate()
+        arrived = PieceCounter()
         segments = [
             view[begin : begin + self._segment]
             for begin in range(0, view.nbytes, self._segment)
@@ -373,13 +373,13 @@ class SocketCommunicator:
         following = (self.index + 1) % self._size
         flows = []
         if self.index != source:
-            incoming = [Piece(segment, then=arrived.pass_one) for segment in segments]
+            incoming = [Piece(segment, then=arrived.increment) for segment in segments]
             before = self._links[(self.index - 1) % self._size]
             flows.append(self._flow(before, None, (), call, incoming))
         if following != source:
-            gate = None if self.index == source else arrived
+            counter = None if self.index == source else arrived
             outgoing = [
-                Piece(segment, gate, number + 1)
+                Piece(segment, counter, number + 1)
                 for number, segment in enumerate(segments)
             ]
             flows.append(self._flow(self._links[following], call, outgoing, None, ()))
@@ -420,7 +420,7 @@ class SocketCommunicator:
             then = functools.partial(self._check, header, expected, index)
             received.append(Piece(header, then=then))
         # Empty pieces are left out, since no peer waits for them, and the flow would
-        # wait for their gates.
+        # wait for their counters.
         full = (piece for piece in outgoing if piece.view.nbytes)
         return Flow(
             link, itertools.chain(sent, full), itertools.chain(received, incoming)
