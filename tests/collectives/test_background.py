@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.communication.collectives.background import Background
+from tfdp.communication.collectives.background import BackgroundThread
 from tfdp.training.keras_hooks import install
 
 DEVICE = "CPU:0"
@@ -22,7 +22,7 @@ class Steps:
 
     def __init__(self, function) -> None:
         install.install()
-        self.background = Background("test", [DEVICE] * 2, SPEC, SPEC, function)
+        self.background = BackgroundThread("test", [DEVICE] * 2, SPEC, SPEC, function)
 
         @tf.function(autograph=False)
         def launch(value: tf.Tensor) -> None:
@@ -93,7 +93,7 @@ def test_the_step_that_collects_ends_with_the_reason_of_a_failure():
 
 
 def test_one_that_is_garbage_leaves_nothing_in_a_graph_that_is_traced():
-    made = [Background("test", [DEVICE], SPEC, SPEC, add_up)]
+    made = [BackgroundThread("test", [DEVICE], SPEC, SPEC, add_up)]
 
     @tf.function(autograph=False)
     def traced() -> None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdp.checkpoint import files
 from tfdp.checkpoint.index import ITEM_BYTES, Extent, Index, Shard, first_difference
 from tfdp.checkpoint.storage import Storage
-from tfdp.communication.collectives.bridge import from_bytes, new_tensor
+from tfdp.communication.collectives.collective_thread import from_bytes, new_tensor
 from tfdp.training.replicas.assigned_values import common_values
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 

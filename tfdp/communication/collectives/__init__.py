@@ -7,7 +7,7 @@ Reading order:
     tensorflow_transport: TensorFlow's collectives: NCCL, and a ring over gRPC
     process_transport: between CPU processes, by `tfdp.communication.transport`
     process_collectives: collectives of all replicas over one communicator per process
-    bridge: tensors from a graph to a thread and back
+    collective_thread: tensors from a graph to a thread and back
     background: functions of the replicas' tensors that run concurrently with steps
     primitives: a replica as a member of a group, and its collectives
     algorithms: all-reduce by ring, tree, halving-doubling and hierarchical

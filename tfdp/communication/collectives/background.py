@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfdp.communication.collectives.bridge import Failure, Queues
+from tfdp.communication.collectives.collective_thread import Failure, Queues
 from tfdp.communication.coordination.watch import COLLECTIVE_FAILED
 from tfdp.ground import forks
 from tfdp.ground.base.finalizers import finalizers
@@ -30,14 +30,14 @@ _CAPACITY = 2
 # collects these results fails.
 _FAILED = tf.int64.max
 
-_backgrounds: weakref.WeakSet[Background] = weakref.WeakSet()
+_backgrounds: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
 
 # Function that takes a list of tensors of each local replica, and returns a list of
 # results for each.
 Function = Callable[[list[list[tf.Tensor]]], Sequence[Sequence[tf.Tensor]]]
 
 
-class Background:
+class BackgroundThread:
     """Thread that runs one function for each launch, one after another.
 
     Args:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from tfdp.communication.collectives.bridge import new_tensor
+from tfdp.communication.collectives.collective_thread import new_tensor
 from tfdp.communication.transport import Communicator, sum_into
 
 Arrays: TypeAlias = list[np.ndarray]

@@ -1,6 +1,6 @@
 """Collectives over a communicator of processes: shared memory, TCP or MPI.
 
-    replicas' tensors -> bridge -> [sum of the local ones] -> communicator -> bridge
+    replicas' tensors -> thread -> [sum of the local ones] -> communicator -> thread
 
 The replicas of one process are combined in its memory, so that the communicator has
 one member for each process.
@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.communication.collectives.bridge import (
-    Bridge,
+from tfdp.communication.collectives.collective_thread import (
+    CollectiveThread,
     StepEnded,
     end_call,
     from_bytes,
@@ -76,7 +76,7 @@ def end_failed_call(inputs: Sequence[Any], error: tf.errors.OpError) -> Exceptio
 
 @dataclasses.dataclass(frozen=True)
 class _Operation:
-    """A traced collective of a lane; equal ones of local replicas have one ticket.
+    """A traced collective of a lane; equal ones of local replicas have one index.
 
     Args:
         kind: String, the name of a method of `ProcessCollectives`.
@@ -208,10 +208,10 @@ class _Lane:
         self._end_reason: str | None = None
         self._operations: list[_Operation] = []
         self._identities: list[CollectiveIdentity] = []
-        self._tickets: dict[_Operation, int] = {}
+        self._operation_indices: dict[_Operation, int] = {}
         self._lock = threading.Lock()
         devices = [host_of(group.devices[replica]) for _, replica in local]
-        self._bridge = Bridge(f"tfdp {name}", devices, self._run, self.abort)
+        self._thread = CollectiveThread(f"tfdp {name}", devices, self._run, self.abort)
 
     def exchange(
         self, data: tf.Tensor, replica: int, operation: _Operation
@@ -227,16 +227,18 @@ class _Lane:
             Tensor of shape `[num_result_bytes]`, uint8.
         """
         with self._lock:
-            ticket = self._tickets.setdefault(operation, len(self._operations))
-            if ticket == len(self._operations):
+            operation_index = self._operation_indices.setdefault(
+                operation, len(self._operations)
+            )
+            if operation_index == len(self._operations):
                 self._identities.append(self._identity(operation))
                 self._operations.append(operation)
-        return self._bridge.exchange(self._index[replica], data, ticket)
+        return self._thread.exchange(self._index[replica], data, operation_index)
 
     def end(self, *, waits: bool = True) -> None:
         """End the thread; with `waits`, return only after it has ended."""
         self.abort("")
-        self._bridge.close(waits=waits)
+        self._thread.close(waits=waits)
 
     def abort(self, reason: str) -> None:
         """Stop all waits for other workers with an error; send them `reason`."""
@@ -247,13 +249,15 @@ class _Lane:
     @property
     def failure(self) -> str:
         """String, reason of a failure that ends all later collectives, or `""`."""
-        return self._bridge.failure.reason if self._bridge.failure else ""
+        return self._thread.failure.reason if self._thread.failure else ""
 
-    def _run(self, ticket: int, number: int, data: list[np.ndarray]) -> list[tf.Tensor]:
+    def _run(
+        self, operation_index: int, number: int, data: list[np.ndarray]
+    ) -> list[tf.Tensor]:
         """Run a traced operation on the thread; connect again after failed steps.
 
         Args:
-            ticket: Int, index of the traced operation in `_operations`.
+            operation_index: Int, index of the traced operation in `_operations`.
             number: Int, the request's number, which includes its generation.
             data: List of the uint8 arrays of the local replicas.
 
@@ -264,11 +268,11 @@ class _Lane:
             StepEnded: If only the current step has failed, on this or another worker.
             RuntimeError: If all later collectives will fail, too.
         """
-        operation, generation = self._operations[ticket], generation_of(number)
+        operation, generation = self._operations[operation_index], generation_of(number)
         tag = new_tag(generation, f"{operation.key} {number}")
         arrays = [array.view(operation.dtype) for array in data]
         run = getattr(self._collectives, operation.kind)
-        identity = self._identities[ticket]
+        identity = self._identities[operation_index]
         entry = collective_ring.begin(identity, number, arrays[0].nbytes)
         while True:
             self._connect()
@@ -285,7 +289,7 @@ class _Lane:
                 # attempt creates a new one.
                 self._collectives.communicator = None
                 self._num_discarded += 1
-                if ahead or self._bridge.is_over(number):
+                if ahead or self._thread.is_over(number):
                     raise StepEnded(str(error)) from error
 
     def _identity(self, operation: _Operation) -> CollectiveIdentity:

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.communication.collectives.background import Background
+from tfdp.communication.collectives.background import BackgroundThread
 from tfdp.communication.collectives.process_transport import host_of
 from tfdp.communication.transport import (
     QuorumFollower,
@@ -84,7 +84,7 @@ class FirstGradients(GradientExchange):
         self._devices = [host_of(d) for d in strategy.extended.group.devices]
         # Number of sums that have arrived before this worker has run their steps.
         self._waiting = _compat.plain_variable(0, tf.int64, self._devices[0])
-        self._backgrounds: dict[tuple, Background] = {}
+        self._backgrounds: dict[tuple, BackgroundThread] = {}
         self._lock = threading.Lock()
         self._traced: set[int] = set()
 
@@ -176,7 +176,7 @@ class FirstGradients(GradientExchange):
         specs: Sequence[tf.TensorSpec],
         num_bytes: int,
         joined: Collection[int] = (),
-    ) -> Background:
+    ) -> BackgroundThread:
         """Return the thread that exchanges gradients, or other tensors of a worker.
 
         Args:
@@ -194,7 +194,7 @@ class FirstGradients(GradientExchange):
                 member = self._connect(num_bytes, joined, is_counted=bool(key))
                 counts = self.counts if key else Counts()
                 run = functools.partial(_exchange, member, joined, counts)
-                background = Background(
+                background = BackgroundThread(
                     "tfdp first gradients", devices, [_ROWS, *specs], specs, run
                 )
                 finalizers.register(background, member.close)
@@ -204,7 +204,7 @@ class FirstGradients(GradientExchange):
     def _connect(
         self, num_bytes: int, joined: Collection[int], *, is_counted: bool
     ) -> QuorumMember:
-        """Connect all workers for the sums of one `Background`; return this one's end.
+        """Connect all workers for the sums of a `BackgroundThread`; return this end.
 
         Args:
             num_bytes: Int, see `_background`.

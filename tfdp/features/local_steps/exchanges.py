@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.collectives.background import Background
+from tfdp.communication.collectives.background import BackgroundThread
 from tfdp.features.local_steps import in_flight
 from tfdp.features.local_steps.in_flight import Deferred, RoundExchange
 from tfdp.features.local_steps.options import LocalStepsOptions
@@ -56,7 +56,7 @@ class Exchanges:
         self._fragments = fragments
         self._reducer: Reducer | None = None
         self._background_reducer: Reducer | None = None
-        self._in_flight: dict[int, Background | Deferred] = {}
+        self._in_flight: dict[int, BackgroundThread | Deferred] = {}
         # Exchange in rounds, with `min_participants`: a late worker may miss outer
         # steps.
         self.rounds: RoundExchange | None = None
@@ -206,7 +206,7 @@ class Exchanges:
         """Return the means over all replicas of a fragment's sent pseudo-gradients."""
         sent = self._in_flight_of(number)
         tensors = sent.collect(_compat.active_local_replica_id())
-        if isinstance(sent, Background):
+        if isinstance(sent, BackgroundThread):
             return tensors
         samples, *gradients = tensors
         reducer = self._pseudo_gradient_reducer(reducer)
@@ -280,7 +280,7 @@ class Exchanges:
             )
         return ReplicaReducer(self._reducer, context)
 
-    def _in_flight_of(self, number: int) -> Background | Deferred:
+    def _in_flight_of(self, number: int) -> BackgroundThread | Deferred:
         """Return the thread or the queue of a fragment's sent pseudo-gradients."""
         if number not in self._in_flight:
             strategy = tf.distribute.get_strategy()

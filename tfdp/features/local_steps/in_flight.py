@@ -1,7 +1,8 @@
 """Pseudo-gradients in flight, between the update that sends and the one that uses them.
 
 They are stored until all replicas sum them (`Deferred`), summed on a thread during the
-steps (`Background`), or exchanged in rounds that skip late workers (`RoundExchange`).
+steps (`BackgroundThread`), or exchanged in rounds that skip late workers
+(`RoundExchange`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp.communication.collectives import LaunchOrder, ProcessGroup, ProcessTransport
-from tfdp.communication.collectives.background import Background, new_queue
+from tfdp.communication.collectives.background import BackgroundThread, new_queue
 from tfdp.communication.collectives.process_transport import host_of
 from tfdp.communication.transport import RoundFollower, RoundLeader
 from tfdp.communication.transport.arithmetic import mean_by_samples
@@ -37,7 +38,7 @@ class Deferred:
     """Queue of a replica's pseudo-gradients, which are summed when they are used.
 
     It is for transports whose collectives cannot run concurrently with the steps, and
-    saves no time, but has the same result as `Background`.
+    saves no time, but has the same result as `BackgroundThread`.
 
     Args:
         strategy: A tfdp strategy, or Keras's default strategy of one device.
@@ -107,7 +108,7 @@ def background_exchange(
     reducer: Reducer,
     compressed: Sequence[Any] | None,
     specs: Sequence[tf.TensorSpec],
-) -> Background:
+) -> BackgroundThread:
     """Create a thread that sums the pseudo-gradients of a fragment during the steps.
 
     Args:
@@ -141,7 +142,9 @@ def background_exchange(
         exchange, input_signature=[[input_specs] * len(hosts)], autograph=False
     )
     concrete = function.get_concrete_function()
-    return Background(name, hosts, input_specs, specs, lambda parts: concrete(parts))
+    return BackgroundThread(
+        name, hosts, input_specs, specs, lambda parts: concrete(parts)
+    )
 
 
 def specs_of(variables: Sequence[Any]) -> list[tf.TensorSpec]:
@@ -193,7 +196,7 @@ class RoundExchange:
         self._num_gradients = len(specs)
         self._endpoint = _round_endpoint(strategy, least, patience_seconds)
         hosts = [host_of(device) for device in strategy.extended.group.devices]
-        self._background = Background(
+        self._background = BackgroundThread(
             "tfdp rounds",
             hosts,
             [_SAMPLES, *specs, *state_specs],

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.communication.collectives.bridge import from_bytes, new_tensor
+from tfdp.communication.collectives.collective_thread import from_bytes, new_tensor
 from tfdp.ground import _compat
 from tfdp.ground.plans.shards import Segment
 from tfdp.training.parameters.sharded_parameter import ShardedParameter

@@ -1,4 +1,4 @@
-"""The bridge between a graph and the threads that run its collectives."""
+"""The threads that run the collectives of a graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_BUCKETS = 4
 
 
 @pytest.mark.core
-def test_bridge(clusters: ClusterPool, case: Case, setup_name: str):
+def test_collective_thread(clusters: ClusterPool, case: Case, setup_name: str):
     clusters.check(case, setup_name)
 
 

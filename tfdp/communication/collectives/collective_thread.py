@@ -1,4 +1,4 @@
-"""Bridge between a graph and a thread: tensors out of a step and back into it.
+"""Thread that runs the collectives of a graph: tensors out of a step and back.
 
     graph:   enqueue(tensor, number) ------> dequeue(result, number)
     thread:              dequeue -> collective -> enqueue
@@ -33,8 +33,8 @@ from tfdp.ground import _compat
 _CLOSE_SECONDS = 2.0
 # Capacity of a queue: one pending collective, and those that cancelled steps left.
 _CAPACITY = 4
-# An element of a queue has two components: bytes, and a head, which is the ticket (the
-# number of the traced collective) and the number of the request.
+# An element of a queue has two components: bytes, and a head: the number of the traced
+# collective, and that of the request.
 _COMPONENTS = [tf.uint8, tf.int64]
 # Number of the lower bits of a request's number, which count requests. The bits above
 # them are its generation.
@@ -49,9 +49,9 @@ _queues_by_handle: weakref.WeakValueDictionary[int, Queues] = (
     weakref.WeakValueDictionary()
 )
 
-# Function that runs one collective. It takes the ticket, which is the number of the
-# traced collective, the number of the request, and the data of the local replicas. It
-# returns a result for each replica.
+# Function that runs one collective. It takes the number of the traced collective, the
+# number of the request, and the data of the local replicas. It returns a result for
+# each replica.
 Run = Callable[[int, int, list[np.ndarray]], list[tf.Tensor]]
 
 
@@ -86,14 +86,14 @@ class _Request(NamedTuple):
 
     Args:
         data: Tensor of shape `[num_bytes]`, uint8.
-        head: Tensor of shape `[2]`, int64: ticket and number.
-        ticket: Int, number of the traced collective.
+        head: Tensor of shape `[2]`, int64: `operation_index` and `number`.
+        operation_index: Int, number of the traced collective.
         number: Int, number of the request, whose upper bits are its generation.
     """
 
     data: tf.Tensor
     head: tf.Tensor
-    ticket: int
+    operation_index: int
     number: int
 
     @property
@@ -124,7 +124,7 @@ def end_call(inputs: Sequence[Any]) -> Failure | None:
     return next(filter(None, failures), None)
 
 
-class Bridge:
+class CollectiveThread:
     """Thread that runs the collectives of some local replicas, one after another.
 
     Args:
@@ -153,18 +153,20 @@ class Bridge:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    def exchange(self, index: int, data: tf.Tensor, ticket: int) -> tf.Tensor:
+    def exchange(self, index: int, data: tf.Tensor, operation_index: int) -> tf.Tensor:
         """Pass data to the thread and return its result, in the graph.
 
         Args:
             index: Int, index of the calling replica in `devices`.
             data: Tensor of shape `[num_bytes]`, uint8.
-            ticket: Int, number of the traced collective.
+            operation_index: Int, number of the traced collective.
 
         Returns:
             Tensor of shape `[num_result_bytes]`, uint8.
         """
-        return self._replica_queues[index].exchange(data, tf.constant(ticket, tf.int64))
+        return self._replica_queues[index].exchange(
+            data, tf.constant(operation_index, tf.int64)
+        )
 
     def close(self, *, waits: bool = True) -> None:
         """End the thread; waiting steps end with an error.
@@ -248,11 +250,11 @@ class Bridge:
         Raises:
             RuntimeError: If the requests are for different collectives.
         """
-        heads = {(request.ticket, request.number) for request in requests}
+        heads = {(request.operation_index, request.number) for request in requests}
         if len(heads) > 1:
             raise RuntimeError("replicas of one process are at different collectives")
-        ((ticket, number),) = heads
-        return self._run(ticket, number, [array_of(r.data) for r in requests])
+        ((operation_index, number),) = heads
+        return self._run(operation_index, number, [array_of(r.data) for r in requests])
 
 
 class Queues:
@@ -312,15 +314,15 @@ class _CollectiveQueues(Queues):
             autograph=False,
         )
 
-    def _exchange(self, data: tf.Tensor, ticket: tf.Tensor) -> tf.Tensor:
+    def _exchange(self, data: tf.Tensor, operation_index: tf.Tensor) -> tf.Tensor:
         """Enqueue a request and dequeue its answer, in the graph.
 
         Args:
             data: Tensor of shape `[num_bytes]`, uint8.
-            ticket: Scalar int64 tensor, number of the traced collective.
+            operation_index: Scalar int64 tensor, number of the traced collective.
         """
         number = self._number.assign_add(1, read_value=True)
-        head = tf.stack([ticket, tf.convert_to_tensor(number)])  # [2], int64
+        head = tf.stack([operation_index, tf.convert_to_tensor(number)])  # [2], int64
         with tf.control_dependencies([self._requests.enqueue([data, head])]):
             result, answered = self._results.dequeue()
         is_answer = tf.reduce_all(tf.equal(answered, head))
