@@ -245,9 +245,9 @@ class Backups:
         """
         backup = self._storage.below(f"step-{index.run['steps']}")
         read = functools.partial(reading.assign_values, load_plan)
-        aftermath = "Some variables may have been overwritten; restart the script."
+        outcome = "Some variables may have been overwritten; restart the script."
         run_on_all_workers(
-            self._worker_group, backup.path, "restored", aftermath, "its tensors", read
+            self._worker_group, backup.path, "restored", outcome, "its tensors", read
         )
         load_plan.finish()
 

@@ -110,10 +110,10 @@ def to_text(index: Index) -> str:
         content["run"] = index.run
     if index.algorithm != CRC32:  # an index without the name of an algorithm has CRC-32
         content["algorithm"] = index.algorithm
-    return sealed(content)
+    return with_checksum(content)
 
 
-def sealed(content: Any) -> str:
+def with_checksum(content: Any) -> str:
     """Return the text of a JSON file with its format and a checksum of its content.
 
     Args:
@@ -141,7 +141,7 @@ def from_text(text: str) -> Index:
     >>> from_text(to_text(index)) == index
     True
     """
-    content = unsealed(text)
+    content = verified_content(text)
     schema.check(content, _CONTENT, "content")
     index = Index(
         token=content["token"],
@@ -167,8 +167,8 @@ def tensors_from_json(rows: list) -> tuple[TensorMetadata, ...]:
     return tuple(TensorMetadata(row[0], tuple(row[1]), row[2]) for row in rows)
 
 
-def unsealed(text: str) -> Any:
-    """Return the content of a text from `sealed`; raise unless its checksum matches.
+def verified_content(text: str) -> Any:
+    """Return the content of a text; raise unless its checksum matches.
 
     Args:
         text: String.

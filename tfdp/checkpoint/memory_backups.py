@@ -27,12 +27,12 @@ from tfdp.checkpoint.host_memory import HostMemory, room_bytes
 from tfdp.checkpoint.index import Extent, Index
 from tfdp.checkpoint.index_file import versions
 from tfdp.checkpoint.memory_parts import (
-    HeldState,
+    CompleteSave,
     PartHeader,
     PartName,
     index_of_parts,
     keepers_of_copies,
-    newest_held,
+    newest_complete_save,
 )
 from tfdp.checkpoint.memory_reader import PartRange, PartsReader
 from tfdp.checkpoint.object_store import open_storage
@@ -89,7 +89,7 @@ class MemoryBackups:
         # Error of saving in memory on this worker; the next save sends it to all
         # workers, which then stop saving in memory.
         self._fault = ""
-        self._held: HeldState | None = None
+        self._complete_save: CompleteSave | None = None
         self._headers: Sequence[PartHeader] = []
 
     def prepare(self) -> None:
@@ -137,22 +137,24 @@ class MemoryBackups:
         own = self._memory.headers(self._owner)
         answers = self._group.all_gather("states in memory", list(own))
         found = [[PartName(*name) for name in answer] for answer in answers]
-        held = newest_held(self._host_keys, found)
+        complete = newest_complete_save(self._host_keys, found)
         newest = None
-        is_near = held is not None and held.is_everywhere(self._group.num_workers)
-        if held is not None and not self.is_on and not is_near:
-            held = None  # the workers have no connection to exchange the parts
-        if held is not None and held.name.order >= at_least:
-            headers = self._gather_headers(held, own)
+        is_near = complete is not None and complete.is_everywhere(
+            self._group.num_workers
+        )
+        if complete is not None and not self.is_on and not is_near:
+            complete = None  # the workers have no connection to exchange the parts
+        if complete is not None and complete.name.order >= at_least:
+            headers = self._gather_headers(complete, own)
             path = f"{self._directory} (in memory)"
-            find = functools.partial(self._find, headers, held.name.step, make_plan)
+            find = functools.partial(self._find, headers, complete.name.step, make_plan)
             newest, fault = find_together(self._group, path, find)
             if newest is None and self._group.is_chief:
                 user_code.warn(f"The state in memory is not used: {fault}.")
-        self._held = held if newest else None
-        self._slot = 1 - self._held.name.slot if self._held else 0
-        self._saved_step = self._held.name.step if self._held else 0
-        token = self._held.name.token if self._held else None
+        self._complete_save = complete if newest else None
+        self._slot = 1 - self._complete_save.name.slot if self._complete_save else 0
+        self._saved_step = self._complete_save.name.step if self._complete_save else 0
+        token = self._complete_save.name.token if self._complete_save else None
         if self.is_on:
             self._memory.remove_others(token, self._kept_on_host())
         return newest
@@ -164,7 +166,7 @@ class MemoryBackups:
             ValueError: On every worker, if a part is wrong on one of them.
             OSError: On every worker, if one of them cannot read a part.
         """
-        assert self._held is not None
+        assert self._complete_save is not None
         act = functools.partial(
             run_on_all_workers,
             self._group,
@@ -172,7 +174,9 @@ class MemoryBackups:
             "restored from memory",
             "Some variables may have been overwritten; restart the script.",
         )
-        reader = PartsReader(self._held, self._headers, index, self._group.rank)
+        reader = PartsReader(
+            self._complete_save, self._headers, index, self._group.rank
+        )
 
         def plan() -> list[list[PartRange]]:
             """Map the parts on this host; return the pieces that this worker lacks.
@@ -184,7 +188,7 @@ class MemoryBackups:
             return reader.requests(load_plan.tensors)
 
         requests = act("its parts", plan)
-        if not self._held.is_everywhere(self._group.num_workers):
+        if not self._complete_save.is_everywhere(self._group.num_workers):
             assert self._communicator is not None
             reader.exchange_requests(self._communicator, requests)
         act("its tensors", lambda: reader.read(load_plan))
@@ -194,10 +198,10 @@ class MemoryBackups:
     @property
     def source(self) -> str:
         """String, the place of the state that was found, for messages."""
-        assert self._held is not None
+        assert self._complete_save is not None
         lost = [
             rank
-            for rank, holders in enumerate(self._held.holders)
+            for rank, holders in enumerate(self._complete_save.holders)
             if rank < self._group.num_workers and rank not in holders
         ]
         if not lost:
@@ -444,25 +448,25 @@ class MemoryBackups:
                 self._memory.commit(PartHeader.from_text(header.decode()))
 
     def _gather_headers(
-        self, held: HeldState, own: dict[PartName, PartHeader]
+        self, complete: CompleteSave, own: dict[PartName, PartHeader]
     ) -> dict[int, PartHeader]:
         """Gather the headers of all parts of a state, by rank.
 
         Args:
-            held: `HeldState`.
+            complete: `CompleteSave`.
             own: Dict with the headers of the parts on this host.
         """
         headers = {
             name.rank: header
             for name, header in own.items()
-            if name.token == held.name.token
+            if name.token == complete.name.token
         }
-        if held.is_everywhere(self._group.num_workers):
+        if complete.is_everywhere(self._group.num_workers):
             return headers
         sent = {
             rank: header.to_text()
             for rank, header in headers.items()
-            if held.holders[rank][0] == self._group.rank
+            if complete.holders[rank][0] == self._group.rank
         }
         answers = self._group.all_gather("headers of parts", sent)
         return {

@@ -23,9 +23,9 @@ from tfdp.checkpoint.index import (
 from tfdp.checkpoint.index_file import (
     EXTENTS,
     TENSORS,
-    sealed,
     tensors_from_json,
-    unsealed,
+    verified_content,
+    with_checksum,
 )
 
 _NAME = {
@@ -96,7 +96,7 @@ class PartHeader:
     def to_text(self) -> str:
         """Format the header as JSON with a checksum."""
         content = {field: getattr(self, field) for field in _CONTENT}
-        return sealed(content | {"name": self.name._asdict()})
+        return with_checksum(content | {"name": self.name._asdict()})
 
     @classmethod
     def from_text(cls, text: str) -> PartHeader:
@@ -105,7 +105,7 @@ class PartHeader:
         Raises:
             ValueError: If the text was altered, or is not a header.
         """
-        content = unsealed(text)
+        content = verified_content(text)
         schema.check(content, _CONTENT, "content")
         tensors = tensors_from_json(content["tensors"])
         extents = tuple(Extent(*extent) for extent in content["extents"])
@@ -151,7 +151,7 @@ class PartHeader:
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldState:
+class CompleteSave:
     """Save whose parts are all in the memory of some host.
 
     Args:
@@ -182,9 +182,9 @@ class HeldState:
         return all(len(found) == num_workers for found in self.holders)
 
 
-def newest_held(
+def newest_complete_save(
     host_keys: Sequence[str], found: Sequence[Sequence[PartName]]
-) -> HeldState | None:
+) -> CompleteSave | None:
     """Return the newest save whose parts are all in the memory of some host.
 
     Args:
@@ -195,7 +195,7 @@ def newest_held(
 
     >>> both = [PartName("a", 4, True, 0, 2, rank) for rank in (0, 1)]
     >>> newer = PartName("b", 5, True, 1, 2, rank=0)
-    >>> newest_held(["x", "y"], [[both[0], newer], both]).holders
+    >>> newest_complete_save(["x", "y"], [[both[0], newer], both]).holders
     ([0, 1], [1])
     """
     parts: dict[tuple[str, int], dict[int, set[str]]] = {}
@@ -213,7 +213,7 @@ def newest_held(
         [worker for worker, key in enumerate(host_keys) if key in parts[newest][rank]]
         for rank in range(newest[1])
     )
-    return HeldState(names[newest], holders)
+    return CompleteSave(names[newest], holders)
 
 
 def keepers_of_copies(host_keys: Sequence[str]) -> list[int] | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tfdp.checkpoint.host_memory import HostMemory
 from tfdp.checkpoint.index import Index
-from tfdp.checkpoint.memory_parts import HeldState, PartHeader
+from tfdp.checkpoint.memory_parts import CompleteSave, PartHeader
 from tfdp.checkpoint.reader import LoadPlan, ReadItem, read_batches
 from tfdp.communication.transport import Communicator, new_tag
 from tfdp.training.sharding.state_tensors import StateTensor
@@ -38,16 +38,20 @@ class PartsReader:
     A batch has at least one variable, or one slice of a variable.
 
     Args:
-        held: `HeldState`.
+        complete: `CompleteSave`.
         headers: Sequence of the `PartHeader` of each part, by rank.
         index: `Index` of the state.
         rank: Int, rank of this worker.
     """
 
     def __init__(
-        self, held: HeldState, headers: Sequence[PartHeader], index: Index, rank: int
+        self,
+        complete: CompleteSave,
+        headers: Sequence[PartHeader],
+        index: Index,
+        rank: int,
     ) -> None:
-        self._held, self._headers = held, headers
+        self._complete_save, self._headers = complete, headers
         self._index, self._rank = index, rank
         self._offsets = [header.offsets() for header in headers]
         self._arrays: dict[int, np.ndarray] = {}
@@ -64,7 +68,7 @@ class PartsReader:
             OSError: If a file cannot be read.
         """
         for part, header in enumerate(self._headers):
-            if self._rank in self._held.holders[part]:
+            if self._rank in self._complete_save.holders[part]:
                 self._arrays[part] = memory.read(header)
 
     def requests(self, state: Sequence[StateTensor]) -> list[list[PartRange]]:
@@ -143,7 +147,9 @@ class PartsReader:
             if array is not None:
                 target[:] = array[piece.start : piece.stop]
             else:
-                target[:] = next(received[self._held.source(piece.part, self._rank)])
+                target[:] = next(
+                    received[self._complete_save.source(piece.part, self._rank)]
+                )
         item.assign()
 
     def _exchange(self, number: int) -> dict[int, Iterator[np.ndarray]]:
@@ -163,14 +169,14 @@ class PartsReader:
             wanted = [
                 self._arrays[piece.part][piece.start : piece.stop]
                 for piece in pieces
-                if self._held.source(piece.part, worker) == self._rank
+                if self._complete_save.source(piece.part, worker) == self._rank
             ]
             sent.append(np.concatenate([nothing, *wanted]))
             sizes.append(
                 [
                     piece.stop - piece.start
                     for piece in requests[self._rank]
-                    if self._held.source(piece.part, self._rank) == worker
+                    if self._complete_save.source(piece.part, self._rank) == worker
                 ]
             )
             received.append(np.empty(sum(sizes[-1]), np.uint8))

@@ -24,7 +24,7 @@ def run_on_all_workers(
     worker_group: Any,
     path: str,
     verb: str,
-    aftermath: str,
+    outcome: str,
     topic: str,
     action: Callable[[], Any],
 ) -> Any:
@@ -35,7 +35,7 @@ def run_on_all_workers(
         path: String, the directory of the checkpoint, for the error message.
         verb: String, past participle of the action for the error message, such as
             `"saved"`.
-        aftermath: String, a sentence for the error message on the state after a
+        outcome: String, a sentence for the error message on the state after a
             failure.
         topic: String, the thing that the action reads or writes, for error messages.
         action: Callable without arguments.
@@ -62,7 +62,7 @@ def run_on_all_workers(
     is_common = all(reply == replies[0] for reply in replies)
     where = "" if is_common else f"worker {rank}: "
     raise (ValueError if is_value_error else OSError)(
-        f"The checkpoint was not {verb}: {where}{cause.rstrip('.')}. {aftermath} "
+        f"The checkpoint was not {verb}: {where}{cause.rstrip('.')}. {outcome} "
         f"Received: directory={path!r}"
     ) from error
 
