@@ -19,7 +19,7 @@ from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm
 from tfdp.launch.cli import forecast, main, plan
 from tfdp.launch.cli import parameter_types as types
-from tfdp.training.compression.algorithm_choice import Wire
+from tfdp.training.compression.algorithm_choice import WireFormat
 from tfdp.training.reduction.algorithm_selector import (
     AlgorithmChoice,
     AlgorithmSelector,
@@ -334,7 +334,7 @@ def test_hierarchical_with_one_replica_a_node_is_said_to_be_flat(capsys):
 
 def test_the_table_shows_what_travels(capsys):
     route = AlgorithmChoice(
-        Algorithm("hierarchical"), outer=Wire(dtype_name="bfloat16")
+        Algorithm("hierarchical"), outer=WireFormat(dtype_name="bfloat16")
     )
     forecast.show(forecast_of(2, 2, routes=(route,)), as_json=False)
     output = capsys.readouterr().out  # the cell may be broken over lines

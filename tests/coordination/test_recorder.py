@@ -148,12 +148,12 @@ def test_only_a_process_with_a_handler_is_asked():
     own, number = os.getpid(), signal.SIGWINCH
     before = signal.signal(number, lambda *_: None)
     try:
-        assert process_tree.handles(own, number)
+        assert process_tree.has_signal_handler(own, number)
         signal.signal(number, signal.SIG_IGN)
-        assert not process_tree.handles(own, number)
+        assert not process_tree.has_signal_handler(own, number)
     finally:
         signal.signal(number, before)
-    assert not process_tree.handles(2**22 + 1, number)  # no such process
+    assert not process_tree.has_signal_handler(2**22 + 1, number)  # no such process
 
 
 def test_the_signals_of_records_are_used_for_nothing_else():

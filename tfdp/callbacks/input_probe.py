@@ -171,12 +171,12 @@ def pipeline_of(data: Any, strategy: Any) -> Pipeline:
         is_array = all(isinstance(leaf, (np.ndarray, tf.Tensor)) for leaf in leaves)
         return Pipeline(ARRAYS if is_array else "")
     parts = list(_compat.dataset_inputs(data))
-    maps = [each for each in parts if _compat.kind_of_part(each) in MAPS]
+    maps = [each for each in parts if _compat.kind_of_stage(each) in MAPS]
     return Pipeline(
         GENERATOR if _compat.has_generator(data) else "",
         has_serial_map=any(_compat.parallelism_of(each) is None for each in maps),
         has_map=bool(maps),
-        is_cached="CacheDataset" in map(_compat.kind_of_part, parts),
+        is_cached="CacheDataset" in map(_compat.kind_of_stage, parts),
         obstacle=_obstacle_of(data, strategy),
     )
 

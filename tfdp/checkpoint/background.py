@@ -227,7 +227,7 @@ class BackgroundSaves:
         self._wait()
         waited = time.monotonic() - begin
         is_long = reports and waited > _LEAST_REPORTED_SECONDS
-        if is_long and user_code.is_new("slow", self):
+        if is_long and user_code.is_first_time("slow", self):
             _log.warning(
                 "tfdp: a save waited %.0f s for the one before: writing takes longer "
                 "than the time between two saves. Save less often.",
@@ -244,7 +244,7 @@ class BackgroundSaves:
         lack = lack_of_memory(needs, MEMORY_SHARE)
         if lack is None:
             return True
-        if reports and user_code.is_new("memory", self):
+        if reports and user_code.is_first_time("memory", self):
             _log.warning(
                 "tfdp: training waits for each save: copies of the state of all "
                 "workers of a host take %.0f MB, and %.0f MB are free.",

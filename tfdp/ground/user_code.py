@@ -51,7 +51,7 @@ def warn(message: str, *, once_for: Any = None, topic: str = "") -> None:
         topic: String that identifies the warning among those about the object.
             Defaults to the message.
     """
-    if once_for is not None and not is_new(topic or message, once_for):
+    if once_for is not None and not is_first_time(topic or message, once_for):
         return
     depth, frame = 1, inspect.currentframe()
     while frame is not None and not _is_of_user(frame):
@@ -62,7 +62,7 @@ def warn(message: str, *, once_for: Any = None, topic: str = "") -> None:
     warnings.warn(message, stacklevel=2 if frame is None else depth)
 
 
-def is_new(topic: str, about: Any) -> bool:
+def is_first_time(topic: str, about: Any) -> bool:
     """Record a topic of an object, and return whether it was not recorded before.
 
     Args:

@@ -37,7 +37,7 @@ def warn_of_slow_kernels() -> None:
     The measurement takes some milliseconds. There is no warning if the user has set
     the environment variable for oneDNN.
     """
-    if not user_code.is_new("slow kernels", warn_of_slow_kernels):
+    if not user_code.is_first_time("slow kernels", warn_of_slow_kernels):
         return
     if VARIABLE in os.environ or _compat.uses_onednn() or not is_left_off():
         return

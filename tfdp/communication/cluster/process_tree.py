@@ -92,7 +92,7 @@ def _has_ended(pid: int, options: int = 0) -> bool:
         return True
 
 
-def handles(pid: int, signum: int) -> bool:
+def has_signal_handler(pid: int, signum: int) -> bool:
     """Return whether a process has a handler for a signal; `False` if unknown.
 
     Args:
@@ -101,7 +101,7 @@ def handles(pid: int, signum: int) -> bool:
 
     Example:
 
-    >>> handles(os.getpid(), signal.SIGKILL)
+    >>> has_signal_handler(os.getpid(), signal.SIGKILL)
     False
     """
     with contextlib.suppress(OSError):

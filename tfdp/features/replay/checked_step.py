@@ -23,7 +23,7 @@ from tfdp.training.replicas.checksum import checksums, combined
 from tfdp.training.step.accumulation import Totals
 from tfdp.training.step.state_layout import GradientStatistics, StateLayout
 from tfdp.training.step.step import LoopFeature, Step
-from tfdp.training.step.undo import changed_beside_update, undo_after
+from tfdp.training.step.undo import changed_outside_update, undo_after
 
 
 class CheckedStep(LoopFeature):
@@ -142,7 +142,7 @@ class CheckedStep(LoopFeature):
         self._num_updates[replica] = 0
         self._assign(self._computed[replica], tf.zeros([1, 0], tf.int64))
         self._assign(self._received[replica], tf.zeros([0], tf.int64))
-        variables = [*changed_beside_update(model), *_sums_of(model.optimizer)]
+        variables = [*changed_outside_update(model), *_sums_of(model.optimizer)]
         return undo_after(variables, lambda: self._is_undone(replica))
 
     def _is_undone(self, replica: int) -> tf.Tensor:

@@ -18,7 +18,7 @@ from tfdp.ground.options import feeds_back
 from tfdp.training.step.accumulation import Totals, read
 from tfdp.training.step.state_layout import GradientStatistics
 from tfdp.training.step.step import Step, StepFeature
-from tfdp.training.step.undo import changed_beside_update, undo_after
+from tfdp.training.step.undo import changed_outside_update, undo_after
 
 # Number of accepted values from which a finite value can be a spike, unless the window
 # is smaller.
@@ -253,7 +253,7 @@ class StepGuard(StepFeature):
         states of random generators.
         """
         is_left_out = self._is_left_out
-        variables = changed_beside_update(model)
+        variables = changed_outside_update(model)
         return undo_after(variables, lambda: read(is_left_out) > 0)
 
 

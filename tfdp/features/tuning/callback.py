@@ -87,7 +87,11 @@ class BucketTuning(keras.callbacks.Callback):
         elif kept is not None:
             self._apply(kept)
             is_chief = self._extended.worker_group.is_chief
-            if kept.choice and is_chief and user_code.is_new(self._key, self._extended):
+            if (
+                kept.choice
+                and is_chief
+                and user_code.is_first_time(self._key, self._extended)
+            ):
                 print(
                     f"tfdp: {_NAME} begins with {kept.choice}, which an earlier `fit` "
                     f"has found {kept.gain}."

@@ -79,17 +79,17 @@ def size_of_batch_stage(dataset: tf.data.Dataset) -> int | None:
     return None if value is None else int(value)
 
 
-def kind_of_part(dataset: tf.data.Dataset) -> str:
+def kind_of_stage(dataset: tf.data.Dataset) -> str:
     """Return the class name of the last stage of a dataset."""
     return type(dataset).__name__.strip("_")
 
 
-def kinds_of_parts(dataset: tf.data.Dataset) -> list[str]:
+def kinds_of_stages(dataset: tf.data.Dataset) -> list[str]:
     """Return the class names of all stages of a dataset, the last one first."""
-    return [kind_of_part(part) for part in dataset_inputs(dataset)]
+    return [kind_of_stage(part) for part in dataset_inputs(dataset)]
 
 
-def names_of_parts(dataset: tf.data.Dataset) -> Iterator[str]:
+def names_of_stages(dataset: tf.data.Dataset) -> Iterator[str]:
     """Yield the user's names of all stages of a dataset.
 
     Included are datasets that functions create or capture, such as that of a
@@ -99,7 +99,7 @@ def names_of_parts(dataset: tf.data.Dataset) -> Iterator[str]:
     for part in dataset_inputs(dataset):
         yield getattr(part, "_name", None) or ""
         if hasattr(part, "_impl"):
-            yield from names_of_parts(part._impl)
+            yield from names_of_stages(part._impl)
         for function in part._functions():
             graph = function.function.graph.as_graph_def()
             yield from _names_in_graph(graph)
@@ -182,7 +182,7 @@ def writes_while_read(dataset: tf.data.Dataset) -> bool:
         name = getattr(part, "_filename", None)
         if name is not None and tf.get_static_value(name):  # a cache in a file
             return True
-        if kind_of_part(part).startswith(("Snapshot", "Save", "DataService")):
+        if kind_of_stage(part).startswith(("Snapshot", "Save", "DataService")):
             return True
     return False
 
@@ -208,7 +208,7 @@ def sources_of(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
     """
     sources: dict[str, tf.Tensor] = {}
     for part in dataset_inputs(dataset):
-        kind = kind_of_part(part)
+        kind = kind_of_stage(part)
         if kind in _HIDE_NAMES:
             sources |= sources_of(part._filenames)
         name, attributes = _SOURCES.get(kind, ("", ()))
@@ -266,7 +266,7 @@ def reshuffles_itself(part: tf.data.Dataset) -> bool:
     return is_shuffle and bool(part._reshuffle_each_iteration)
 
 
-def unseeded_parts(dataset: tf.data.Dataset) -> list[str]:
+def unseeded_stages(dataset: tf.data.Dataset) -> list[str]:
     """Return the class names of random stages of a dataset without a seed."""
     return [
         type(part).__name__.strip("_")

@@ -34,22 +34,22 @@ def scope_of_optimizer(optimizer: Any) -> Iterator[None]:
             yield
 
 
-def rehome_optimizer(optimizer: Any, strategy: Any) -> None:
+def move_optimizer_into_scope(optimizer: Any, strategy: Any) -> None:
     """Move an optimizer that was created outside a strategy's scope into it, in place.
 
     It must not be built: only the counter and the learning rate are created again.
     """
     optimizer._distribution_strategy = strategy
     for variable in optimizer.variables:
-        rehome_variable(variable)
+        recreate_in_scope(variable)
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None:
-        rehome_optimizer(inner, strategy)
+        move_optimizer_into_scope(inner, strategy)
     for part in getattr(optimizer, "optimizers", []):
-        rehome_optimizer(part, strategy)
+        move_optimizer_into_scope(part, strategy)
 
 
-def rehome_variable(variable: Any) -> None:
+def recreate_in_scope(variable: Any) -> None:
     """Create a Keras variable again in the active strategy's scope."""
     if not isinstance(variable.value, values.DistributedVariable):
         value = variable.numpy()

@@ -26,7 +26,7 @@ class Effect:
         position: Int, number of operations of the graph before the effect.
         tensors: Sequence of the program's tensors that the effect needs.
         kind: String, the form of the tensors on a replica: `"parts"`, the addends of
-            gradients; `"whole"`, of the whole batch; or `"as held"`, the replica's own.
+            gradients; `"whole"`, of the whole batch; or `"as is"`, the replica's own.
         run: Callable that takes the tensors of a replica.
     """
 

@@ -280,8 +280,8 @@ def _to_dict(forecast: Forecast) -> dict[str, Any]:
                 "dtype": bucket.dtype,
                 "variables": [entry.name for entry in bucket.entries],
                 "algorithm": str(route.algorithm),
-                "inner_wire": route.wires[0] or bucket.dtype,
-                "outer_wire": route.wires[1] or bucket.dtype,
+                "inner_wire": route.wire_formats[0] or bucket.dtype,
+                "outer_wire": route.wire_formats[1] or bucket.dtype,
                 "seconds": route.seconds,
                 "ring_seconds": ring.seconds,
             }

@@ -203,7 +203,7 @@ class Screen:
         error = self._output.error
         if error is None or self.has_no_reader:
             return
-        if user_code.is_new("unwritten output", self):
+        if user_code.is_first_time("unwritten output", self):
             self.warn(
                 f"tfdp: warning: the output cannot be written ({error.strerror}); "
                 "it is kept in the logs"

@@ -167,7 +167,9 @@ class Worker:
 
         A process without tfdp's handler is not sent the signal, which would end it.
         """
-        if self.is_suspended or not process_tree.handles(self.pid, LAUNCHER_SIGNAL):
+        if self.is_suspended or not process_tree.has_signal_handler(
+            self.pid, LAUNCHER_SIGNAL
+        ):
             return False
         self.send(LAUNCHER_SIGNAL)
         return True
@@ -278,7 +280,7 @@ class LogFile:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
-            if user_code.is_new("unwritten log", self):
+            if user_code.is_first_time("unwritten log", self):
                 self._warn(
                     f"tfdp: warning: {self.path} cannot be written ({error.strerror}); "
                     "the job continues"

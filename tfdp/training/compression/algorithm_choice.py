@@ -22,7 +22,7 @@ from tfdp.training.compression.compressor import Compressor
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class WireFormat:
     """Format of messages on one level: compressed, cast to a dtype, or unchanged.
 
     The levels of a hierarchical reduction are inside nodes and across nodes.
@@ -62,7 +62,7 @@ class Wire:
 
 RING = Algorithm("ring")
 # Elements travel in their own dtype, without a compressor.
-_PLAIN = Wire()
+_PLAIN = WireFormat()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,26 +71,26 @@ class AlgorithmChoice:
 
     Args:
         algorithm: `Algorithm`. Defaults to the ring.
-        inner: `Wire`, format of messages inside nodes, and of all messages of a flat
-            algorithm. Defaults to uncompressed elements.
-        outer: `Wire`, format of messages across nodes. Defaults to uncompressed
+        inner: `WireFormat`, format of messages inside nodes, and of all messages of a
+            flat algorithm. Defaults to uncompressed elements.
+        outer: `WireFormat`, format of messages across nodes. Defaults to uncompressed
             elements.
         seconds: Float, predicted time of the reduction. Defaults to `0.0`.
 
     Example:
 
-    >>> half = Wire(dtype_name="bfloat16")
+    >>> half = WireFormat(dtype_name="bfloat16")
     >>> print(AlgorithmChoice(Algorithm("hierarchical"), outer=half))
     hierarchical (ring, ring), bfloat16 across nodes
     """
 
     algorithm: Algorithm = RING
-    inner: Wire = _PLAIN
-    outer: Wire = _PLAIN
+    inner: WireFormat = _PLAIN
+    outer: WireFormat = _PLAIN
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        text, (inner, outer) = str(self.algorithm), self.wires
+        text, (inner, outer) = str(self.algorithm), self.wire_formats
         if not self.algorithm.has_levels or inner == outer:
             return f"{text}, {inner}" if inner else text
         if inner:
@@ -98,7 +98,7 @@ class AlgorithmChoice:
         return text + (f", {outer} across nodes" if outer else "")
 
     @property
-    def wires(self) -> tuple[str | None, str | None]:
+    def wire_formats(self) -> tuple[str | None, str | None]:
         """Names of the wire formats inside and across nodes, `None` if plain."""
         return self.inner.name, self.outer.name
 

@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import Member, ProcessGroup, node_levels, ring
 from tfdp.ground.plans.buckets import Entry
-from tfdp.training.compression.algorithm_choice import AlgorithmChoice, Wire
+from tfdp.training.compression.algorithm_choice import AlgorithmChoice, WireFormat
 from tfdp.training.compression.compressor import GradientBucket
 from tfdp.training.compression.replica_group import NodeGroup, ReplicaGroup
 from tfdp.training.compression.residuals import BucketResiduals, assign_state
-from tfdp.training.compression.step_residuals import gradient_unit
+from tfdp.training.compression.step_residuals import gradient_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ def all_reduce_compressed(
     del is_alone
     caller = Caller(replica, channel, residuals)
     with tf.device(group.devices[replica]):
-        scaled, unit = _divide_by_unit(flat)
+        scaled, scale = _divide_by_scale(flat)
         if route.is_one_reduction:
             members = ReplicaGroup(group, replica, channel, route.all_reduce)
             total = _call_compressor(
@@ -81,7 +81,7 @@ def all_reduce_compressed(
             total = _in_two_levels(scaled, group, route, caller)
         else:
             total = _across_nodes(scaled, group, route, entries, caller)
-        return total if unit is None else total * unit
+        return total if scale is None else total * scale
 
 
 def reduce_scatter_in_levels(
@@ -108,17 +108,17 @@ def reduce_scatter_in_levels(
     Returns:
         Tensor of shape `[slice_size]`.
     """
-    scaled, unit = _divide_by_unit(flat) if route.is_compressed else (flat, None)
+    scaled, scale = _divide_by_scale(flat) if route.is_compressed else (flat, None)
     piece = _reduce_scatter_level(route.inner, "inner", scaled, inner, caller)
     if outer is not None and is_copied:
         is_alone = not route.is_compressed
         piece = _all_reduce_outer(route.outer, piece, outer, caller, is_alone=is_alone)
     elif outer is not None:
         piece = _reduce_scatter_level(route.outer, "outer", piece, outer, caller)
-    return piece if unit is None else piece * unit
+    return piece if scale is None else piece * scale
 
 
-def _divide_by_unit(flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
+def _divide_by_scale(flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
     """Divide a bucket's gradients by the factor of this step, such as the loss scale.
 
     Args:
@@ -128,11 +128,11 @@ def _divide_by_unit(flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
         Tuple of the quotient and the factor, a scalar tensor. If the step has no
         factor, `flat` and `None`.
     """
-    unit = gradient_unit()
-    if unit is None:
+    scale = gradient_scale()
+    if scale is None:
         return flat, None
-    unit = tf.cast(unit, flat.dtype)
-    return flat / unit, unit
+    scale = tf.cast(scale, flat.dtype)
+    return flat / scale, scale
 
 
 def _in_two_levels(
@@ -193,12 +193,12 @@ def _across_nodes(
 
 
 def _reduce_scatter_level(
-    wire: Wire, level: str, flat: tf.Tensor, group: ProcessGroup, caller: Caller
+    wire: WireFormat, level: str, flat: tf.Tensor, group: ProcessGroup, caller: Caller
 ) -> tf.Tensor:
     """Reduce-scatter a bucket on one level, by its compressor or in its dtype.
 
     Args:
-        wire: `Wire` of the level.
+        wire: `WireFormat` of the level.
         level: String, `"inner"` or `"outer"`, the level that the compressor's state
             belongs to.
         flat: Tensor of shape `[bucket_size]`.
@@ -215,7 +215,7 @@ def _reduce_scatter_level(
 
 
 def _all_reduce_outer(
-    wire: Wire,
+    wire: WireFormat,
     flat: tf.Tensor,
     group: ProcessGroup,
     caller: Caller,
@@ -225,7 +225,7 @@ def _all_reduce_outer(
     """All-reduce a bucket or slice across nodes, by its compressor or in its dtype.
 
     Args:
-        wire: `Wire` of the level.
+        wire: `WireFormat` of the level.
         flat: Tensor of shape `[bucket_size]`.
         group: `ProcessGroup` of the replicas on this level.
         caller: `Caller`.
@@ -240,7 +240,7 @@ def _all_reduce_outer(
 
 
 def _call_compressor(
-    wire: Wire,
+    wire: WireFormat,
     method: str,
     level: str,
     flat: tf.Tensor,
@@ -253,7 +253,7 @@ def _call_compressor(
     The new state is assigned at the end of the step, unless the step is skipped.
 
     Args:
-        wire: `Wire` with a compressor.
+        wire: `WireFormat` with a compressor.
         method: String, `"reduce"` or `"reduce_scatter"`.
         level: String, `"inner"`, `"outer"` or `"all"`, the level that the state belongs
             to.

@@ -17,13 +17,13 @@ class StepResiduals:
     """Pending assignments of a step to the states of compressors.
 
     Args:
-        unit_of: Callable that returns the factor of the gradients, such as the loss
+        scale_of: Callable that returns the factor of the gradients, such as the loss
             scale, as a scalar tensor, or `None`. By default it returns `None`.
         assignments: List with a list for each level of each bucket, of pairs of a
             variable and its new value. Defaults to an empty list.
     """
 
-    unit_of: Callable[[], tf.Tensor | None] = lambda: None
+    scale_of: Callable[[], tf.Tensor | None] = lambda: None
     assignments: list[list[tuple[Any, tf.Tensor]]] = dataclasses.field(
         default_factory=list
     )
@@ -50,24 +50,24 @@ class StepResiduals:
 
 @contextlib.contextmanager
 def step_residuals(
-    unit_of: Callable[[], tf.Tensor | None] = lambda: None,
+    scale_of: Callable[[], tf.Tensor | None] = lambda: None,
 ) -> Iterator[StepResiduals]:
     """Collect this thread's assignments to states of compressors, without running them.
 
     Args:
-        unit_of: Callable that returns the factor of the gradients, such as the loss
+        scale_of: Callable that returns the factor of the gradients, such as the loss
             scale, as a scalar tensor, or `None`. It is called when a bucket is
             compressed. By default it returns `None`.
     """
-    collected = StepResiduals(unit_of)
+    collected = StepResiduals(scale_of)
     with step_context.using(residuals=collected):
         yield collected
 
 
-def gradient_unit() -> tf.Tensor | None:
+def gradient_scale() -> tf.Tensor | None:
     """Return the factor of this step's gradients, such as the loss scale, or `None`."""
     collected = _current()
-    return None if collected is None else collected.unit_of()
+    return None if collected is None else collected.scale_of()
 
 
 def assign_if_kept(changed: list[tuple[Any, tf.Tensor]]) -> None:

@@ -53,7 +53,7 @@ def sizes_of_batches(dataset: tf.data.Dataset) -> dict[str, Any] | None:
     sources = _compat.dataset_sources(dataset)
     if batch_size := _compat.size_of_batch_stage(dataset):
         return _sizes_of_batch_stage(_length(sources[0]), batch_size)
-    kind = _compat.kind_of_part(dataset)
+    kind = _compat.kind_of_stage(dataset)
     if kind not in _SIZE_KEEPING_STAGES | _SELECTION_STAGES:
         return None
     parts = [part for source in sources if (part := sizes_of_batches(source))]

@@ -69,7 +69,7 @@ def draws_seeds_once(dataset: Any) -> bool:
     Otherwise a shuffle may draw seeds several times in an epoch, and the order depends
     on how many batches of the earlier epochs were read.
     """
-    kinds = _compat.kinds_of_parts(dataset)
+    kinds = _compat.kinds_of_stages(dataset)
     # A function that captures a dataset creates an iterator of it at every call.
     is_once = all(kind in _ONE_PASS_DATASETS for kind in kinds)
     return is_once and not _compat.captures_dataset(dataset)
@@ -89,7 +89,7 @@ def batch_dependence_of(source: Any, *, shuffles_batches: bool) -> str | None:
         return "the size of its batches has changed, and arrays are shuffled in batches"
     if not isinstance(source, tf.data.Dataset):
         return None
-    for kind in _compat.kinds_of_parts(source):
+    for kind in _compat.kinds_of_stages(source):
         if kind in (*BATCHES, "PaddedBatchDataset"):
             return None
         if kind not in _ORDER_KEEPING_DATASETS:
@@ -106,7 +106,7 @@ def _nondeterminism_of_dataset(
         dataset: `tf.data.Dataset` whose seeds and functions are inspected.
         chosen_seed: Int or `None`, see `nondeterminism_of`.
     """
-    unseeded = _compat.unseeded_parts(dataset)
+    unseeded = _compat.unseeded_stages(dataset)
     if "ShuffleDataset" in unseeded:
         return "`Dataset.shuffle` has no seed"
     if unseeded:

@@ -297,7 +297,7 @@ def _distribute_own_batches(strategy: Any, dataset: Any, options: Any) -> Any:
 
 def _records_of(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Return the stages of a pipeline that read files, without later stages."""
-    while _compat.kind_of_part(dataset) in _STAGES_AFTER_READING:
+    while _compat.kind_of_stage(dataset) in _STAGES_AFTER_READING:
         (dataset,) = _compat.dataset_sources(dataset)
     return dataset
 

@@ -118,7 +118,7 @@ def divide_early(
     stage, after = stages_after_batch(batches)
     if gathers_array_rows(stage):
         return Division(_divide_arrays(stage, after, ranks, num_replicas))
-    if _compat.kind_of_part(stage) not in BATCHES:
+    if _compat.kind_of_stage(stage) not in BATCHES:
         return Division(obstacle=why_not_split_early(stage))
     if _compat.has_generator(stage):
         return Division(obstacle=why_not_split_early(stage, _GENERATOR_REASON))
@@ -295,7 +295,7 @@ def batch_local_rows(
     """
     stage, after = stages_after_batch(batches)
     size = _compat.size_of_batch_stage(stage)
-    if _compat.kind_of_part(stage) not in BATCHES or size is None:
+    if _compat.kind_of_stage(stage) not in BATCHES or size is None:
         return None
     (rows,) = _compat.dataset_sources(stage)
     local_batches = rebuild_batch(
@@ -308,7 +308,7 @@ def batch_local_rows(
 
 def elements_of(dataset: tf.data.Dataset) -> Elements:
     """Return the raw elements of a pipeline, and its maps of single elements."""
-    kind = _compat.kind_of_part(dataset)
+    kind = _compat.kind_of_stage(dataset)
     if kind == "ZipDataset":
         return _elements_of_zip(dataset)
     is_pure_map = kind in MAPS and not _compat.stateful_operation(dataset)
@@ -383,7 +383,7 @@ def why_not_split_early(dataset: tf.data.Dataset, reason: str = "") -> str:
         return _CACHE_REASON
     if reason:
         return reason
-    kind = _compat.kind_of_part(dataset)
+    kind = _compat.kind_of_stage(dataset)
     if kind in MAPS and (operation := _compat.stateful_operation(dataset)):
         return f"its `map` has `{operation}`; {_ADVICE.get(operation, _PURE_ADVICE)}"
     if kind in MAPS:
@@ -399,7 +399,7 @@ def _has_map(dataset: tf.data.Dataset, *, in_each_pass: bool = False) -> bool:
 
     With `in_each_pass`, a `map` before `cache` does not count: it runs in one pass.
     """
-    kind = _compat.kind_of_part(dataset)
+    kind = _compat.kind_of_stage(dataset)
     if kind == "CacheDataset" and in_each_pass:
         return False
     if kind in MAPS and not _compat.name_of_map(dataset).startswith("keras.src."):

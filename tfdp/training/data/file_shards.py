@@ -51,7 +51,7 @@ class FileShard:
     @classmethod
     def of_dataset(cls, dataset: tf.data.Dataset) -> FileShard | None:
         """Return the shard that a dataset reads, or `None` without `shard_files`."""
-        for name in _compat.names_of_parts(dataset):
+        for name in _compat.names_of_stages(dataset):
             if name.startswith(_MARK):
                 num_workers, rank, digest = name[len(_MARK) + 1 :].split("_")
                 return cls(int(num_workers), int(rank), digest)

@@ -124,7 +124,7 @@ def _rows_by_stages(dataset: tf.data.Dataset) -> list:
     `_rows_may_differ` compares the descriptions of two parts.
     """
     num_parts = len(tf.nest.flatten(dataset.element_spec))
-    kind = _compat.kind_of_part(dataset)
+    kind = _compat.kind_of_stage(dataset)
     if kind == "ZipDataset":
         return _rows_of_zip(tf.nest.flatten(_compat.zipped(dataset)))
     if kind in MAPS and not gathers_array_rows(dataset):
@@ -198,11 +198,11 @@ def _without_state(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
 
     Reading the dataset itself would change its next shuffle order and its cache.
     """
-    kind = _compat.kind_of_part(dataset)
+    kind = _compat.kind_of_stage(dataset)
     has_stages = kind in (*_ROW_KEEPING_STAGES, *MAPS, *BATCHES, "ZipDataset")
     if not has_stages or gathers_array_rows(dataset):
         parts = list(_compat.dataset_inputs(dataset))
-        is_shuffled = any("Shuffle" in _compat.kind_of_part(part) for part in parts)
+        is_shuffled = any("Shuffle" in _compat.kind_of_stage(part) for part in parts)
         has_state = is_shuffled or any(map(_compat.stateful_operation, parts))
         return None if has_state else dataset
     if kind == "ZipDataset":

@@ -92,7 +92,7 @@ def divide_and_prefetch(
         batches, is_ahead = _compat.without_automatic_prefetch(batches)
         num_ahead = int(is_ahead)
         is_tuned = any(
-            kind in _AUTOTUNED_STAGES for kind in _compat.kinds_of_parts(batches)
+            kind in _AUTOTUNED_STAGES for kind in _compat.kinds_of_stages(batches)
         )
     divided = divide_batches(batches, ranks, num_replicas, checks=checks, others=others)
     if num_ahead:

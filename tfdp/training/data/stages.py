@@ -71,7 +71,7 @@ def stages_after_batch(
     """
     after: list[Stage] = []
     while True:
-        kind = _compat.kind_of_part(dataset)
+        kind = _compat.kind_of_stage(dataset)
         if kind in (*PASS_THROUGH, *SELECTIONS):
             after.insert(0, rebuild_stage(dataset))
         elif is_row_by_row(dataset):
@@ -96,7 +96,7 @@ def gathers_array_rows(dataset: tf.data.Dataset) -> bool:
 
 def _is_map_of(dataset: tf.data.Dataset, names: str | tuple[str, ...]) -> bool:
     """Return whether the last stage is a `map` of a function with a name prefix."""
-    is_map = _compat.kind_of_part(dataset) in MAPS
+    is_map = _compat.kind_of_stage(dataset) in MAPS
     return is_map and _compat.name_of_map(dataset).startswith(names)
 
 
@@ -111,7 +111,7 @@ def rebuild_stage(dataset: tf.data.Dataset) -> Stage:
 
     The stage must be one of `PASS_THROUGH` and `SELECTIONS`.
     """
-    kind = _compat.kind_of_part(dataset)
+    kind = _compat.kind_of_stage(dataset)
     if kind == "OptionsDataset":  # callers set the options of the rebuilt pipeline
         return Stage(lambda rows, _: rows)
     is_prefetch = kind == "PrefetchDataset"
@@ -145,7 +145,7 @@ def restart_shuffles(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
         return dataset
     sources = _compat.dataset_sources(dataset)
     source = restart_shuffles(sources[0]) if len(sources) == 1 else None
-    kind = _compat.kind_of_part(dataset)
+    kind = _compat.kind_of_stage(dataset)
     if source is None:
         return None
     if kind == "OptionsDataset":

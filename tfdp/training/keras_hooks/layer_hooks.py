@@ -64,7 +64,7 @@ def scale_loss(original: Callable, value: Any) -> Any:
 def unscale_loss(original: Callable, value: Any) -> Any:
     """Undo the scaling of a loss, if any; record the end of the forward pass."""
     if (trace := program_trace.current()) is not None:
-        trace.add([value], lambda given: step_events.record_loss(given[0]), "as held")
+        trace.add([value], lambda given: step_events.record_loss(given[0]), "as is")
         return value
     step_events.record_loss(value)
     return original(value)

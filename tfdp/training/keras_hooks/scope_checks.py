@@ -61,7 +61,7 @@ def move_metrics_into_scope(arguments: dict[str, Any]) -> None:
         for metric in keras.tree.flatten(arguments.get(key)):
             if isinstance(metric, keras.Metric):
                 for variable in metric.variables:
-                    _compat.rehome_variable(variable)
+                    _compat.recreate_in_scope(variable)
 
 
 def bring_into_scope(optimizer: Any) -> None:
@@ -84,7 +84,7 @@ def bring_into_scope(optimizer: Any) -> None:
             f"The optimizer {optimizer.name!r} was created outside `strategy.scope()`. "
             "Create a new one, inside the scope."
         )
-    _compat.rehome_optimizer(optimizer, active)
+    _compat.move_optimizer_into_scope(optimizer, active)
 
 
 def check_variables_in_scope(variables: Sequence[Any]) -> None:

@@ -36,13 +36,14 @@ class BatchPlaceholder:
     Args:
         value: Tensor, composite tensor or other value that the step receives.
         facts: Sequence of pairs of a component of `value` and its `Fact`.
-        held: Callable that takes the part and the `Replica`, and returns the tensors
-            that this replica feeds to the components, one for each pair of `facts`.
+        local_values: Callable that takes the part and the `Replica`, and returns the
+            tensors that this replica feeds to the components, one for each pair of
+            `facts`.
     """
 
     value: Any
     facts: Sequence[tuple[Any, Fact]] = ()
-    held: Callable[[Any, Replica], Sequence[Any]] = lambda part, replica: ()
+    local_values: Callable[[Any, Replica], Sequence[Any]] = lambda part, replica: ()
 
 
 def batch_placeholders(

@@ -26,7 +26,7 @@ from tfdp.training.program.conversions import Replica
 from tfdp.training.program.facts import Fact, Form, is_known
 from tfdp.training.program.plan import Plan, Scope, with_inputs
 from tfdp.training.program.rules.state import ASSIGNMENTS, is_output
-from tfdp.training.program.view import AS_HELD, PART, WHOLE, Decision, Kind, Need
+from tfdp.training.program.view import AS_IS, PART, WHOLE, Decision, Kind, Need
 from tfdp.training.reduction.sparse import are_unique, marked_unique
 
 # Operations that return shapes and sizes of a tensor, or of the items of a list.
@@ -186,7 +186,7 @@ class Builder:
         fact = self.fact(tensor)
         if fact.multiple is not None:
             return self.own_rows * fact.multiple
-        return tf.shape(self.get(tensor, AS_HELD))[fact.axis]
+        return tf.shape(self.get(tensor, AS_IS))[fact.axis]
 
     def first_entry(self, multiple: int | None, own_shape: Any) -> tf.Tensor:
         """Return the index of this replica's first entry along the axis of rows.
@@ -437,7 +437,7 @@ class Builder:
                 self._zero_without_rows(self._as_partial_sum(t)) for t in effect.tensors
             ]
         else:
-            need = WHOLE if effect.kind == "whole" else AS_HELD
+            need = WHOLE if effect.kind == "whole" else AS_IS
             tensors = [self.get(tensor, need) for tensor in effect.tensors]
         effect.run(tensors)
 
@@ -489,7 +489,7 @@ class Builder:
 
     # The methods below convert tensors between forms.
 
-    def get(self, tensor: Any, need: Need = AS_HELD) -> Any:
+    def get(self, tensor: Any, need: Need = AS_IS) -> Any:
         """Return a tensor of the program in the needed form.
 
         Args:
@@ -507,8 +507,8 @@ class Builder:
         fact = self.fact(tensor)
         if fact.form is Form.SIZES:
             return self._get_sizes(tensor, fact, need)
-        if self._is_held(fact, need):
-            return self._held(tensor)
+        if self._has_form(fact, need):
+            return self._own_value(tensor)
         key = (id(tensor), need)
         if key not in self._converted:
             with self.graph.as_default():
@@ -517,7 +517,7 @@ class Builder:
 
     def _get_sizes(self, tensor: Any, fact: Fact, need: Need) -> Any:
         """Return a tensor of `Form.SIZES`, integers from sizes, in the needed form."""
-        if need.kind is Kind.AS_HELD:
+        if need.kind is Kind.AS_IS:
             return self.sizes_of(tensor, of_all=False)
         program_sizes = self.sizes_of(tensor, of_all=True)
         if need.kind is Kind.WHOLE:
@@ -528,9 +528,9 @@ class Builder:
             return self.replica.take_rows(program_sizes, need.axis, None)
 
     @staticmethod
-    def _is_held(fact: Fact, need: Need) -> bool:
+    def _has_form(fact: Fact, need: Need) -> bool:
         """Return whether a tensor with this `Fact` needs no conversion for a `Need`."""
-        if need.kind is Kind.AS_HELD:
+        if need.kind is Kind.AS_IS:
             return True
         if need.kind is Kind.WHOLE:
             return fact.form in (Form.WHOLE, Form.EMPTY)
@@ -538,7 +538,7 @@ class Builder:
             return fact.form in (Form.PART, Form.EMPTY)
         return (fact.is_rows and fact.axis == need.axis) or fact.form is Form.EMPTY
 
-    def _held(self, tensor: Any) -> Any:
+    def _own_value(self, tensor: Any) -> Any:
         """Return this replica's value of a tensor as it is held; build it if new."""
         if id(tensor) not in self.tensors:
             with self.graph.as_default():
@@ -557,7 +557,7 @@ class Builder:
         # replicated list becomes a partial sum, zeros on all replicas but the first.
         is_whole = fact.form is Form.WHOLE and need.kind is Kind.PART
         assert is_whole or tensor.dtype not in (tf.variant, tf.resource), tensor
-        own = self._held(tensor)
+        own = self._own_value(tensor)
         if need.kind is Kind.WHOLE:
             return self._gather_or_sum(tensor, own, fact)
         if need.kind is Kind.PART:
@@ -610,7 +610,7 @@ class Builder:
             and (other is tensor or id(other) in self.plan.sums)
             and other.dtype not in (tf.variant, tf.resource)
         ]
-        totals = self.replica.sum([self._held(other) for other in waiting])
+        totals = self.replica.sum([self._own_value(other) for other in waiting])
         for other, total in zip(waiting, totals, strict=True):
             self._converted[id(other), WHOLE] = total
         return self._converted[id(tensor), WHOLE]
@@ -629,7 +629,7 @@ class Builder:
             return builder.sizes_of(sources[id(tensor)], of_all=of_all)
         fact = self.fact(tensor)
         if fact.form is not Form.SIZES:
-            return self.get(tensor, AS_HELD)
+            return self.get(tensor, AS_IS)
         key = (id(tensor), of_all)
         if key not in self._sizes:
             with self.graph.as_default():
@@ -701,7 +701,7 @@ class Builder:
         @functools.cache
         def shape() -> Any:
             """Return the shape that the input has on this replica."""
-            own = self.get(source, AS_HELD)
+            own = self.get(source, AS_IS)
             if op.type == "TensorListElementShape":
                 return Builder.copy(self, op, [own])[0]
             return tf.shape(own, out_type=result.dtype)

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.ground import _compat
-from tfdp.training.program.view import AS_HELD, WHOLE, Decision, Need, need_of
+from tfdp.training.program.view import AS_IS, WHOLE, Decision, Need, need_of
 
 
 def build(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
@@ -33,7 +33,7 @@ def build(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
         (plan,) = decision.plans
         inner = builder.run_inside(plan, op.inputs)
         results = _compat.results_of_call(op, plan.graph)
-        return [inner.get(tensor, AS_HELD) for tensor in results]
+        return [inner.get(tensor, AS_IS) for tensor in results]
     return _build_branches(builder, op, decision, inputs)
 
 

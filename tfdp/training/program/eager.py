@@ -61,7 +61,7 @@ class EagerProgram(ProgramTrace):
         Raises:
             ValueError: If a `tf.function` in the step makes the update.
         """
-        if kind == "as held":
+        if kind == "as is":
             run(list(tensors))
             return
         if not tf.executing_eagerly():

@@ -60,7 +60,9 @@ class Fact:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Fact):
             return NotImplemented
-        same = self.held() == other.held() and self.sizes == other.sizes
+        same = (
+            self.form_and_axis() == other.form_and_axis() and self.sizes == other.sizes
+        )
         return same and have_same_value(self, other)
 
     __hash__ = None  # type: ignore[assignment]
@@ -91,7 +93,7 @@ class Fact:
             if not (self.is_rows and axis == self.axis)
         )
 
-    def held(self) -> tuple:
+    def form_and_axis(self) -> tuple:
         """Return the pair of the form and the axis, which is 0 except for rows."""
         return self.form, self.axis if self.is_rows else 0
 

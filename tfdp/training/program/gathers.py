@@ -18,7 +18,7 @@ from tfdp.ground.plans.gathers import Gather, StepGathers
 from tfdp.training.program.facts import Fact, Form, own_rows, static_sizes, with_rows
 from tfdp.training.program.plan import Plan, Scope, in_order, is_conversion, make_plan
 from tfdp.training.program.rules.state import is_output, writes_state
-from tfdp.training.program.view import AS_HELD, PART, WHOLE, Need
+from tfdp.training.program.view import AS_IS, PART, WHOLE, Need
 from tfdp.training.reduction.communication_plan import gradients_of_outputs
 from tfdp.training.reduction.sparse import are_unique
 
@@ -127,11 +127,11 @@ def _needs(
         if decision.has_collective and op.outputs:
             yield inner, op.outputs[0], None, op
     for effect in trace.effects.get(plan.graph, ()):
-        wanted = {"parts": PART, "whole": WHOLE}.get(effect.kind, AS_HELD)
+        wanted = {"parts": PART, "whole": WHOLE}.get(effect.kind, AS_IS)
         for tensor in effect.symbolic_tensors():
             yield plan, tensor, wanted, tensor.op
     for tensor, is_part in cuts:
-        yield plan, tensor, AS_HELD if is_part else WHOLE, tensor.op
+        yield plan, tensor, AS_IS if is_part else WHOLE, tensor.op
 
 
 def _live_operations(plan: Plan) -> Iterator[tuple[Plan, Any]]:

@@ -15,7 +15,7 @@ from tfdp.ground import _compat
 from tfdp.training.program.facts import Form
 from tfdp.training.program.plan import Plan, Scope, in_order
 from tfdp.training.program.rules.state import READS
-from tfdp.training.program.view import AS_HELD, WHOLE
+from tfdp.training.program.view import AS_IS, WHOLE
 
 # How the values of a tensor on each replica are merged: by a sum; by a mean weighted by
 # rows; or not at all, since they are the same on all replicas.
@@ -51,7 +51,7 @@ class LogTail:
         group_rows = tf.cast(builder.replica.rows.total, tf.float64)
         outputs = [rows]
         for tensor, is_part, kind in self.cuts:
-            value = builder.get(tensor, AS_HELD if is_part else WHOLE)
+            value = builder.get(tensor, AS_IS if is_part else WHOLE)
             if kind == MEAN:
                 weight = group_rows if is_part else rows
                 value = tf.math.multiply_no_nan(tf.cast(value, tf.float64), weight)

@@ -218,8 +218,8 @@ class _Planner:
     def _position_of_update(self, positions: Mapping[Any, int]) -> float:
         """Return the position in the graph of a step's first update, or infinity."""
         effects = self._effects.get(self._plan.graph, ())
-        # Effects of the kind "as held" only observe a tensor.
-        found = [effect.position for effect in effects if effect.kind != "as held"]
+        # Effects of the kind "as is" only observe a tensor.
+        found = [effect.position for effect in effects if effect.kind != "as is"]
         for op in self._order:
             plans = self._plan.decisions[op].plans if op in self._plan.decisions else ()
             if any(self._effects.get(plan.graph) for plan in plans):

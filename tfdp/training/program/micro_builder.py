@@ -14,7 +14,7 @@ from tfdp.training.program.conversions import Rows, slice_along
 from tfdp.training.program.facts import Fact, Form
 from tfdp.training.program.micro_batches import MicroPlan
 from tfdp.training.program.plan import is_conversion
-from tfdp.training.program.view import AS_HELD, WHOLE, Kind, Need
+from tfdp.training.program.view import AS_IS, WHOLE, Kind, Need
 from tfdp.training.reduction.fusion import wide_dtype
 
 
@@ -101,7 +101,7 @@ class StagedBuilder(Builder):
             return [
                 index + 1,
                 *(
-                    join.add(total, index, builder.get(join.tensor, AS_HELD))
+                    join.add(total, index, builder.get(join.tensor, AS_IS))
                     for join, total in zip(joins, totals, strict=True)
                 ),
             ]
@@ -160,7 +160,7 @@ class MicroBatchBuilder(Builder):
     around: StagedBuilder
     begin: Any
 
-    def get(self, tensor: Any, need: Need = AS_HELD) -> Any:
+    def get(self, tensor: Any, need: Need = AS_IS) -> Any:
         """Return a tensor like `Builder.get`, but totals from outside of the loop."""
         is_total = need.kind is Kind.WHOLE and self.parent is None
         if is_total and is_conversion(self.fact(tensor), need):
@@ -175,10 +175,10 @@ class MicroBatchBuilder(Builder):
         known = self.fact(tensor).multiple
         if known is not None:
             return known
-        entries = tf.shape(self.get(tensor, AS_HELD))[self.fact(tensor).axis]
+        entries = tf.shape(self.get(tensor, AS_IS))[self.fact(tensor).axis]
         return tf.maximum(entries // tf.maximum(self.own_rows, 1), 1)
 
-    def _held(self, tensor: Any) -> Any:
+    def _own_value(self, tensor: Any) -> Any:
         """Return this micro-batch's value of a tensor, without a conversion.
 
         Of rows that are computed outside of the loop it takes a slice.
@@ -189,8 +189,8 @@ class MicroBatchBuilder(Builder):
             or self.micro.is_anywhere(tensor.op)
         )
         if is_here or id(tensor) in self.tensors:
-            return super()._held(tensor)
-        value = self.around.get(tensor, AS_HELD)
+            return super()._own_value(tensor)
+        value = self.around.get(tensor, AS_IS)
         fact = self.fact(tensor)
         if fact.is_rows:
             multiple = self.around.multiple(tensor)

@@ -22,7 +22,7 @@ from tfdp.training.program.rules import decide
 from tfdp.training.program.rules.elementwise import compares_with_itself
 from tfdp.training.program.sizes import array
 from tfdp.training.program.view import (
-    AS_HELD,
+    AS_IS,
     NOTHING,
     PART,
     WHOLE,
@@ -256,13 +256,13 @@ def _decide(view: View) -> Decision:
     if op in view.scope.whole:
         return _run_whole(view)
     if op in view.scope.unread:
-        return Decision([AS_HELD] * len(view), [Fact(Form.LOCAL)] * len(op.outputs))
+        return Decision([AS_IS] * len(view), [Fact(Form.LOCAL)] * len(op.outputs))
     if kind in _WITH_GRAPHS:
         return _WITH_GRAPHS[kind](view)
     if _compat.is_call(op):
         return _plan_call(view)
     if kind == "IdentityN":
-        return Decision([AS_HELD] * len(view), view.facts)
+        return Decision([AS_IS] * len(view), view.facts)
     marker = _compat.marker_of(op) if kind == "Identity" else ""
     return _plan_marker(view, marker) if marker else decide(view)
 
@@ -279,7 +279,7 @@ def _run_whole(view: View) -> Decision:
     else:
         decision = decide(inner)
     needs = [
-        AS_HELD if tensor.dtype == tf.resource or fact.form is Form.EMPTY else WHOLE
+        AS_IS if tensor.dtype == tf.resource or fact.form is Form.EMPTY else WHOLE
         for fact, tensor in inputs
     ]
     return dataclasses.replace(decision, needs=needs)
@@ -339,11 +339,11 @@ def _plan_marker(view: View, marker: str) -> Decision:
     if marker == "rows of all":
         shape = view.output_sizes()
         assert shape is not None
-        return Decision([AS_HELD], [Fact(Form.ROWS, 0, (sizes.rows(1), *shape[1:]))])
+        return Decision([AS_IS], [Fact(Form.ROWS, 0, (sizes.rows(1), *shape[1:]))])
     # The marker "part of a replica" turns a partial sum into a value of this replica
     # alone. Other markers change nothing.
     is_part = fact.form is Form.PART
-    return Decision([AS_HELD], [Fact(Form.LOCAL) if is_part else fact])
+    return Decision([AS_IS], [Fact(Form.LOCAL) if is_part else fact])
 
 
 # The functions below decide branches, loops and calls.
@@ -376,7 +376,7 @@ def _plan_call(view: View) -> Decision:
     results = _compat.results_of_call(view.op, graph)
     plan = _plan_inside(graph, view.facts, view.scope, results)
     outputs = [plan.fact(tensor) for tensor in results]
-    return Decision([AS_HELD] * len(view), outputs, plans=[plan])
+    return Decision([AS_IS] * len(view), outputs, plans=[plan])
 
 
 def _plan_branches(view: View) -> Decision:
@@ -393,7 +393,7 @@ def _plan_branches(view: View) -> Decision:
         outputs.append(fact)
     outputs += view.whole_outputs()[len(outputs) :]
     return Decision(
-        [WHOLE] + [AS_HELD] * (len(view) - 1), outputs, plans=plans, details=needs
+        [WHOLE] + [AS_IS] * (len(view) - 1), outputs, plans=plans, details=needs
     )
 
 
@@ -408,16 +408,19 @@ def _common_form(facts: Sequence[Fact]) -> tuple[Need, Fact]:
     """
     non_empty = [fact for fact in facts if fact.form is not Form.EMPTY]
     if not non_empty:
-        return AS_HELD, facts[0]
+        return AS_IS, facts[0]
     shape = sizes.common([fact.sizes for fact in non_empty])
     forms = {fact.form for fact in non_empty}
-    if len({fact.held() for fact in non_empty}) == 1 and Form.SIZES not in forms:
+    if (
+        len({fact.form_and_axis() for fact in non_empty}) == 1
+        and Form.SIZES not in forms
+    ):
         multiples = (
             {fact.multiple for fact in non_empty} if non_empty[0].is_rows else {0}
         )
         if len(multiples) == 1:
             first = non_empty[0]
-            return AS_HELD, Fact(first.form, first.axis, shape)
+            return AS_IS, Fact(first.form, first.axis, shape)
     if forms == {Form.PART, Form.WHOLE} and Form.PART in forms:
         return PART, Fact(Form.PART, sizes=shape)
     return WHOLE, whole(shape)
@@ -480,7 +483,7 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
         # would wait for each other. The loop runs on the whole batch instead.
         scope.whole.add(view.op)
     needs = [
-        AS_HELD if same else need_of(fact)
+        AS_IS if same else need_of(fact)
         for fact, same in zip(facts, is_same, strict=True)
     ]
     return Decision(needs, facts, plans=[cond_plan, body_plan], details=is_same)
@@ -542,7 +545,7 @@ def _loop_variable_fact(before: Fact, after: Fact, *, is_list: bool) -> Fact:
         return before
     after = _without_value(after)
     shape = sizes.common([before.sizes, after.sizes])
-    if before.held() == after.held():
+    if before.form_and_axis() == after.form_and_axis():
         return Fact(before.form, before.axis, shape)
     first = (before.sizes or (sizes.UNKNOWN,) * (after.axis + 1))[after.axis]
     is_whole_first = before.form is Form.WHOLE and not is_list

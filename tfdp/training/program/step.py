@@ -35,7 +35,7 @@ from tfdp.training.program.micro_batches import MicroPlan, plan_micro_batches
 from tfdp.training.program.micro_builder import StagedBuilder
 from tfdp.training.program.plan import CannotDivideError, Plan, Scope, make_plan
 from tfdp.training.program.rules.state import writes_state
-from tfdp.training.program.view import AS_HELD, WHOLE
+from tfdp.training.program.view import AS_IS, WHOLE
 from tfdp.training.reduction.training_group import TrainingGroup
 from tfdp.training.replicas.variables import MetricVariable
 from tfdp.training.step.step import RowDivider
@@ -156,7 +156,7 @@ class DividedStep:
             id(placeholder): tensor
             for part, own in zip(found.parts, flat, strict=True)
             for (placeholder, _), tensor in zip(
-                part.facts, part.held(own, replica), strict=True
+                part.facts, part.local_values(own, replica), strict=True
             )
         }
         for outer, inner in found.trace.graph.captures:
@@ -224,7 +224,7 @@ class DividedStep:
         if result.shape.rank == 0:
             return builder.get(result, WHOLE)
         if (fact.is_rows and fact.axis == 0) or fact.form is Form.LOCAL:
-            return builder.get(result, AS_HELD)
+            return builder.get(result, AS_IS)
         # The rows of this result may belong to another part of the batch, whose
         # number of rows differs from that of the first one.
         return replica.take_equal_share(builder.get(result, WHOLE))

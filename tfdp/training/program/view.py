@@ -95,7 +95,7 @@ class CannotDivideError(Exception):
 class Kind(enum.Enum):
     """Kind of form in which an operation needs an input, see `Need`."""
 
-    AS_HELD = "as held"
+    AS_IS = "as is"
     WHOLE = "whole"
     ROWS = "rows"
     PART = "part"
@@ -120,7 +120,7 @@ class Need:
     may_broadcast: bool = False
 
 
-AS_HELD = Need(Kind.AS_HELD)
+AS_IS = Need(Kind.AS_IS)
 WHOLE = Need(Kind.WHOLE)
 PART = Need(Kind.PART)
 NOTHING = Need(Kind.NOTHING)
@@ -138,7 +138,7 @@ def need_of(fact: Fact) -> Need:
     """Return the `Need` of an input in the form that a `Fact` has."""
     if fact.is_rows:
         return rows_along(fact.axis)
-    return {Form.PART: PART, Form.WHOLE: WHOLE}.get(fact.form, AS_HELD)
+    return {Form.PART: PART, Form.WHOLE: WHOLE}.get(fact.form, AS_IS)
 
 
 @dataclasses.dataclass(frozen=True)

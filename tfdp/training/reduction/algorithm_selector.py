@@ -13,7 +13,7 @@ from tfdp.ground.plans.buckets import Bucket, BucketPlan
 from tfdp.ground.plans.cost_model import candidates_for, choose, predict_seconds
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm
-from tfdp.training.compression.algorithm_choice import RING, AlgorithmChoice, Wire
+from tfdp.training.compression.algorithm_choice import RING, AlgorithmChoice, WireFormat
 from tfdp.training.reduction.compressor_choice import LevelCompressors, best_choice
 
 # Least fraction of the predicted time that compression must save to be chosen. It makes
@@ -207,8 +207,8 @@ class AlgorithmSelector:
             # A flat algorithm has one dtype for all messages, so it cannot compress
             # those of one level only.
             inner = outer = inner if self.topology.num_nodes == 1 else None
-        wires = Wire(dtype_name=inner), Wire(dtype_name=outer)
-        return AlgorithmChoice(algorithm, *wires, seconds)
+        wire_formats = WireFormat(dtype_name=inner), WireFormat(dtype_name=outer)
+        return AlgorithmChoice(algorithm, *wire_formats, seconds)
 
     def _candidates(self) -> tuple[Algorithm, ...]:
         """Return the algorithms to choose from, in the order of preference."""

@@ -42,7 +42,7 @@ def carrying(value: tf.Tensor | None) -> Iterator[CarriedScalar | None]:
         yield carried
 
 
-def waiting() -> CarriedScalar | None:
+def pending_scalar() -> CarriedScalar | None:
     """Return the scalar that no bucket of this thread has carried yet, or `None`."""
     carried: CarriedScalar | None = step_context.current().carried
     return carried if carried is not None and carried.total is None else None

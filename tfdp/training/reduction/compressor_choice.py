@@ -19,7 +19,7 @@ from tfdp.ground.plans.buckets import Entry
 from tfdp.ground.plans.cost_model import predict_seconds
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm
-from tfdp.training.compression.algorithm_choice import RING, AlgorithmChoice, Wire
+from tfdp.training.compression.algorithm_choice import RING, AlgorithmChoice, WireFormat
 from tfdp.training.compression.block_quantized import BlockQuantized
 from tfdp.training.compression.compressor import Compressor, GradientBucket
 
@@ -155,7 +155,9 @@ def _choice_of(
             num_replicas=topology.num_nodes,
         )
     choice = AlgorithmChoice(
-        algorithm, _wire(levels.inner, inside), _wire(levels.outer, across)
+        algorithm,
+        _wire_format(levels.inner, inside),
+        _wire_format(levels.outer, across),
     )
     seconds = predict_seconds(
         algorithm,
@@ -168,17 +170,17 @@ def _choice_of(
     return dataclasses.replace(choice, seconds=seconds)
 
 
-def _wire(option: Any, bucket: GradientBucket) -> Wire:
-    """Return the `Wire` of a bucket for one level.
+def _wire_format(option: Any, bucket: GradientBucket) -> WireFormat:
+    """Return the `WireFormat` of a bucket for one level.
 
     Args:
         option: `Compressor`, name of a dtype, or `None` for no compression.
         bucket: `GradientBucket`, for which a compressor's ratio is computed.
     """
     if not is_compressor(option):
-        return Wire(dtype_name=option)
+        return WireFormat(dtype_name=option)
     ratio = option.wire_ratio(bucket)
-    return Wire(option, ratio=math.nan if ratio is None else ratio)
+    return WireFormat(option, ratio=math.nan if ratio is None else ratio)
 
 
 def _format_of_option(option: Any) -> Compressor | str | None:

@@ -22,7 +22,7 @@ from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 from tfdp.training.compression.compressed_reduce import all_reduce_compressed
 from tfdp.training.compression.residuals import ResidualStore
 from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
-from tfdp.training.reduction.carried_scalar import carrier_of, waiting
+from tfdp.training.reduction.carried_scalar import carrier_of, pending_scalar
 from tfdp.training.reduction.fusion import (
     ReducedGradients,
     all_reduce_any_shape,
@@ -209,7 +209,7 @@ class Reducer:
             self._bucket_all_reduce(route, order, bucket, variables, dense, replica)
             for order, (route, bucket) in enumerate(zip(routes, plan, strict=True))
         ]
-        carried = waiting() if variables is not None and weight is None else None
+        carried = pending_scalar() if variables is not None and weight is None else None
         flats = all_reduce_buckets(
             tensors,
             plan,

@@ -101,7 +101,7 @@ class ShardedState:
         plans = {id(part): self._plan_of(part) for part in _trained_parts(optimizer)}
         # Workers with different variables would run different collectives below, and
         # wait for each other indefinitely.
-        how = self._how(options, _trained_parts(optimizer), plans)
+        how = self._layout_fact(options, _trained_parts(optimizer), plans)
         facts = [variables_fact(every, "shards"), how]
         compare(extended.worker_group, "sharding the optimizer", facts)
         if extended.worker_group.num_workers > 1:
@@ -127,7 +127,7 @@ class ShardedState:
         }
         self._states = {key: self._state_of(p) for key, p in self.parts.items()}
         if was_built:
-            self._take_over()
+            self._move_slots_to_shards()
 
     def _check_values(
         self, strategy: Any, variables: Sequence[Any], state: Sequence[Any]
@@ -153,7 +153,7 @@ class ShardedState:
             if isinstance(value, MirroredVariable) and value.assigned is None:
                 value.assigned = AssignedValues()
 
-    def _how(
+    def _layout_fact(
         self, options: ShardingOptions, parts: list[Any], plans: dict[int, ShardPlan]
     ) -> SharedFact:
         """Return a `SharedFact` of the options, optimizers and plans.
@@ -219,7 +219,7 @@ class ShardedState:
             by_variable.update(zip(map(id, part.variables), tensors, strict=True))
         return by_variable
 
-    def _take_over(self) -> None:
+    def _move_slots_to_shards(self) -> None:
         """Copy owned elements from full slots to shards, and free the full slots."""
         for part in self.parts.values():
             slots = slot_names(part.optimizer, part.variables)

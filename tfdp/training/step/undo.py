@@ -12,7 +12,7 @@ from tfdp.ground.base.conditions import run_if
 from tfdp.training.parameters.sharded_parameter import sharded_parameter
 
 
-def changed_beside_update(model: Any) -> list:
+def changed_outside_update(model: Any) -> list:
     """Return the variables that a step changes outside of its update.
 
     They are metrics, the statistics of BatchNormalization and the states of random

@@ -255,7 +255,7 @@ def listen(request: Callable[[], None]) -> None:
         # Python does not know of handlers in C, such as another one of `faulthandler`,
         # so the system's list of handled signals is read, too.
         if signal.getsignal(number) is signal.SIG_DFL
-        and not process_tree.handles(os.getpid(), number)
+        and not process_tree.has_signal_handler(os.getpid(), number)
     }
     for number in signals:
         faulthandler.register(number, writer, all_threads=False)

@@ -14,7 +14,7 @@ from tfdp.training.program import sizes
 from tfdp.training.program.facts import Fact, Form, own_rows, whole, with_rows
 from tfdp.training.program.sizes import ONE
 from tfdp.training.program.view import (
-    AS_HELD,
+    AS_IS,
     ELEMENTWISE,
     NOTHING,
     PART,
@@ -90,7 +90,7 @@ def _build_zeros(builder: Any, op: Any, replica_inputs: list) -> list:
 def decide_linear(view: View) -> Decision | None:
     """Decide how replicas build an operation on partial sums that is linear in them."""
     if view.type in _SHAPE_ONLY:
-        return Decision([AS_HELD] * len(view), view.whole_outputs())
+        return Decision([AS_IS] * len(view), view.whole_outputs())
     parts = [i for i, fact in enumerate(view.facts) if fact.form is Form.PART]
     if not parts:
         return None
@@ -179,7 +179,7 @@ def _decide_unknown_rank(view: View) -> Decision | None:
     own = [fact for fact in view.facts if fact.is_rows]
     if len(own) != 1 or any(fact.rank != 0 for fact in others):
         return None
-    needs = [AS_HELD if fact.is_rows else WHOLE for fact in view.facts]
+    needs = [AS_IS if fact.is_rows else WHOLE for fact in view.facts]
     return Decision(needs, [own[0]])
 
 
@@ -208,17 +208,17 @@ def decide_local(view: View) -> Decision | None:
     if Form.LOCAL not in view.forms():
         return None
     if compares_with_itself(view.op):
-        return Decision([AS_HELD] * len(view), [whole(())])
+        return Decision([AS_IS] * len(view), [whole(())])
     if Form.ROWS in view.forms():
         if view.type not in ELEMENTWISE:
             return None
         of_rows = [fact for fact in view.facts if fact.is_rows]
-        return Decision([AS_HELD] * len(view), [of_rows[0]])
+        return Decision([AS_IS] * len(view), [of_rows[0]])
     if Form.PART in view.forms():
         decision = _decide_parts_by_local(view)
         if decision is not None:
             return decision
-    return Decision([AS_HELD] * len(view), [Fact(Form.LOCAL)] * len(view.op.outputs))
+    return Decision([AS_IS] * len(view), [Fact(Form.LOCAL)] * len(view.op.outputs))
 
 
 def _decide_parts_by_local(view: View) -> Decision | None:
@@ -233,7 +233,7 @@ def _decide_parts_by_local(view: View) -> Decision | None:
     if decision is None or any(fact.form is not Form.PART for fact in decision.outputs):
         return None
     needs = [
-        AS_HELD if fact.form is Form.LOCAL and need == WHOLE else need
+        AS_IS if fact.form is Form.LOCAL and need == WHOLE else need
         for fact, need in zip(view.facts, decision.needs, strict=True)
     ]
     return Decision(needs, decision.outputs, _build_zero_without_rows)

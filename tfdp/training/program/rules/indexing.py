@@ -8,7 +8,7 @@ from __future__ import annotations
 from tfdp.training.program import sizes
 from tfdp.training.program.facts import Form, own_rows, part, with_rows
 from tfdp.training.program.view import (
-    AS_HELD,
+    AS_IS,
     WHOLE,
     Decision,
     View,
@@ -32,20 +32,20 @@ def decide_gather(view: View) -> Decision | None:
         if data.axis == place:
             return None
         if data.axis < batched:
-            needs = [AS_HELD, rows_along(data.axis), WHOLE]
+            needs = [AS_IS, rows_along(data.axis), WHOLE]
             return Decision(needs, [own_rows(shape, data.axis)])
         shift = len(indices.sizes) - batched - 1
         own = data.axis if data.axis < place else data.axis + shift
-        return Decision([AS_HELD, WHOLE, WHOLE], [own_rows(shape, own)])
+        return Decision([AS_IS, WHOLE, WHOLE], [own_rows(shape, own)])
     if indices.is_rows and not data.is_rows:
         if indices.axis < batched:
-            needs = [rows_along(indices.axis), AS_HELD, WHOLE]
+            needs = [rows_along(indices.axis), AS_IS, WHOLE]
             row_sizes = with_rows(shape, indices.axis, indices.multiple)
             return Decision(needs, [own_rows(row_sizes, indices.axis)])
         own = place + indices.axis - batched
-        return Decision([WHOLE, AS_HELD, WHOLE], [own_rows(shape, own)])
+        return Decision([WHOLE, AS_IS, WHOLE], [own_rows(shape, own)])
     if data.axis == indices.axis and data.axis < batched and data.axis != place:
-        return Decision([AS_HELD, AS_HELD, WHOLE], [own_rows(shape, data.axis)])
+        return Decision([AS_IS, AS_IS, WHOLE], [own_rows(shape, data.axis)])
     return None
 
 

@@ -31,7 +31,7 @@ from tfdp.training.program.rules.slices import (
 )
 from tfdp.training.program.sizes import ONE, Shape, Size, number
 from tfdp.training.program.view import (
-    AS_HELD,
+    AS_IS,
     WHOLE,
     Decision,
     View,
@@ -62,7 +62,7 @@ def _transpose(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | N
         return None
     order = [int(axis) for axis in permutation]
     shape = tuple(input_sizes[axis] for axis in order)
-    return Decision([AS_HELD, WHOLE], [own_rows(shape, order.index(input_fact.axis))])
+    return Decision([AS_IS, WHOLE], [own_rows(shape, order.index(input_fact.axis))])
 
 
 def _expand_dims(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
@@ -71,7 +71,7 @@ def _expand_dims(view: View, input_fact: Fact, input_sizes: Shape) -> Decision |
     if place is None:
         return None
     return Decision(
-        [AS_HELD, WHOLE], [_with_axis(input_fact, input_sizes, int(place), ONE)]
+        [AS_IS, WHOLE], [_with_axis(input_fact, input_sizes, int(place), ONE)]
     )
 
 
@@ -105,7 +105,7 @@ def _squeeze(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
         """Remove the axes in `taken` only: here the axis of rows may have size one."""
         return [tf.squeeze(replica_inputs[0], sorted(taken))]
 
-    return Decision([AS_HELD], [own_rows(shape, axis)], build)
+    return Decision([AS_IS], [own_rows(shape, axis)], build)
 
 
 def _broadcast(view: View) -> Decision | None:
@@ -121,7 +121,7 @@ def _broadcast(view: View) -> Decision | None:
         if any(not s.is_free for i, s in enumerate(target) if i != axis):
             return None
         shape = with_rows(tuple(target), axis, data.multiple)
-        return Decision([AS_HELD, AS_HELD], [own_rows(shape, axis)])
+        return Decision([AS_IS, AS_IS], [own_rows(shape, axis)])
     row_axis = sizes.axis_of_rows(target)
     if row_axis is None or any(s.kind == "unknown" for s in target):
         return None
@@ -129,7 +129,7 @@ def _broadcast(view: View) -> Decision | None:
     need = WHOLE
     if place >= 0 and data.sizes[place] != ONE:
         need = rows_along(place, may_broadcast=True)
-    return Decision([need, AS_HELD], [own_rows(tuple(target), row_axis)])
+    return Decision([need, AS_IS], [own_rows(tuple(target), row_axis)])
 
 
 def _fill(view: View) -> Decision | None:
@@ -138,7 +138,7 @@ def _fill(view: View) -> Decision | None:
     axis = None if shape is None else sizes.axis_of_rows(shape)
     if axis is None:
         return None
-    return Decision([AS_HELD, WHOLE], [own_rows(tuple(shape), axis)])
+    return Decision([AS_IS, WHOLE], [own_rows(tuple(shape), axis)])
 
 
 def _range(view: View) -> Decision | None:
@@ -156,7 +156,7 @@ def _range(view: View) -> Decision | None:
         begin = tf.cast(builder.first_row * multiple, dtype)
         return [begin + tf.range(tf.cast(builder.own_rows * multiple, dtype))]
 
-    return Decision([WHOLE, AS_HELD, WHOLE], [own_rows((sizes.rows(multiple),))], build)
+    return Decision([WHOLE, AS_IS, WHOLE], [own_rows((sizes.rows(multiple),))], build)
 
 
 def _tile(view: View) -> Decision | None:
@@ -168,11 +168,11 @@ def _tile(view: View) -> Decision | None:
     if data.is_rows:
         if times[data.axis] != ONE or any(not t.is_free for t in times):
             return None
-        return Decision([AS_HELD, AS_HELD], [own_rows(shape, data.axis)])
+        return Decision([AS_IS, AS_IS], [own_rows(shape, data.axis)])
     axis = sizes.axis_of_rows(times)
     if axis is None or data.sizes[axis] != ONE:
         return None
-    return Decision([WHOLE, AS_HELD], [own_rows(shape, axis)])
+    return Decision([WHOLE, AS_IS], [own_rows(shape, axis)])
 
 
 def _join(view: View) -> Decision | None:
@@ -241,7 +241,7 @@ def _unstack(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
         return None
     shape = (*input_sizes[:split], *input_sizes[split + 1 :])
     fact = own_rows(shape, input_fact.axis - (split < input_fact.axis))
-    return Decision([AS_HELD], [fact] * len(view.op.outputs))
+    return Decision([AS_IS], [fact] * len(view.op.outputs))
 
 
 def _split(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
@@ -250,7 +250,7 @@ def _split(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
     axis = view.numbers(0 if is_even else 2)
     if axis is None or int(axis) % len(input_sizes) == input_fact.axis:
         return None
-    needs = [WHOLE, AS_HELD] if is_even else [AS_HELD, WHOLE, WHOLE]
+    needs = [WHOLE, AS_IS] if is_even else [AS_IS, WHOLE, WHOLE]
     return Decision(needs, same_rows(view, input_fact))
 
 
@@ -283,7 +283,7 @@ def _concat_offset(view: View) -> Decision | None:
             return None
         offset = offset + shape[place]
         outputs.append(integers(sizes.array(values)))
-    return Decision([AS_HELD] * len(view), outputs)
+    return Decision([AS_IS] * len(view), outputs)
 
 
 def _one_hot(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
@@ -291,7 +291,7 @@ def _one_hot(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
     depth, place = view.facts[1].value, view.attribute("axis")
     size = depth[()] if depth is not None else sizes.FREE
     return Decision(
-        [AS_HELD, WHOLE, WHOLE, WHOLE],
+        [AS_IS, WHOLE, WHOLE, WHOLE],
         [_with_axis(input_fact, input_sizes, place, size)],
     )
 
@@ -308,7 +308,7 @@ def _operate_along_axes(
         int(a) % len(input_sizes) for a in np.ravel(axes)
     }:
         return None
-    return Decision([AS_HELD] + [WHOLE] * (len(view) - 1), [input_fact])
+    return Decision([AS_IS] + [WHOLE] * (len(view) - 1), [input_fact])
 
 
 # Rules for operations whose first input has own rows. They receive the view of the

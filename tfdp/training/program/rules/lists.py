@@ -20,7 +20,7 @@ from tfdp.training.program.facts import (
     whole,
     with_rows,
 )
-from tfdp.training.program.view import AS_HELD, WHOLE, Decision, Need, View, need_of
+from tfdp.training.program.view import AS_IS, WHOLE, Decision, Need, View, need_of
 
 
 def decide_list(view: View) -> Decision | None:
@@ -30,7 +30,7 @@ def decide_list(view: View) -> Decision | None:
 
 def _empty(view: View) -> Decision:
     """Decide how replicas build a new list, of the same length on every replica."""
-    return Decision([AS_HELD, WHOLE], [Fact(Form.EMPTY)], _build_empty)
+    return Decision([AS_IS, WHOLE], [Fact(Form.EMPTY)], _build_empty)
 
 
 def _build_empty(builder: Any, op: Any, replica_inputs: list) -> list:
@@ -62,11 +62,13 @@ def _need_of_item(listed: Fact, item: Fact) -> tuple[Need, Fact]:
             return WHOLE, whole(item.sizes, item.value if is_known(item) else None)
         if item.form is Form.LOCAL:
             return WHOLE, whole(item.sizes)
-        return AS_HELD, Fact(item.form, item.axis, item.sizes)
+        return AS_IS, Fact(item.form, item.axis, item.sizes)
     if listed.value is not None and not have_same_value(listed, item):
         return WHOLE, whole(listed.sizes)
     listed = _with_sizes_of(listed, item)
-    is_own = listed.form is Form.LOCAL and listed.held() != item.held()
+    is_own = (
+        listed.form is Form.LOCAL and listed.form_and_axis() != item.form_and_axis()
+    )
     return WHOLE if is_own else need_of(listed), listed
 
 
@@ -83,7 +85,7 @@ def _with_sizes_of(listed: Fact, item: Fact) -> Fact:
 def _add_item(view: View) -> Decision:
     """Decide how replicas build the addition of an item to a list."""
     need, fact = _need_of_item(view.facts[0], view.facts[-1])
-    return Decision([AS_HELD, *[WHOLE] * (len(view) - 2), need], [fact])
+    return Decision([AS_IS, *[WHOLE] * (len(view) - 2), need], [fact])
 
 
 def _get_item(view: View) -> Decision | None:
@@ -91,7 +93,7 @@ def _get_item(view: View) -> Decision | None:
     listed = view.facts[0]
     if listed.form is Form.EMPTY:
         return None
-    needs = [AS_HELD, WHOLE, _shape_need(listed)]
+    needs = [AS_IS, WHOLE, _shape_need(listed)]
     return Decision(needs, [_fact_of_item(view, listed, 0)], _build_with_item_shape)
 
 
@@ -101,7 +103,7 @@ def _shape_need(listed: Fact) -> Need:
     `listed` is the `Fact` of the list. For row-sharded items the shape is that on the
     replica.
     """
-    return AS_HELD if listed.is_rows else WHOLE
+    return AS_IS if listed.is_rows else WHOLE
 
 
 def _pop(view: View) -> Decision | None:
@@ -110,7 +112,7 @@ def _pop(view: View) -> Decision | None:
     if listed.form is Form.EMPTY:
         return None
     return Decision(
-        [AS_HELD, AS_HELD], [listed, _fact_of_item(view, listed, 1)], _build_pop
+        [AS_IS, AS_IS], [listed, _fact_of_item(view, listed, 1)], _build_pop
     )
 
 
@@ -171,7 +173,7 @@ def _stack(view: View) -> Decision | None:
     if view.attribute("num_elements", -1) >= 0:
         count = sizes.number(view.attribute("num_elements"))
     fact = Fact(listed.form, listed.axis + 1, (count, *listed.sizes))
-    return Decision([AS_HELD, _shape_need(listed)], [fact], _build_with_item_shape)
+    return Decision([AS_IS, _shape_need(listed)], [fact], _build_with_item_shape)
 
 
 def _from_tensor(view: View) -> Decision | None:
@@ -182,7 +184,7 @@ def _from_tensor(view: View) -> Decision | None:
     if data.form not in (Form.ROWS, Form.WHOLE, Form.PART):
         return None
     fact = Fact(data.form, max(data.axis - 1, 0), data.sizes[1:])
-    return Decision([AS_HELD, AS_HELD], [fact], _build_from_tensor)
+    return Decision([AS_IS, AS_IS], [fact], _build_from_tensor)
 
 
 def _build_from_tensor(builder: Any, op: Any, replica_inputs: list) -> list:
@@ -207,7 +209,7 @@ def _optional_value(view: View) -> Decision | None:
     if len(view.op.outputs) != 1 or view.facts[0].form is Form.EMPTY:
         return None
     return Decision(
-        [AS_HELD], [_fact_of_item(view, view.facts[0], 0)], _build_optional_value
+        [AS_IS], [_fact_of_item(view, view.facts[0], 0)], _build_optional_value
     )
 
 
@@ -230,7 +232,7 @@ _LISTS = {
     "OptionalNone": lambda view: Decision([], [Fact(Form.EMPTY)]),
     "TensorListFromTensor": _from_tensor,
     "TensorListGetItem": _get_item,
-    "TensorListLength": lambda view: Decision([AS_HELD], view.whole_outputs()),
+    "TensorListLength": lambda view: Decision([AS_IS], view.whole_outputs()),
     "TensorListPopBack": _pop,
     "TensorListPushBack": _add_item,
     "TensorListReserve": _empty,

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdp.training.program.facts import Fact, own_rows, part, whole
 from tfdp.training.program.sizes import ONE, Size
-from tfdp.training.program.view import AS_HELD, WHOLE, Decision, View, operations
+from tfdp.training.program.view import AS_IS, WHOLE, Decision, View, operations
 
 REDUCTIONS = operations("All Any EuclideanNorm Max Mean Min Prod Sum")
 # Reductions to the index of an element.
@@ -28,7 +28,7 @@ def decide_reduction(view: View) -> Decision | None:
     if not input_fact.is_rows or input_fact.sizes is None:
         return None
     if view.type == "L2Loss":
-        return Decision([AS_HELD], [part(())])
+        return Decision([AS_IS], [part(())])
     if view.type in _INDEX_REDUCTIONS:
         axes = view.numbers(1)
         known = None if axes is None else {int(axes) % len(input_fact.sizes)}
@@ -56,7 +56,7 @@ def _decide_over_axes(view: View, input_fact: Fact) -> Decision | None:
         return _decide_over_other_axes(input_fact, certain, keeps=keeps)
     shape = None if maybe else _reduced_shape(input_fact.sizes, certain, keeps=keeps)
     if view.type == "Sum":
-        return Decision([AS_HELD, WHOLE], [part(shape)])
+        return Decision([AS_IS, WHOLE], [part(shape)])
     if view.type == "Mean":
         if view.numbers(1) is None or view.op.outputs[0].dtype.is_integer:
             # Axes have to be known to divide by the number of entries. A mean of
@@ -65,10 +65,10 @@ def _decide_over_axes(view: View, input_fact: Fact) -> Decision | None:
         build = functools.partial(
             _build_mean, others=sorted(certain - {input_fact.axis})
         )
-        return Decision([AS_HELD, WHOLE], [part(shape)], build)
+        return Decision([AS_IS, WHOLE], [part(shape)], build)
     if view.type in _REDUCED_TWICE and input_fact.sizes[input_fact.axis] != ONE:
         return Decision(
-            [AS_HELD, WHOLE], [whole(shape)], _build_reduced_twice, has_collective=True
+            [AS_IS, WHOLE], [whole(shape)], _build_reduced_twice, has_collective=True
         )
     return None
 
@@ -105,7 +105,7 @@ def _decide_over_other_axes(input_fact: Fact, axes: set[int], *, keeps: bool) ->
     axis = input_fact.axis
     if not keeps:
         axis -= sum(other < input_fact.axis for other in axes)
-    return Decision([AS_HELD, AS_HELD], [own_rows(shape, axis)])
+    return Decision([AS_IS, AS_IS], [own_rows(shape, axis)])
 
 
 def _reduced_shape(

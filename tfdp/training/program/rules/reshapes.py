@@ -14,7 +14,7 @@ from tfdp.training.program import sizes
 from tfdp.training.program.facts import Fact, own_rows, with_rows
 from tfdp.training.program.sizes import ONE, Shape, Size, number, product
 from tfdp.training.program.view import (
-    AS_HELD,
+    AS_IS,
     Decision,
     View,
 )
@@ -31,7 +31,7 @@ def decide_reshape(view: View, input_fact: Fact, input_sizes: Shape) -> Decision
         size for i, size in enumerate(target) if size == number(-1) and i != axis
     ]
     build = _build_open_reshape if is_open else _build_reshape
-    return Decision([AS_HELD, AS_HELD], [own_rows(shape, axis)], build)
+    return Decision([AS_IS, AS_IS], [own_rows(shape, axis)], build)
 
 
 def _reshaped(input_fact: Fact, target: list[Size]) -> tuple[Shape, int] | None:

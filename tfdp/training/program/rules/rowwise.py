@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdp.training.program.facts import Form, part
 from tfdp.training.program.view import (
-    AS_HELD,
+    AS_IS,
     WHOLE,
     Decision,
     Kind,
@@ -115,7 +115,7 @@ def decide_row_by_row(view: View) -> Decision | None:
         shape = view.facts[0].value
         if shape is None or not all(size.is_free for size in shape[1:]):
             return None
-        needs[0] = AS_HELD
+        needs[0] = AS_IS
     build = build_or_use_zero_row if _WINDOWS.search(view.type) else None
     if view.type in _SUMS_OVER_ROWS:
         return Decision(needs, [part(view.output_sizes())], build)
@@ -143,7 +143,7 @@ def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
     axis = own[0].axis
     if _mixes_axis(view, axis):
         return None
-    if any(fact.held() != own[0].held() for fact in own):
+    if any(fact.form_and_axis() != own[0].form_and_axis() for fact in own):
         return None
     if len({fact.multiple for fact in own}) > 1:
         return None

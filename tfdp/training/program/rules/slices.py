@@ -13,7 +13,7 @@ from tfdp.training.program import sizes
 from tfdp.training.program.facts import Fact, Form, own_rows, with_rows
 from tfdp.training.program.sizes import Shape, Size, number
 from tfdp.training.program.view import (
-    AS_HELD,
+    AS_IS,
     WHOLE,
     Decision,
     Need,
@@ -33,7 +33,7 @@ def decide_strided_slice(
     shape = view.output_sizes()
     if shape is None:
         return None
-    needs = [AS_HELD, *_needs_of_bounds(view.facts[1:])]
+    needs = [AS_IS, *_needs_of_bounds(view.facts[1:])]
     return Decision(
         needs, [own_rows(with_rows(shape, axis, input_fact.multiple), axis)]
     )
@@ -45,7 +45,7 @@ def _needs_of_bounds(facts: Sequence[Fact]) -> list[Need]:
     Bounds that are computed from sizes are those for a replica's rows, others are
     whole.
     """
-    return [AS_HELD if fact.form is Form.SIZES else WHOLE for fact in facts]
+    return [AS_IS if fact.form is Form.SIZES else WHOLE for fact in facts]
 
 
 def _axis_after_slice(view: View, input_fact: Fact) -> int | None:
@@ -119,7 +119,7 @@ def decide_strided_slice_grad(view: View) -> Decision | None:
     inner = View(view.op, [source, *view.facts[1:4]], view.scope)
     if _axis_after_slice(inner, source) != gradient.axis:
         return None
-    return Decision([*_needs_of_bounds(view.facts[:4]), AS_HELD], [source])
+    return Decision([*_needs_of_bounds(view.facts[:4]), AS_IS], [source])
 
 
 def decide_slice(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
@@ -132,7 +132,7 @@ def decide_slice(view: View, input_fact: Fact, input_sizes: Shape) -> Decision |
     others = [axis for axis in range(len(input_sizes)) if axis != input_fact.axis]
     if any(_counts_rows(value, axis) for value in (begin, size) for axis in others):
         return None
-    return Decision([AS_HELD] * 3, same_rows(view, input_fact))
+    return Decision([AS_IS] * 3, same_rows(view, input_fact))
 
 
 def same_rows(view: View, input_fact: Fact) -> list[Fact]:

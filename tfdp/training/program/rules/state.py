@@ -14,7 +14,7 @@ from tfdp.ground.base import xla
 from tfdp.training.program.facts import own_rows, part, whole, with_rows
 from tfdp.training.program.sizes import axis_of_rows
 from tfdp.training.program.view import (
-    AS_HELD,
+    AS_IS,
     PART,
     WHOLE,
     CannotDivideError,
@@ -39,10 +39,10 @@ def decide_variable(view: View) -> Decision | None:
     if view.type in READS:
         shape = view.output_sizes()
         is_part = view.scope.is_metric(view.op.inputs[0])
-        return Decision([AS_HELD], [part(shape) if is_part else whole(shape)])
+        return Decision([AS_IS], [part(shape) if is_part else whole(shape)])
     if view.type in ASSIGNMENTS:
         is_part = view.scope.is_metric(view.op.inputs[0])
-        return Decision([AS_HELD, PART if is_part else WHOLE], [])
+        return Decision([AS_IS, PART if is_part else WHOLE], [])
     if view.type == "ResourceGather":
         indices = view.facts[1]
         if not indices.is_rows or view.attribute("batch_dims"):
@@ -51,7 +51,7 @@ def decide_variable(view: View) -> Decision | None:
         if shape is None:
             return None
         row_sizes = with_rows(shape, indices.axis, indices.multiple)
-        return Decision([AS_HELD, AS_HELD], [own_rows(row_sizes, indices.axis)])
+        return Decision([AS_IS, AS_IS], [own_rows(row_sizes, indices.axis)])
     return None
 
 
@@ -68,7 +68,7 @@ def _decide_shared_read(view: View) -> Decision:
             "reads and writes a state created outside of `strategy.scope()`",
             "Create it inside the scope.",
         )
-    needs = [AS_HELD] + [WHOLE] * (len(view) - 1)
+    needs = [AS_IS] + [WHOLE] * (len(view) - 1)
     return Decision(needs, view.part_outputs(), _build_shared_read)
 
 
@@ -102,7 +102,7 @@ def decide_random(view: View) -> Decision | None:
     skips = view.type in _SEEKABLE and axis == 0
     dtype = view.op.outputs[0].dtype
     if skips and dtype in (tf.float32, tf.float16, tf.bfloat16):
-        needs: list[Need] = [AS_HELD] + [WHOLE] * (len(view) - 1)
+        needs: list[Need] = [AS_IS] + [WHOLE] * (len(view) - 1)
         return Decision(needs, [fact], _build_own_block)
     return Decision([WHOLE] * len(view), [fact], _build_and_slice)
 

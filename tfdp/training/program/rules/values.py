@@ -18,7 +18,7 @@ from tfdp.ground.base import xla
 from tfdp.training.program import sizes
 from tfdp.training.program.facts import Fact, Form, integers
 from tfdp.training.program.sizes import FREE, ONE, UNKNOWN, Size, array, product
-from tfdp.training.program.view import AS_HELD, WHOLE, Decision, View, table
+from tfdp.training.program.view import AS_IS, WHOLE, Decision, View, table
 
 # Largest number of elements of a tensor whose values are computed before the step runs.
 # Shapes and lists of axes are far smaller.
@@ -290,7 +290,7 @@ def decide_values(view: View) -> Decision | None:
     # A result that is not a multiple of the number of rows, such as a ratio of two
     # sizes, is the same on all replicas: each computes it for the whole batch.
     is_of_all = fact.form is Form.WHOLE and Form.SIZES in view.forms()
-    return Decision([WHOLE if is_of_all else AS_HELD] * len(view), [fact])
+    return Decision([WHOLE if is_of_all else AS_IS] * len(view), [fact])
 
 
 def _can_follow(value: np.ndarray) -> bool:
@@ -307,7 +307,7 @@ def _decide_shapes(view: View) -> Decision | None:
     if len(known) < len(values):
         return None
     outputs = [integers(value) for value in known]
-    return Decision([AS_HELD] * len(view), outputs, _build_shapes)
+    return Decision([AS_IS] * len(view), outputs, _build_shapes)
 
 
 def _build_shapes(builder: Any, op: Any, replica_inputs: list) -> list:
@@ -343,7 +343,7 @@ def _decide_broadcast_axes(view: View) -> Decision | None:
             )
         )
     is_known = all(fact.value is not None for fact in outputs)
-    need = AS_HELD if is_known else WHOLE
+    need = AS_IS if is_known else WHOLE
     return Decision([need] * len(view), outputs, build=_build_axes)
 
 
