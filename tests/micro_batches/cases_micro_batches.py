@@ -16,7 +16,7 @@ import tfdp
 from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
-from tfdp.features.micro_batches import MicroBatches, descent, search
+from tfdp.features.micro_batches import MicroBatches, memory_search, search
 from tfdp.training.program.micro_builder import StagedBuilder
 from tfdp.training.program.step import DividedStep
 
@@ -210,14 +210,18 @@ def _raised(model: keras.Model, *others: Any) -> str:
     raise AssertionError("nothing was raised")
 
 
-@case("A limit of memory on one worker: all begin with single rows, and descend")
+@case("A limit of memory on one worker: all begin with single rows, and search")
 def micro_batches_below_a_limit(env: Env) -> dict:
     is_last = env.rank == env.setup.num_workers - 1
     answers = iter((True, False))
     free = 1e9 if is_last else float("inf")
     with (
-        unittest.mock.patch.object(descent, "free_in_container", return_value=free),
-        unittest.mock.patch.object(descent.Gauge, "lets_double", side_effect=answers),
+        unittest.mock.patch.object(
+            memory_search, "free_in_container", return_value=free
+        ),
+        unittest.mock.patch.object(
+            memory_search.MemoryPredictor, "can_double", side_effect=answers
+        ),
     ):
         # Single rows in the first step, half as many micro-batches in the second.
         data = common.classification_data(NUM_ROWS)

@@ -10,9 +10,9 @@ import pytest
 from tfdp.features.tuning.tuner import DEFAULT, Trial, max_blocks
 
 
-def tried(num_rivals: int, seconds: Callable[[int], float]) -> tuple[Trial, int]:
+def tried(num_candidates: int, seconds: Callable[[int], float]) -> tuple[Trial, int]:
     """A trial that is over, and the number of its blocks."""
-    trial, blocks = Trial(num_rivals), 0
+    trial, blocks = Trial(num_candidates), 0
     while trial.round:
         blocks += len(trial.round)
         trial.add([seconds(plan) for plan in trial.round])
@@ -45,7 +45,7 @@ def wins(
 
 
 def test_of_plans_that_differ_by_noise_only_the_default_stays():
-    # The interval errs on the side of a rival in 10 of 512 comparisons.
+    # The interval errs on the side of a candidate in 10 of 512 comparisons.
     winners = wins([1.0] * 6, noise=0.05)
     assert sum(winner != DEFAULT for winner in winners) <= 12
 
@@ -87,16 +87,16 @@ def test_a_single_block_that_is_far_off_decides_nothing():
     assert trial.gain.high == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize("num_rivals", [1, 2, 3, 4, 5])
-def test_rivals_are_halved_and_the_last_one_is_measured_anew(num_rivals: int):
-    trial, blocks = tried(num_rivals, lambda plan: 1.0 / (1 + plan / 10))
-    assert blocks == max_blocks(num_rivals)
-    assert trial.winner == num_rivals
+@pytest.mark.parametrize("num_candidates", [1, 2, 3, 4, 5])
+def test_candidates_are_halved_and_the_last_one_is_measured_anew(num_candidates: int):
+    trial, blocks = tried(num_candidates, lambda plan: 1.0 / (1 + plan / 10))
+    assert blocks == max_blocks(num_candidates)
+    assert trial.winner == num_candidates
     assert trial.gain is not None
     assert trial.gain.num_rounds == 9
-    assert trial.gain.median == pytest.approx(num_rivals / 10)
-    assert str(trial.gain) == f"{10 * num_rivals} % faster than the default " + (
-        f"[{10 * num_rivals}, {10 * num_rivals}]"
+    assert trial.gain.median == pytest.approx(num_candidates / 10)
+    assert str(trial.gain) == f"{10 * num_candidates} % faster than the default " + (
+        f"[{10 * num_candidates}, {10 * num_candidates}]"
     )
 
 

@@ -185,7 +185,9 @@ class BackupAndRestore(StrategyCallback):
         self._notice.listen()
         position.exit_stack.callback(self._notice.stop)
 
-    def follow(self, position: DataPosition, others: list[Any]) -> None:
+    def set_position_and_callbacks(
+        self, position: DataPosition, others: list[Any]
+    ) -> None:
         """Set the position in the data and the other callbacks; called by `fit`."""
         self._position = position
         self._others = others
@@ -398,7 +400,7 @@ class BackupAndRestore(StrategyCallback):
         """
         if self._continues_after_loss():
             return '`on_loss="continue"`'
-        reasons = (getattr(other, "goes_back_for", "") for other in self._others)
+        reasons = (getattr(other, "rollback_name", "") for other in self._others)
         return next(filter(None, reasons), "")
 
     def _folder(self) -> str:
@@ -430,19 +432,19 @@ class BackupAndRestore(StrategyCallback):
         if continues and not self._watch.is_given_to_all(self._total):
             self._save_to_continue(epoch, batches, logs)
             if self._notice.is_given:
-                self._leave("the other workers continue", is_for_all=False)
+                self._print_and_exit("the other workers continue", is_for_all=False)
             return
         self._backups.close()  # an earlier failure must not prevent this backup
         self._save(epoch, batches, logs, [self._backups])
         self._backups.finish()
         if self._memory is not None:
             self._memory.delete()
-        self._leave(
+        self._print_and_exit(
             f"saved training at step {self._total} in {self.directory}. Run the same "
             "command to resume"
         )
 
-    def _leave(self, what: str, *, is_for_all: bool = True) -> NoReturn:
+    def _print_and_exit(self, what: str, *, is_for_all: bool = True) -> NoReturn:
         """Print what was done on a preemption notice, and exit.
 
         Args:

@@ -8,7 +8,13 @@ import numpy as np
 
 from tfdp.callbacks.bases import OptimizerCallback
 from tfdp.checkpoint.on_all_workers import worker_group_of
-from tfdp.features.spikes.report import NAMES, LeftOut, failure, read_left_out, table
+from tfdp.features.spikes.report import (
+    NAMES,
+    SkippedUpdate,
+    failure,
+    read_skipped_updates,
+    table,
+)
 from tfdp.features.spikes.step_guard import MOST_EXCLUDED, StepGuard
 from tfdp.features.spikes.training import ROLLBACK, SpikeRollback
 from tfdp.ground.arguments import check_choice, checked_integer, checked_number
@@ -69,7 +75,7 @@ class SpikeGuard(OptimizerCallback):
     """
 
     # `fit` finds the guards among its callbacks by this attribute.
-    leaves_out_spikes = True
+    skips_spikes = True
 
     # Settings that must be the same on all workers.
     compared = ("threshold", "window", "on", "action", "patience")
@@ -90,7 +96,7 @@ class SpikeGuard(OptimizerCallback):
         check_choice("action", action, ("skip", "rollback", "stop"))
         self.on, self.action = on, action
         self.patience = checked_integer("patience", patience, 1)
-        self._rows: list[LeftOut] = []
+        self._rows: list[SkippedUpdate] = []
         # Whether replicas have local steps; stored, since another callback may end them
         # before this one's `on_train_end`.
         self._is_local = False
@@ -124,7 +130,7 @@ class SpikeGuard(OptimizerCallback):
         )
 
     @property
-    def goes_back_for(self) -> str:
+    def rollback_name(self) -> str:
         """String, the name of a rollback, if `fit` may go back to a backup; or `""`."""
         return ROLLBACK if self.action == "rollback" else ""
 
@@ -219,7 +225,7 @@ class SpikeGuard(OptimizerCallback):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue with the table of a backup, and the updates left out since."""
-        rows = [*map(LeftOut._make, state["rows"]), *self._rows]
+        rows = [*map(SkippedUpdate._make, state["rows"]), *self._rows]
         self._rows = sorted({row.step: row for row in rows}.values())
         self._exclude(state["excluded"])
         self._epoch, self._batches_before = state["epoch"], state["batches_before"]
@@ -231,7 +237,9 @@ class SpikeGuard(OptimizerCallback):
         if number == self._num_read:
             return
         new, self._num_read = range(self._num_read, number), number
-        found = read_left_out(self._guard, new, self._epoch, self._batches_before)
+        found = read_skipped_updates(
+            self._guard, new, self._epoch, self._batches_before
+        )
         # After a rollback, the update of the spike is left out again, and is in the
         # table already.
         known = {row.step for row in self._rows}

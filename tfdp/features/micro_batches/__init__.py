@@ -2,7 +2,8 @@
 
 - `kept_batch`: the batch of the running step, kept so that the step can be repeated.
 - `division`: the part of a step: the number of micro-batches, and what has changed.
-- `descent`: memory of steps below a known limit, and of steps with twice the rows.
+- `memory_search`: memory of steps below a known limit, and of steps with twice the
+  rows.
 - `search`: the feature of `fit`: doubles the number when a step runs out of memory,
   halves it below a known limit, and stores it for the next run.
 """

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.features.micro_batches.descent import Descent
 from tfdp.features.micro_batches.kept_batch import KeptBatch
+from tfdp.features.micro_batches.memory_search import MemorySearch
 from tfdp.ground import _compat
 from tfdp.training.data.batch_weights import unpack_counted
 from tfdp.training.data.rows import count_of, first_tensor
@@ -26,7 +26,7 @@ class MicroBatches(RowDivider):
     Attributes:
         kept: `KeptBatch` of the running step.
         has_begun: Bool, whether the running `fit` has begun its first step.
-        descent: `Descent` to fewer micro-batches, until memory ends it; or `None`.
+        memory_search: `MemorySearch` for fewer micro-batches, until it ends; or `None`.
     """
 
     label = '`GradientAccumulation(steps="auto")`'
@@ -44,7 +44,7 @@ class MicroBatches(RowDivider):
         self._computed = make_variable(
             shape=(), dtype="int32", initializer="zeros", name="computed_steps"
         )
-        # 1 if the number of micro-batches is that of a descent that has not ended, or
+        # 1 if the number of micro-batches is that of a search that has not ended, or
         # else 0.
         self._is_trial = make_variable(
             shape=(), dtype="int32", initializer="zeros", name="is_trial"
@@ -52,7 +52,7 @@ class MicroBatches(RowDivider):
         self._num_done = 0
         self.kept = KeptBatch()
         self.has_begun = False
-        self.descent: Descent | None = None
+        self.memory_search: MemorySearch | None = None
 
     @property
     def variables(self) -> list:
@@ -76,17 +76,17 @@ class MicroBatches(RowDivider):
 
     @property
     def is_trial(self) -> bool:
-        """Bool, whether the number belongs to a descent that has not ended."""
+        """Bool, whether the number belongs to a search that has not ended."""
         return bool(self._is_trial.numpy())
 
-    def begin_descent(self, descent: Descent) -> None:
-        """Begin a descent: the next step computes its rows one by one."""
-        self.descent, self.number = descent, Descent.START
+    def begin_memory_search(self, memory_search: MemorySearch) -> None:
+        """Begin a search: the next step computes its rows one by one."""
+        self.memory_search, self.number = memory_search, MemorySearch.START
         self._is_trial.assign(1)
 
-    def end_descent(self) -> None:
-        """End the descent, and keep its number of micro-batches."""
-        self.descent = None
+    def end_memory_search(self) -> None:
+        """End the search, and keep its number of micro-batches."""
+        self.memory_search = None
         self._is_trial.assign(0)
 
     def check(self, optimizer: Any) -> None:

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from tfdp.communication.coordination.facts import digest
 from tfdp.communication.coordination.watch import PeerStepFailed
-from tfdp.features.micro_batches.descent import Descent
 from tfdp.features.micro_batches.division import MicroBatches
+from tfdp.features.micro_batches.memory_search import MemorySearch
 from tfdp.ground import _compat
 from tfdp.ground.base import loops
 from tfdp.ground.base.context import strategy_of
@@ -70,8 +70,8 @@ class MicroBatchSearch(Feature):
                         _double(model, division, error)
                         data = division.kept.take()
                 failing.pop_all()
-            if division.descent is not None:
-                _descend(model, division)
+            if division.memory_search is not None:
+                _halve_if_it_fits(model, division)
             elif before is not None:
                 _report(model, division, before)
             division.end_step()
@@ -84,46 +84,46 @@ def _begin(model: Any, division: MicroBatches) -> None:
     """Choose the number of micro-batches for the first step of a `fit`.
 
     It is that of an earlier run or `fit`. If none is known and the memory of a worker
-    is limited, a descent begins. All workers call this together.
+    is limited, a `MemorySearch` begins. All workers call this together.
     """
     extended = model.distribute_strategy.extended
     group = extended.worker_group
     is_trial = division.is_trial
-    division.end_descent()
+    division.end_memory_search()
     own = read_entries(cache_path(_FILE)).get(_key(model)) if group.is_chief else 1
     kept = group.all_gather("kept number of micro-batches", own)[0]
     if is_trial:
         division.number = 1
-    if type(kept) is int and division.number < kept < Descent.START:
+    if type(kept) is int and division.number < kept < MemorySearch.START:
         division.number = kept
     hosts = extended.hosts
-    descent = Descent(hosts.count(hosts[group.rank]) if hosts else 1)
+    memory_search = MemorySearch(hosts.count(hosts[group.rank]) if hosts else 1)
     on_cpus = all(_compat.device_type(d) == "CPU" for d in extended.worker_devices)
-    is_limited = bool(descent.gauges) and on_cpus
+    is_limited = bool(memory_search.predictors) and on_cpus
     is_known = kept is not None or division.number > 1
-    # All workers descend if one has a limit.
+    # All workers search if one has a limit.
     if any(group.all_gather("limit of memory", is_limited)) and not is_known:
-        division.begin_descent(descent)
+        division.begin_memory_search(memory_search)
 
 
-def _descend(model: Any, division: MicroBatches) -> None:
+def _halve_if_it_fits(model: Any, division: MicroBatches) -> None:
     """Halve the number of micro-batches after a step, if all workers expect it to fit.
 
     Args:
         model: The Keras model.
-        division: `MicroBatches` with a `Descent`, which ends where memory does.
+        division: `MicroBatches` with a `MemorySearch`, which ends where memory does.
     """
-    assert division.descent is not None
+    assert division.memory_search is not None
     own = min(division.number, division.kept.num_rows() or 1)
     found = model.distribute_strategy.extended.worker_group.all_gather(
-        "memory of a step", [own, division.descent.may_halve()]
+        "memory of a step", [own, division.memory_search.can_halve()]
     )
     number = max(number for number, _ in found)
-    may_halve = number > 1 and all(may for _, may in found)
-    division.number = -(-number // 2) if may_halve else number
-    if may_halve:
+    can_halve = number > 1 and all(may for _, may in found)
+    division.number = -(-number // 2) if can_halve else number
+    if can_halve:
         return
-    division.end_descent()
+    division.end_memory_search()
     _store(
         model,
         division,
@@ -165,7 +165,7 @@ def _double(model: Any, division: MicroBatches, error: Exception) -> None:
             f"{reason}"
         ) from error
     division.number = 2 * number
-    division.end_descent()
+    division.end_memory_search()
 
 
 def _can_agree(model: Any) -> bool:

@@ -15,7 +15,7 @@ _MOST_ROWS = 50
 NAMES = {"loss": "loss", "gradient_norm": "norm of the gradient"}
 
 
-class LeftOut(NamedTuple):
+class SkippedUpdate(NamedTuple):
     """An update that was left out.
 
     Args:
@@ -33,9 +33,9 @@ class LeftOut(NamedTuple):
     median: float
 
 
-def read_left_out(
+def read_skipped_updates(
     guard: StepGuard, numbers: range, epoch: int, batches_before: int
-) -> list[LeftOut]:
+) -> list[SkippedUpdate]:
     """Read from the device which updates of an epoch were left out.
 
     Args:
@@ -48,7 +48,7 @@ def read_left_out(
     batches, values = guard.skipped_batches.numpy(), guard.skipped_values.numpy()
     places = [number % MOST_LOGGED for number in numbers[-MOST_LOGGED:]]
     return [
-        LeftOut(
+        SkippedUpdate(
             int(batches[place]),
             epoch + 1,
             int(batches[place]) - batches_before,
@@ -59,16 +59,16 @@ def read_left_out(
     ]
 
 
-def table(rows: Sequence[LeftOut], on: str) -> str:
+def table(rows: Sequence[SkippedUpdate], on: str) -> str:
     """Return a table of the updates that were left out, as lines of text.
 
     Args:
-        rows: Sequence of `LeftOut`.
+        rows: Sequence of `SkippedUpdate`.
         on: String, `"loss"` or `"gradient_norm"`.
 
     Example:
 
-    >>> print(table([LeftOut(14, 2, 4, 1.2e4, 0.3125)], "loss"))
+    >>> print(table([SkippedUpdate(14, 2, 4, 1.2e4, 0.3125)], "loss"))
       step  epoch  batch         loss  median before
         14      2      4        12000         0.3125
     """
@@ -83,13 +83,13 @@ def table(rows: Sequence[LeftOut], on: str) -> str:
     return "\n".join(lines)
 
 
-def failure(optimizer: Any, guard: StepGuard, last: LeftOut) -> str:
+def failure(optimizer: Any, guard: StepGuard, last: SkippedUpdate) -> str:
     """Return a message about too many updates that were left out in a row.
 
     Args:
         optimizer: `DistributedOptimizer`.
         guard: `StepGuard`.
-        last: `LeftOut`, the last one.
+        last: `SkippedUpdate`, the last one.
     """
     trained = _compat.trained_by(optimizer)
     paths = [path_of(trained[int(i) - 1]) for i in guard.largest.numpy() if i > 0]

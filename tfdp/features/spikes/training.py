@@ -114,7 +114,7 @@ def guards_of(callbacks: Any) -> list[Any]:
     return [
         callback
         for callback in callback_list(callbacks)
-        if getattr(callback, "leaves_out_spikes", False)
+        if getattr(callback, "skips_spikes", False)
     ]
 
 

@@ -1,10 +1,11 @@
 """Tuner: a trial of plans over the steps of a loop, by successive halving.
 
 The tuner does not depend on Keras or a clock: it receives the time of each step, and
-switches plans. A round has one block of steps for the default and for each rival, and
-compares blocks of the same round, since a slower machine affects all of them. The first
-stages drop the slower half of the rivals until one is left. The last stage compares it
-with the default in new rounds, since the best of several noisy times is biased.
+switches plans. A round has one block of steps for the default and for each candidate,
+and compares blocks of the same round, since a slower machine affects all of them. The
+first stages drop the slower half of the candidates until one is left. The last stage
+compares it with the default in new rounds, since the best of several noisy times is
+biased.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tfdp.features.tuning.proposals import MAX_PROPOSALS, Proposal
 from tfdp.ground.base.intervals import median_interval
 from tfdp.ground.text import pluralize
 
-# Number of the default among the plans of a trial; rivals, the other plans, are
+# Number of the default among the plans of a trial; candidates, the other plans, are
 # numbered from 1.
 DEFAULT = 0
 # Rounds before each halving, and of the last comparison. The interval of nine ratios
@@ -61,14 +62,15 @@ class Gain:
 
 
 class Trial:
-    """Trial of several plans, the rivals, against the default.
+    """Trial of several plans, the candidates, against the default.
 
     Args:
-        num_rivals: Int, at least 1. Rivals are numbered from 1; the default is 0.
+        num_candidates: Int, at least 1. Candidates are numbered from 1; the default is
+            0.
 
-    Example: the second of two rivals is twice as fast as the default.
+    Example: the second of two candidates is twice as fast as the default.
 
-    >>> trial = Trial(num_rivals=2)
+    >>> trial = Trial(num_candidates=2)
     >>> while trial.round:
     ...     trial.add([{0: 2.0, 1: 2.0, 2: 1.0}[plan] for plan in trial.round])
     >>> trial.winner, trial.gain.median
@@ -79,12 +81,13 @@ class Trial:
     halving.
     """
 
-    def __init__(self, num_rivals: int) -> None:
-        self._rivals = list(range(1, num_rivals + 1))
-        # For each rival, its speed relative to the default in each round of this stage.
+    def __init__(self, num_candidates: int) -> None:
+        self._candidates = list(range(1, num_candidates + 1))
+        # For each candidate, its speed relative to the default in each round of this
+        # stage.
         self._ratios: dict[int, list[float]] = {}
         self._num_rounds = 0
-        self._is_last = num_rivals == 1
+        self._is_last = num_candidates == 1
         self.gain: Gain | None = None
         self.winner = DEFAULT
         self.round: tuple[int, ...] = self._next_round()
@@ -96,11 +99,11 @@ class Trial:
             seconds: Sequence of floats, time of a step with each plan in `round`.
         """
         times = dict(zip(self.round, seconds, strict=True))
-        for rival in self._rivals:
-            ratios = self._ratios.setdefault(rival, [])
-            ratios.append(times[DEFAULT] / times[rival])
+        for candidate in self._candidates:
+            ratios = self._ratios.setdefault(candidate, [])
+            ratios.append(times[DEFAULT] / times[candidate])
         self._num_rounds += 1
-        rounds = len(self._ratios[self._rivals[0]])
+        rounds = len(self._ratios[self._candidates[0]])
         if self._is_last and rounds == _LAST_ROUNDS:
             self._decide()
         elif not self._is_last and rounds == _ROUNDS:
@@ -112,35 +115,35 @@ class Trial:
 
         Odd rounds have the reverse order. It is empty at the end of the trial.
         """
-        if not self._rivals:
+        if not self._candidates:
             return ()
-        plans = (DEFAULT, *self._rivals)
+        plans = (DEFAULT, *self._candidates)
         return plans[::-1] if self._num_rounds % 2 else plans
 
     def _halve(self) -> None:
-        """Keep the faster half of the rivals, or none if no rival beats the default."""
+        """Keep the faster half of the candidates; none if none beats the default."""
         medians = {r: statistics.median(ratios) for r, ratios in self._ratios.items()}
-        ranked = sorted(self._rivals, key=lambda rival: -medians[rival])
+        ranked = sorted(self._candidates, key=lambda candidate: -medians[candidate])
         kept = ranked[: max(1, len(ranked) // 2)]
-        self._rivals = [] if medians[kept[0]] <= 1 else sorted(kept)
+        self._candidates = [] if medians[kept[0]] <= 1 else sorted(kept)
         self._ratios = {}
-        self._is_last = len(self._rivals) == 1
+        self._is_last = len(self._candidates) == 1
 
     def _decide(self) -> None:
-        """End the trial: the last rival wins if its interval is above zero."""
-        (rival,) = self._rivals
-        gains = [ratio - 1 for ratio in self._ratios[rival]]
+        """End the trial: the last candidate wins if its interval is above zero."""
+        (candidate,) = self._candidates
+        gains = [ratio - 1 for ratio in self._ratios[candidate]]
         low, high = median_interval(gains)
         self.gain = Gain(statistics.median(gains), low, high, len(gains))
-        self.winner = rival if low > 0 else DEFAULT
-        self._rivals = []
+        self.winner = candidate if low > 0 else DEFAULT
+        self._candidates = []
 
 
-def max_blocks(num_rivals: int) -> int:
+def max_blocks(num_candidates: int) -> int:
     """Return the largest number of blocks that a trial takes.
 
     Args:
-        num_rivals: Int, at least 1.
+        num_candidates: Int, at least 1.
 
     Example:
 
@@ -148,9 +151,9 @@ def max_blocks(num_rivals: int) -> int:
     (18, 36)
     """
     count = 0
-    while num_rivals > 1:
-        count += _ROUNDS * (1 + num_rivals)
-        num_rivals //= 2
+    while num_candidates > 1:
+        count += _ROUNDS * (1 + num_candidates)
+        num_candidates //= 2
     return count + 2 * _LAST_ROUNDS
 
 
@@ -177,8 +180,8 @@ class TrialResult:
 
     Args:
         winner: `Proposal` that is faster than the default, or `None` if there is none.
-        gain: `Gain` of the rival in the last comparison, or `None` if all rivals were
-            dropped before.
+        gain: `Gain` of the candidate in the last comparison, or `None` if all
+            candidates were dropped before.
         num_proposals: Int, number of plans that were tried.
     """
 

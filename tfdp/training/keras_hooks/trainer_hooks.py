@@ -236,7 +236,7 @@ def _set_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> N
         arguments["callbacks"] = order_callbacks(chosen)
         others = other_callbacks(arguments["callbacks"])
         for callback in resuming:
-            callback.follow(data_position.current(), others)
+            callback.set_position_and_callbacks(data_position.current(), others)
 
 
 def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Descent from single rows to the fewest micro-batches that a known limit allows.
+"""Search for the fewest micro-batches that a known limit of memory allows.
 
 The kernel kills a process that exceeds the limit of its container, and TensorFlow ends
 one in which a small allocation fails, such as that of a thread: no error can be caught.
@@ -26,7 +26,7 @@ from tfdp.ground.base.memory import (
 _USABLE = 0.5
 
 
-class Gauge:
+class MemoryPredictor:
     """Predicts the memory of a step with twice the rows, below one limit.
 
     Args:
@@ -37,8 +37,8 @@ class Gauge:
     Example:
 
     >>> peaks = iter((110, 115, 145))
-    >>> gauge = Gauge(lambda: next(peaks), used=100, free=160)
-    >>> [gauge.lets_double() for _ in range(3)]
+    >>> predictor = MemoryPredictor(lambda: next(peaks), used=100, free=160)
+    >>> [predictor.can_double() for _ in range(3)]
     [True, True, False]
     """
 
@@ -46,7 +46,7 @@ class Gauge:
         self._peak, self._base, self._usable = peak, used, _USABLE * free
         self._growth: int | None = None
 
-    def lets_double(self) -> bool:
+    def can_double(self) -> bool:
         """Return whether a step with twice the rows of the last one is likely to fit.
 
         What does not depend on rows, such as gradients, is known from the second step.
@@ -57,28 +57,30 @@ class Gauge:
         return growth + more <= self._usable
 
 
-class Descent:
-    """Gauges of the limits of this process; without a limit every step fits.
+class MemorySearch:
+    """Predictors for the limits of this process; without a limit every step fits.
 
     Args:
         num_processes: Int, number of processes that share what the container has.
     """
 
-    # First number of a descent: more than any batch has rows, so that replicas compute
+    # First number of a search: more than any batch has rows, so that replicas compute
     # their rows one by one.
     START = 2**30
 
     def __init__(self, num_processes: int) -> None:
-        self.gauges: list[Gauge] = []
+        self.predictors: list[MemoryPredictor] = []
         used = psutil.Process().memory_info()
         if (free := free_in_container()) < float("inf") and reset_peak():
-            self.gauges.append(Gauge(peak_bytes, used.rss, free / num_processes))
+            self.predictors.append(
+                MemoryPredictor(peak_bytes, used.rss, free / num_processes)
+            )
         if (free := free_of_process()) < float("inf") and reset_peak():
             peak = functools.partial(peak_bytes, is_virtual=True)
-            self.gauges.append(Gauge(peak, used.vms, free))
+            self.predictors.append(MemoryPredictor(peak, used.vms, free))
 
-    def may_halve(self) -> bool:
+    def can_halve(self) -> bool:
         """Return whether a step with half the micro-batches is likely to fit."""
-        answers = [gauge.lets_double() for gauge in self.gauges]
+        answers = [predictor.can_double() for predictor in self.predictors]
         reset_peak()
         return all(answers)
