@@ -17,12 +17,12 @@ SCRIPT = """
 import pathlib, time
 import numpy as np
 from tfdp.communication.cluster.islands import Island
-from tfdp.features.islands import member as module
+from tfdp.features.islands import hub_clients as module
 
 module._CONNECT_SECONDS = 1.0
 island = Island.from_environment()
 RANK = island.index
-member = module.Member(island)
+member = module.HubClient(island)
 settings = {"min_participants": 2, "patience_seconds": 0.1}
 version = member.join(settings, [np.zeros(2)]).version
 pathlib.Path(f"pid-{RANK}").write_text(str(os.getpid()))

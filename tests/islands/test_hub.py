@@ -19,8 +19,8 @@ from tests.harness.timing import wait_until, within
 from tfdp.communication.cluster.islands import Island
 from tfdp.communication.connection.acceptor import Acceptor
 from tfdp.features.islands.hub import Hub
+from tfdp.features.islands.hub_clients import HubClient, HubGone, LauncherLink, connect
 from tfdp.features.islands.hub_connection import SERVICE, HubConnection
-from tfdp.features.islands.member import HubGone, LauncherLink, Member, connect
 
 SECRET = "0123456789abcdef"
 SETTINGS = {"sync_every": 4, "min_participants": None, "patience_seconds": 0.2}
@@ -49,9 +49,9 @@ def at_once(*functions: collections.abc.Callable) -> list:
         return [future.result(DEADLINE_SECONDS) for future in futures]
 
 
-def join(hub: Hub, *indices: int, settings: dict | None = None) -> list[Member]:
+def join(hub: Hub, *indices: int, settings: dict | None = None) -> list[HubClient]:
     """Members that join at once; each begins with its own index as the state."""
-    members = [Member(island(hub, index)) for index in indices]
+    members = [HubClient(island(hub, index)) for index in indices]
     joined = at_once(
         *(
             lambda m=member, i=index: m.join(
@@ -65,7 +65,7 @@ def join(hub: Hub, *indices: int, settings: dict | None = None) -> list[Member]:
     return members
 
 
-def bring(member: Member, version: int, value: float, samples: float = 1.0):
+def bring(member: HubClient, version: int, value: float, samples: float = 1.0):
     return member.exchange(version, samples, [np.full((2, 1), value, "f4")])
 
 
@@ -90,7 +90,7 @@ def test_who_joins_later_gets_the_state_that_was_kept_and_the_means_since(open_h
         if version == 1:
             first.keep(reply.version, [np.array([7.0, 7.0], "f4")])
     # What is kept is not answered: the hub has it when this island is served again.
-    late = Member(island(hub, 2))
+    late = HubClient(island(hub, 2))
     reply = late.join(SETTINGS, [np.zeros(2, "f4")])
     assert reply.version == 3
     np.testing.assert_array_equal(reply.state[0], [7.0, 7.0])
@@ -112,7 +112,7 @@ def test_nobody_waits_for_an_island_that_has_gone(open_hub):
 def _end_with_a_child(hub: Hub) -> None:
     """Joins as island 1, and ends while a process that it has forked lives."""
     try:
-        Member(island(hub, 1)).join(SETTINGS, [np.full(2, 1, "f4")])
+        HubClient(island(hub, 1)).join(SETTINGS, [np.full(2, 1, "f4")])
         if os.fork() == 0:
             time.sleep(6.0)
             os._exit(0)
@@ -170,7 +170,7 @@ def test_an_exchange_of_too_few_waits_for_one_that_comes_back(open_hub):
 
     def back() -> object:
         time.sleep(0.5)
-        member = Member(island(hub, 1))
+        member = HubClient(island(hub, 1))
         version = member.join(settings, [np.zeros(2, "f4")]).version
         return bring(member, version, 3.0)
 
@@ -180,19 +180,21 @@ def test_an_exchange_of_too_few_waits_for_one_that_comes_back(open_hub):
 
 def test_the_first_wait_for_the_others_but_not_for_those_that_have_ended(open_hub):
     hub = open_hub(2)
-    member = Member(island(hub, 0))
+    member = HubClient(island(hub, 0))
     threading.Timer(0.3, hub.ended, [1]).start()
     begin = time.monotonic()
     member.join(SETTINGS, [np.zeros(2, "f4")])
     assert 0.2 < time.monotonic() - begin < DEADLINE_SECONDS / 2
     with within(DEADLINE_SECONDS / 2):
-        Member(island(open_hub(2, join_seconds=0.3), 0)).join(SETTINGS, [np.zeros(2)])
+        HubClient(island(open_hub(2, join_seconds=0.3), 0)).join(
+            SETTINGS, [np.zeros(2)]
+        )
 
 
 def test_islands_of_other_settings_are_refused_with_what_differs(open_hub):
     hub = open_hub(1)
     join(hub, 0)
-    other = Member(island(hub, 1))
+    other = HubClient(island(hub, 1))
     with pytest.raises(ValueError, match=r"sync_every is 8 here, and 4 on others"):
         other.join({**SETTINGS, "sync_every": 8}, [np.zeros(2, "f4")])
 
@@ -203,7 +205,7 @@ def test_unauthenticated_peers_change_nothing(open_hub, monkeypatch):
     with pytest.raises(
         RuntimeError, match="not the hub of these islands: it does not have"
     ):
-        Member(island(hub, 0, secret="another secret!!"))
+        HubClient(island(hub, 0, secret="another secret!!"))
     for data in (b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 64, b""):
         with socket.create_connection(("127.0.0.1", hub.port)) as sock:
             sock.sendall(data)
@@ -230,9 +232,9 @@ def test_without_its_hub_an_island_says_so(open_hub, monkeypatch):
     hub.__exit__()
     with pytest.raises(RuntimeError, match=r"to the islands' hub .* was lost"):
         bring(member, 0, 1.0)
-    monkeypatch.setattr("tfdp.features.islands.member._CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr("tfdp.features.islands.hub_clients._CONNECT_SECONDS", 0.3)
     with pytest.raises(RuntimeError, match="cannot be reached"):
-        Member(Island(0, 2, f"127.0.0.1:{hub.port}", SECRET))
+        HubClient(Island(0, 2, f"127.0.0.1:{hub.port}", SECRET))
 
 
 def test_all_dtypes_and_shapes_travel_as_they_are(open_hub):
@@ -254,7 +256,7 @@ def test_each_fit_has_a_meeting_of_its_own(open_hub):
     (member,) = join(hub, 0)
     bring(member, 0, 1.0)
     member.close()
-    again = Member(island(hub, 0), fit=1)
+    again = HubClient(island(hub, 0), fit=1)
     reply = again.join({**SETTINGS, "sync_every": 9}, [np.full(2, 5.0)])
     assert reply.version == 0
     np.testing.assert_array_equal(reply.state[0], [5.0, 5.0])
@@ -264,7 +266,7 @@ def test_each_fit_has_a_meeting_of_its_own(open_hub):
 def test_an_island_that_comes_a_second_time_takes_its_own_place(open_hub):
     hub = open_hub(2)
     first, second = join(hub, 0, 1)
-    again = Member(island(hub, 1))  # the connection of before is still open
+    again = HubClient(island(hub, 1))  # the connection of before is still open
     version = again.join(SETTINGS, [np.zeros(2, "f4")]).version
     replies = at_once(lambda: bring(first, 0, 1.0), lambda: bring(again, version, 3.0))
     assert [reply.participants for reply in replies] == [2, 2]
@@ -288,7 +290,7 @@ def test_fewer_than_least_go_on_when_no_more_will_come(open_hub):
 
 def test_all_begin_with_the_state_that_has_most_updates(open_hub):
     hub = open_hub(3)
-    members = [Member(island(hub, index)) for index in range(3)]
+    members = [HubClient(island(hub, index)) for index in range(3)]
     updates = 0, 8, 8  # the first one begins anew, the others are resumed
     joined = at_once(
         *(
@@ -314,7 +316,7 @@ def test_a_hub_is_needed_until_those_that_have_been_there_have_ended(open_hub):
 def test_an_island_that_gives_no_sign_of_life_has_gone(open_hub, monkeypatch):
     monkeypatch.setattr("tfdp.features.islands.hub_connection.SILENT_SECONDS", 1)
     monkeypatch.setattr("tfdp.features.islands.hub_connection.BEAT_SECONDS", 0.1)
-    monkeypatch.setattr("tfdp.features.islands.member.BEAT_SECONDS", 0.1)
+    monkeypatch.setattr("tfdp.features.islands.hub_clients.BEAT_SECONDS", 0.1)
     first, second = join(open_hub(2), 0, 1)
     time.sleep(1.5)  # both are there, and compute
     replies = at_once(lambda: bring(first, 0, 1.0), lambda: bring(second, 0, 3.0))
@@ -356,7 +358,7 @@ def test_a_hub_forgets_an_island_whose_launcher_has_ended_too(open_hub, monkeypa
     time.sleep(0.7)
     assert hub.forget_lost() == []  # its launcher starts it again
     # As where the launcher is killed: nothing is reported.
-    monkeypatch.setattr("tfdp.features.islands.member.connect", refuse)
+    monkeypatch.setattr("tfdp.features.islands.hub_clients.connect", refuse)
     for connection, heard in list(hub._connections.items()):
         if heard == {1}:
             connection.close()
@@ -391,7 +393,7 @@ def test_an_island_that_was_forgotten_may_come_back(open_hub, monkeypatch):
     wait_until(
         lambda: hub.forget_lost() == [1], "island 1 to be lost", DEADLINE_SECONDS
     )
-    again = Member(island(hub, 1))
+    again = HubClient(island(hub, 1))
     version = again.join(
         {**SETTINGS, "min_participants": 2}, [np.zeros(2, "f4")]
     ).version
@@ -414,7 +416,7 @@ def test_islands_of_the_launcher_that_runs_the_hub_are_not_forgotten(monkeypatch
 def test_a_link_reports_what_has_ended_while_the_hub_could_not_be_reached(
     open_hub, monkeypatch
 ):
-    monkeypatch.setattr("tfdp.features.islands.member._REPORT_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr("tfdp.features.islands.hub_clients._REPORT_AGAIN_SECONDS", 0.05)
     num_attempts = 0
 
     def counted(*arguments):
@@ -422,7 +424,7 @@ def test_a_link_reports_what_has_ended_while_the_hub_could_not_be_reached(
         num_attempts += 1
         return connect(*arguments)
 
-    monkeypatch.setattr("tfdp.features.islands.member.connect", counted)
+    monkeypatch.setattr("tfdp.features.islands.hub_clients.connect", counted)
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     server.close()
@@ -444,7 +446,7 @@ def test_a_link_reports_what_has_ended_while_the_hub_could_not_be_reached(
 def test_islands_that_wait_for_long_hear_that_the_hub_lives(open_hub, monkeypatch):
     monkeypatch.setattr("tfdp.features.islands.hub_connection.SILENT_SECONDS", 1)
     monkeypatch.setattr("tfdp.features.islands.hub_connection.BEAT_SECONDS", 0.1)
-    monkeypatch.setattr("tfdp.features.islands.member.BEAT_SECONDS", 0.1)
+    monkeypatch.setattr("tfdp.features.islands.hub_clients.BEAT_SECONDS", 0.1)
     first, second = join(open_hub(2), 0, 1)
 
     def late() -> object:
@@ -458,7 +460,7 @@ def test_islands_that_wait_for_long_hear_that_the_hub_lives(open_hub, monkeypatc
 def test_a_hub_that_stands_still_is_gone_for_its_islands_and_launchers(monkeypatch):
     """Its kernel goes on to answer for it: connections stay open."""
     monkeypatch.setattr("tfdp.features.islands.hub_connection.SILENT_SECONDS", 1)
-    monkeypatch.setattr("tfdp.features.islands.member._CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("tfdp.features.islands.hub_clients._CLOSE_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = Island(0, 1, f"127.0.0.1:{server.getsockname()[1]}", SECRET)
 
@@ -470,7 +472,7 @@ def test_a_hub_that_stands_still_is_gone_for_its_islands_and_launchers(monkeypat
             lambda sock, _: kept.append(HubConnection(sock)),
             lacks_files=print,
         )
-        member, link = Member(address), LauncherLink(address, [0])
+        member, link = HubClient(address), LauncherLink(address, [0])
         wait_until(lambda: len(kept) == 2)
         with within(DEADLINE_SECONDS):
             with pytest.raises(HubGone, match="is suspended, or is cut off"):

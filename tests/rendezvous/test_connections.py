@@ -18,13 +18,13 @@ import pytest
 from tests.harness.timing import wait_until, within
 from tests.rendezvous.test_coordinator import HELLO
 from tfdp.communication.connection import acceptor
-from tfdp.launch.rendezvous import member as member_module
+from tfdp.launch.rendezvous import node_0_connection as member_module
 from tfdp.launch.rendezvous import server as server_module
 from tfdp.launch.rendezvous.address import listen, own_address
 from tfdp.launch.rendezvous.coordinator import Coordinator
 from tfdp.launch.rendezvous.failure import RendezvousError
 from tfdp.launch.rendezvous.link import MOST_BYTES, MOST_REPORT_BYTES, Link
-from tfdp.launch.rendezvous.member import Member
+from tfdp.launch.rendezvous.node_0_connection import Node0Connection
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import Hello
 from tfdp.launch.rendezvous.server import Server
@@ -45,9 +45,11 @@ class Bed:
         self.server = Server(listener, SECRET, coordinator)
         self.stack.callback(self.server.close)
 
-    def member(self, secret: str = SECRET, seconds: float = 5.0, **said: Any) -> Member:
+    def member(
+        self, secret: str = SECRET, seconds: float = 5.0, **said: Any
+    ) -> Node0Connection:
         hello = dataclasses.replace(HELLO, **said)
-        member = Member(self.address, secret, hello, seconds)
+        member = Node0Connection(self.address, secret, hello, seconds)
         self.stack.callback(member.close)
         return member
 
@@ -64,7 +66,7 @@ def bed() -> collections.abc.Iterator[Bed]:
         yield bed
 
 
-def next_of(member: Member, kind: str) -> dict[str, Any]:
+def next_of(member: Node0Connection, kind: str) -> dict[str, Any]:
     """The next message of a kind."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while True:
@@ -75,7 +77,7 @@ def next_of(member: Member, kind: str) -> dict[str, Any]:
         assert select.select([member], [], [], deadline - time.monotonic())[0], kind
 
 
-def meet(bed: Bed) -> tuple[Member, Member]:
+def meet(bed: Bed) -> tuple[Node0Connection, Node0Connection]:
     """Two nodes, both of which were asked for their ports."""
     members = bed.member(), bed.member(node_rank=None)
     for member in members:
@@ -136,7 +138,7 @@ def answers(listener: socket.socket, reply: bytes) -> None:
 def test_who_listens_without_the_secret_is_not_believed(reply, words):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=answers, args=(listener, reply), daemon=True).start()
-        member = Member(own_address(listener), SECRET, HELLO, 0.5)
+        member = Node0Connection(own_address(listener), SECRET, HELLO, 0.5)
         with contextlib.closing(member):
             message = wait_until(member.take, "a message", DEADLINE_SECONDS)
         listener.shutdown(socket.SHUT_RDWR)
@@ -147,7 +149,7 @@ def test_a_node_0_that_is_not_there_is_waited_for_and_then_named():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = own_address(listener)
     with within(5, least=0.1):
-        member = Member(address, SECRET, HELLO, 0.4, place="host0:29400")
+        member = Node0Connection(address, SECRET, HELLO, 0.4, place="host0:29400")
         with contextlib.closing(member):
             text = next_of(member, "unreachable")["text"]
     assert text.startswith(
@@ -156,18 +158,18 @@ def test_a_node_0_that_is_not_there_is_waited_for_and_then_named():
 
 
 def test_a_node_may_come_before_node_0(monkeypatch):
-    dial, num_attempts = Member._dial, 0
+    dial, num_attempts = Node0Connection._dial, 0
 
-    def counted(member: Member) -> Link:
+    def counted(member: Node0Connection) -> Link:
         nonlocal num_attempts
         num_attempts += 1
         return dial(member)
 
-    monkeypatch.setattr(Member, "_dial", counted)
+    monkeypatch.setattr(Node0Connection, "_dial", counted)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = own_address(listener)
     with contextlib.ExitStack() as stack:
-        late = Member(
+        late = Node0Connection(
             address, SECRET, dataclasses.replace(HELLO, node_rank=1), DEADLINE_SECONDS
         )
         stack.callback(late.close)
@@ -175,7 +177,7 @@ def test_a_node_may_come_before_node_0(monkeypatch):
         coordinator = Coordinator(HELLO, DEADLINE_SECONDS, Restarts)
         server = Server(socket.create_server(address), SECRET, coordinator)
         stack.callback(server.close)
-        first = Member(address, SECRET, HELLO, DEADLINE_SECONDS)
+        first = Node0Connection(address, SECRET, HELLO, DEADLINE_SECONDS)
         stack.callback(first.close)
         assert next_of(late, "prepare")["node_rank"] == 1
 
@@ -259,7 +261,7 @@ def test_a_flood_of_outsiders_does_not_keep_nodes_out(bed, monkeypatch):
 @contextlib.contextmanager
 def between(
     bed: Bed, change: collections.abc.Callable[[bytes], bytes]
-) -> collections.abc.Iterator[Member]:
+) -> collections.abc.Iterator[Node0Connection]:
     """Node 1, and somebody on its way to node 0 who changes what passes."""
 
     def copy(source: socket.socket, target: socket.socket) -> None:
@@ -278,7 +280,7 @@ def between(
     hello = dataclasses.replace(HELLO, node_rank=1)
     with socket.create_server(("127.0.0.1", 0)) as middle:
         threading.Thread(target=pass_on, args=(middle,), daemon=True).start()
-        member = Member(own_address(middle), SECRET, hello, DEADLINE_SECONDS)
+        member = Node0Connection(own_address(middle), SECRET, hello, DEADLINE_SECONDS)
         with contextlib.closing(member):
             yield member
 
@@ -400,12 +402,12 @@ def test_a_member_ends_though_node_0_reads_nothing(bed, monkeypatch):
 
 def test_node_0_ends_though_a_node_reads_nothing(bed, monkeypatch):
     is_deaf = threading.Event()
-    proceed = Member._proceed
+    proceed = Node0Connection._proceed
 
-    def deaf(member: Member, link: Link) -> None:
+    def deaf(member: Node0Connection, link: Link) -> None:
         time.sleep(0.05) if is_deaf.is_set() else proceed(member, link)
 
-    monkeypatch.setattr(Member, "_proceed", deaf)
+    monkeypatch.setattr(Node0Connection, "_proceed", deaf)
     meet(bed)
     is_deaf.set()
     time.sleep(0.1)
@@ -416,7 +418,7 @@ def test_node_0_ends_though_a_node_reads_nothing(bed, monkeypatch):
 
 def test_a_member_that_still_connects_ends_at_once():
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        member = Member(own_address(silent), SECRET, HELLO, DEADLINE_SECONDS)
+        member = Node0Connection(own_address(silent), SECRET, HELLO, DEADLINE_SECONDS)
         with within(DEADLINE_SECONDS / 2):
             time.sleep(0.2)
             member.close()
@@ -472,6 +474,6 @@ def test_nothing_waits_longer_than_the_handshake(monkeypatch):
     """A port that accepts and says nothing."""
     monkeypatch.setattr(member_module, "_HANDSHAKE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        member = Member(own_address(listener), SECRET, HELLO, 0.5)
+        member = Node0Connection(own_address(listener), SECRET, HELLO, 0.5)
         with contextlib.closing(member):
             assert "(no answer)" in next_of(member, "unreachable")["text"]

@@ -6,7 +6,8 @@ state that all have in common. Files, in reading order:
 - `hub_connection`: messages and heartbeats over an authenticated connection.
 - `hub`: the server that islands connect to: for each `fit` rounds of exchanges,
   and the state for islands that join.
-- `member`: clients of the hub, for an island and for the launcher of another machine.
+- `hub_clients`: clients of the hub, for an island and for the launcher of another
+  machine.
 - `training`: exchanges of an island while it trains, and the common outer state.
 
 Only `training` imports TensorFlow, since a hub runs in the launcher.

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdp.communication.cluster.islands import Island
 from tfdp.communication.transport.communicator import Array
 from tfdp.communication.transport.rounds import Reply
-from tfdp.features.islands.member import HubGone, Member
+from tfdp.features.islands.hub_clients import HubClient, HubGone
 from tfdp.features.local_steps import LocalStepsOptions, OuterOptions
 from tfdp.features.local_steps.outer_step import OuterStep
 from tfdp.ground import user_code
@@ -207,7 +207,7 @@ class IslandTraining:
         self._settings = settings
         self._island = island
         self._owner = Owner()
-        self._member: Member | None = None
+        self._client: HubClient | None = None
         self._version = 0
         self._batches = 0
         # Updates since pseudo-gradients were last sent, which weight this island in the
@@ -229,7 +229,7 @@ class IslandTraining:
 
     def join(self) -> None:
         """Join the other islands at the first call, and adopt the common weights."""
-        if self._member is not None:
+        if self._client is not None:
             return
         _running[self._model] = self
         weights, statistics = self._weights(), self._statistics()
@@ -250,8 +250,8 @@ class IslandTraining:
         Args:
             updates: Int, updates that this island has made before.
         """
-        self._member = Member(self._island, self._fit)
-        reply = self._member.join(self._settings, self._state.arrays, updates)
+        self._client = HubClient(self._island, self._fit)
+        reply = self._client.join(self._settings, self._state.arrays, updates)
         self._version = reply.version
         self._state.take(reply)
 
@@ -301,8 +301,8 @@ class IslandTraining:
             is_through: Bool, whether its `fit` has finished. Defaults to `True`.
         """
         _running.pop(self._model, None)
-        if self._member is not None and self._owner.is_current:
-            self._member.close(is_through=is_through)
+        if self._client is not None and self._owner.is_current:
+            self._client.close(is_through=is_through)
 
     def _launch(self) -> None:
         """Start an exchange of pseudo-gradients and statistics on a thread."""
@@ -324,12 +324,12 @@ class IslandTraining:
             arrays: List of arrays, pseudo-gradients followed by statistics.
             updates: Int, updates that this island has made in all.
         """
-        member, state = self._member, self._state
-        assert member is not None
+        client, state = self._client, self._state
+        assert client is not None
         try:
-            reply = member.exchange(self._version, samples, arrays)
+            reply = client.exchange(self._version, samples, arrays)
         except HubGone:  # the island was silent for too long, or the network failed
-            member.close()
+            client.close()
             self._connect(updates)
             return True
         if reply.is_behind:
@@ -340,7 +340,7 @@ class IslandTraining:
         self._version = reply.version
         if reply.keeps:
             with contextlib.suppress(HubGone):  # the next exchange reconnects
-                member.keep(reply.version, state.arrays)
+                client.keep(reply.version, state.arrays)
         return reply.is_behind
 
     def _finish(self, mixing: float) -> None:

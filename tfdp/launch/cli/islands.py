@@ -213,7 +213,7 @@ def _hub(
         end of an island of this machine to the hub.
     """
     if options.first > 0:
-        from tfdp.features.islands.member import LauncherLink
+        from tfdp.features.islands.hub_clients import LauncherLink
 
         assert options.hub is not None
         island = Island(indices[0], total, options.hub, secret)

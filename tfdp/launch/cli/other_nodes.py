@@ -33,7 +33,7 @@ from tfdp.launch.rendezvous.coordinator import Coordinator, Places
 from tfdp.launch.rendezvous.elastic_coordinator import ElasticCoordinator
 from tfdp.launch.rendezvous.failure import NODE_LOST, RendezvousError
 from tfdp.launch.rendezvous.job_probe import JobProbe
-from tfdp.launch.rendezvous.member import Member
+from tfdp.launch.rendezvous.node_0_connection import Node0Connection
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import Hello
 from tfdp.launch.rendezvous.server import Server
@@ -42,13 +42,13 @@ from tfdp.launch.rendezvous.server import Server
 _REJOIN_SECONDS = 1.0
 
 
-class OtherNodes(Member):
+class OtherNodes(Node0Connection):
     """Connection of this node to node 0, with the messages of a running job.
 
     Args:
         screen: `Screen` that shows notices of node 0.
         secret: String, the job's secret.
-        **connection: Further arguments of `Member`.
+        **connection: Further arguments of `Node0Connection`.
 
     Attributes:
         secret: String, the job's secret.

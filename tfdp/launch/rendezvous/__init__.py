@@ -13,5 +13,5 @@ that lack the job's secret are rejected. Reading order:
     elastic_coordinator: that of a job that continues without lost nodes
     job_probe: the thread of node 0 that asks the workers whether they train
     server: the thread of node 0 that serves the connections of all nodes
-    member: the thread of each node that keeps its connection to node 0
+    node_0_connection: the thread of each node that keeps its connection to node 0
 """

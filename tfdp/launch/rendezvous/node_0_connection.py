@@ -38,7 +38,7 @@ _POLL_SECONDS = 0.05
 _CLOSING_SECONDS = 2.0
 
 
-class Member:
+class Node0Connection:
     """Connection of this node to node 0, for a loop that selects on descriptors.
 
     A thread connects to node 0, retrying until it answers, and sends heartbeats.

@@ -49,7 +49,7 @@ class HubGone(RuntimeError):
     """Raised when the connection to the hub is lost."""
 
 
-class Member:
+class HubClient:
     """Connection of an island to the hub.
 
     Args:
