@@ -22,7 +22,7 @@ from tfdp.training.program.facts import (
     whole,
     with_rows,
 )
-from tfdp.training.program.sizes import broadcast, number, numbers
+from tfdp.training.program.sizes import number, numbers
 
 _Entry = TypeVar("_Entry")
 
@@ -41,27 +41,8 @@ def table(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
     return {name: entry for names, entry in entries.items() for name in names.split()}
 
 
-ELEMENTWISE = operations(
-    """
-    Abs Acos Acosh Add AddN AddV2 And Angle ApproximateEqual Asin Asinh Atan Atan2
-    Atanh BesselI0e BesselI1e Bitcast BitwiseAnd BitwiseOr BitwiseXor Bucketize Cast
-    Ceil CheckNumerics ClipByValue Complex ComplexAbs Conj Cos Cosh DeepCopy Digamma
-    Div DivNoNan Elu EluGrad EnsureShape Equal Erf Erfc Erfinv Exp Expm1 Floor
-    FloorDiv FloorMod Greater GreaterEqual Identity Igamma Igammac Imag Inv InvGrad
-    IsFinite IsInf IsNan LeakyRelu LeakyReluGrad LeftShift Less LessEqual Lgamma Log
-    Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg
-    NextAfter NotEqual OnesLike Polygamma Pow PreventGradient Real RealDiv Reciprocal
-    ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad RightShift Rint Round Rsqrt RsqrtGrad
-    Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Snapshot Softplus
-    SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square SquaredDifference
-    StopGradient Sub Tan Tanh TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py Xlogy
-    ZerosLike Zeta AsString RegexFullMatch RegexReplace StaticRegexFullMatch
-    StaticRegexReplace StringLength StringLower StringStrip StringToHashBucket
-    StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Substr
-    """
-)
 # Index of the input that holds the shape of the output, by type of operation.
-_SHAPE_INPUT = {"BroadcastTo": 1, "Fill": 0, "Reshape": 1, "Tile": 1}
+_SHAPE_INPUT = {"BroadcastTo": 1, "Fill": 0, "Reshape": 1}
 
 # Operations whose output has the shape of the first input.
 _LIKE_FIRST = operations("Cumprod Cumsum LogSoftmax ReverseV2 Roll Softmax")
@@ -208,16 +189,6 @@ class View:
         """Bool, whether no size of an input but that of rows depends on the batch."""
         return all(fact.has_free_sizes or fact.rank == 0 for fact in self.facts)
 
-    @property
-    def is_elementwise(self) -> bool:
-        """Bool, whether the operation works on elements, of inputs that broadcast."""
-        if self.type == "Bitcast":
-            return self.op.inputs[0].dtype.size == self.op.outputs[0].dtype.size
-        if self.type == "Select" and self.facts[0].rank == 1:
-            # A vector selects rows.
-            return self.facts[1].rank == 1
-        return self.type in ELEMENTWISE
-
     def output_sizes(self, index: int = 0) -> Any:
         """Return the sizes of an output, as far as TensorFlow knows them.
 
@@ -227,7 +198,7 @@ class View:
 
     def whole_outputs(self) -> list[Fact]:
         """Return the `Fact`s that the outputs have when all inputs are whole."""
-        shape = self._shape_from_inputs()
+        shape = self._shape_from_input()
         if shape is not None:
             return [whole(shape)]
         is_free = not self._is_shaped_by_values() and all(
@@ -247,29 +218,25 @@ class View:
             for fact, tensor in zip(self.facts, self.op.inputs, strict=True)
         )
 
-    def _shape_from_inputs(self) -> Any:
-        """Return the shape of the output if it follows from the inputs, or `None`.
-
-        It has multiples of the number of rows. By its static shape alone, the axis of
-        rows of a batch of one row would look like one that broadcasts.
-        """
-        shapes: list[Any] = [fact.sizes for fact in self.facts]
+    def _shape_from_input(self) -> Any:
+        """Return the shape of the output if it follows from an input, or `None`."""
         if self.type in _LIKE_FIRST:
-            return shapes[0]
-        if self.is_elementwise and None not in shapes:
-            return broadcast(shapes)
+            return self.facts[0].sizes
         index = _SHAPE_INPUT.get(self.type)
         value = None if index is None else self.facts[index].value
         if value is None or number(-1) in value.ravel():
             return None
-        if self.type != "Tile":
-            return tuple(value)
-        if shapes[0] is None:
-            return None
-        return tuple(a * b for a, b in zip(shapes[0], value, strict=True))
+        return tuple(value)
 
-    def part_outputs(self) -> list[Fact]:
-        """Return the `Fact`s of the outputs if they are partial sums."""
+    def part_outputs(self, sizes: Any = None) -> list[Fact]:
+        """Return the `Fact`s of the outputs if they are partial sums.
+
+        Args:
+            sizes: Tuple of `Size`, shape of the only output, or `None` for the shapes
+                that TensorFlow knows. Defaults to `None`.
+        """
+        if sizes is not None:
+            return [part(sizes)]
         return [part(fact.sizes) for fact in self.whole_outputs()]
 
     def rows_output(self, axis: int, multiple: int | None, index: int = 0) -> Fact:

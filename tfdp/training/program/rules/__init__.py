@@ -26,10 +26,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tfdp.training.program.facts import Form
+from tfdp.training.program.facts import Fact, Form, whole
 from tfdp.training.program.rules.composites import decide_composite
 from tfdp.training.program.rules.contractions import decide_contraction
 from tfdp.training.program.rules.elementwise import (
+    ELEMENTWISE,
     decide_elementwise,
     decide_linear,
     decide_local,
@@ -46,6 +47,7 @@ from tfdp.training.program.rules.state import (
     decide_variable,
 )
 from tfdp.training.program.rules.values import decide_values
+from tfdp.training.program.sizes import broadcast
 from tfdp.training.program.view import WHOLE, Decision, View, operations
 
 # Rules for inputs in any form, in order of priority: the first one that returns a
@@ -91,9 +93,17 @@ def decide(view: View) -> Decision:
         decision = decide_layout(view)
     if decision is None and Form.PART in forms:
         return decide_linear(view) or view.run_whole()
-    return decision or Decision([WHOLE] * len(view), view.whole_outputs())
+    return decision or Decision([WHOLE] * len(view), _whole_outputs(view))
 
 
 def _first_decision(rules: Sequence[Callable], view: View) -> Decision | None:
     """Return the decision of the first rule that applies, or `None` if none does."""
     return next((decision for rule in rules if (decision := rule(view))), None)
+
+
+def _whole_outputs(view: View) -> list[Fact]:
+    """Return the `Fact`s of an operation's outputs when its inputs are whole."""
+    shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
+    if shapes and view.type in ELEMENTWISE and len(shapes) == len(view):
+        return [whole(broadcast(shapes))]
+    return view.whole_outputs()

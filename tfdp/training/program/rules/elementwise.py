@@ -12,10 +12,9 @@ import tensorflow as tf
 
 from tfdp.training.program import sizes
 from tfdp.training.program.facts import Fact, Form, own_rows, whole, with_rows
-from tfdp.training.program.sizes import ONE
+from tfdp.training.program.sizes import ONE, number
 from tfdp.training.program.view import (
     AS_IS,
-    ELEMENTWISE,
     NOTHING,
     PART,
     WHOLE,
@@ -27,6 +26,25 @@ from tfdp.training.program.view import (
     table,
 )
 
+ELEMENTWISE = operations(
+    """
+    Abs Acos Acosh Add AddN AddV2 And Angle ApproximateEqual Asin Asinh Atan Atan2
+    Atanh BesselI0e BesselI1e Bitcast BitwiseAnd BitwiseOr BitwiseXor Bucketize Cast
+    Ceil CheckNumerics ClipByValue Complex ComplexAbs Conj Cos Cosh DeepCopy Digamma
+    Div DivNoNan Elu EluGrad EnsureShape Equal Erf Erfc Erfinv Exp Expm1 Floor
+    FloorDiv FloorMod Greater GreaterEqual Identity Igamma Igammac Imag Inv InvGrad
+    IsFinite IsInf IsNan LeakyRelu LeakyReluGrad LeftShift Less LessEqual Lgamma Log
+    Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg
+    NextAfter NotEqual OnesLike Polygamma Pow PreventGradient Real RealDiv Reciprocal
+    ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad RightShift Rint Round Rsqrt RsqrtGrad
+    Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Snapshot Softplus
+    SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square SquaredDifference
+    StopGradient Sub Tan Tanh TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py Xlogy
+    ZerosLike Zeta AsString RegexFullMatch RegexReplace StaticRegexFullMatch
+    StaticRegexReplace StringLength StringLower StringStrip StringToHashBucket
+    StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Substr
+    """
+)
 # Index of the input that is the upstream gradient, by type of gradient operation.
 _UPSTREAM_INPUT = table(
     {
@@ -103,7 +121,34 @@ def decide_linear(view: View) -> Decision | None:
     if not set(parts) <= set(linear):
         return None
     needs = [PART if index in linear else WHOLE for index in range(len(view))]
-    return Decision(needs, view.part_outputs())
+    return Decision(needs, view.part_outputs(_sizes_of_partial_sum(view)))
+
+
+def _sizes_of_partial_sum(view: View) -> Any:
+    """Return the shape of a partial sum, with multiples of the number of rows.
+
+    The shape is a tuple of `Size`, or `None` if only TensorFlow may know it. With
+    static sizes alone, the axis of rows of a batch of one row would look like one that
+    broadcasts.
+    """
+    if view.type in ("BroadcastTo", "Reshape", "Tile"):
+        return _shape_from_second_input(view)
+    shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
+    if view.type not in ELEMENTWISE or len(shapes) < len(view):
+        return None
+    return sizes.broadcast(shapes)
+
+
+def _shape_from_second_input(view: View) -> Any:
+    """Return the shape of the output if it follows from the second input, or `None`."""
+    data, target = view.facts[0].sizes, view.facts[1].value
+    if target is None or any(size == number(-1) for size in target):
+        return None
+    if view.type != "Tile":
+        return tuple(target)
+    if data is None:
+        return None
+    return tuple(a * b for a, b in zip(data, target, strict=True))
 
 
 def _linear_inputs(view: View, parts: list[int]) -> list[int]:
@@ -130,8 +175,12 @@ def _linear_inputs(view: View, parts: list[int]) -> list[int]:
 
 def decide_elementwise(view: View) -> Decision | None:
     """Decide how replicas build an element-wise operation on row-sharded tensors."""
-    if not view.is_elementwise:
+    if view.type not in ELEMENTWISE:
         return None
+    if view.type == "Bitcast":
+        source, result = view.op.inputs[0].dtype, view.op.outputs[0].dtype
+        if source.size != result.size:
+            return None
     ranks = [fact.rank for fact in view.facts]
     rank = None if None in ranks else max(r for r in ranks if r is not None)
     if rank is None:
@@ -140,6 +189,8 @@ def decide_elementwise(view: View) -> Decision | None:
         rank - fact.rank + fact.axis if fact.is_rows and fact.rank is not None else None
         for fact in view.facts
     ]
+    if _selects_by_vector(view):
+        return None
     axis = next(own for own in axes if own is not None)
     multiples = {
         fact.multiple for fact, own in zip(view.facts, axes, strict=True) if own == axis
@@ -168,6 +219,12 @@ def _need_of_operand(view: View, fact: Fact, axis: int) -> Need:
     if place < 0 or fact.sizes[place] == ONE:
         return WHOLE
     return rows_along(place, may_broadcast=True)
+
+
+def _selects_by_vector(view: View) -> bool:
+    """Return whether `Select` has a vector as condition, which does not broadcast."""
+    ranks = [fact.rank for fact in view.facts]
+    return view.type == "Select" and ranks[0] == 1 and ranks[1] != 1
 
 
 def _decide_unknown_rank(view: View) -> Decision | None:
