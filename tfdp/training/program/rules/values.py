@@ -60,8 +60,11 @@ def _moved(move: Callable, data: slice = slice(1)) -> Callable:
 
     def value(view: View) -> np.ndarray | None:
         """Return the result as an array of `Size`, or `None` if not known."""
-        inputs = [view.numbers(index) for index in range(len(view))]
-        inputs[data] = [fact.value for fact in view.facts[data]]
+        moved = range(len(view))[data]
+        inputs = [
+            fact.value if index in moved else view.numbers(index)
+            for index, fact in enumerate(view.facts)
+        ]
         if any(given is None for given in inputs):
             return None
         try:
