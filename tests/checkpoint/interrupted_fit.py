@@ -28,7 +28,7 @@ def fit(
     directory: str | None = None,
     save_freq: Any = "epoch",
     epochs: int = 5,
-    kill: dict[str, int] | None = None,
+    kill: dict[str, Any] | None = None,
     crash_in_save: int | None = None,
     full_disk: list[int] | None = None,
     bucket: str | None = None,
@@ -374,7 +374,15 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
     return x, (np.sin(x[:, :1]) + 0.5 * x[:, 1:2]).astype("float32")
 
 
-def _killer(keras: Any, rank: int, *, step: int, at: int | None, number: int) -> Any:
+def _killer(
+    keras: Any,
+    rank: int,
+    *,
+    step: int,
+    at: int | None,
+    number: int,
+    backup: str | None = None,
+) -> Any:
     """A callback that sends a worker a signal at the end of a step.
 
     Args:
@@ -383,6 +391,7 @@ def _killer(keras: Any, rank: int, *, step: int, at: int | None, number: int) ->
         step: Int, or 0 for before the first one, -1 for after the last one.
         at: Int, the worker that is sent it, or `None` for all.
         number: Int, of the signal.
+        backup: String, a file that is waited for before: saves are in the background.
     """
     at = rank if at is None else at
 
@@ -400,6 +409,8 @@ def _killer(keras: Any, rank: int, *, step: int, at: int | None, number: int) ->
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self.steps += 1
             if self.steps == step and rank == at:
+                if backup is not None:
+                    wait_until(lambda: os.path.exists(backup), backup)
                 os.kill(os.getpid(), number)
 
     return Killer()

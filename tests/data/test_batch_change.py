@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -186,6 +187,14 @@ def batches_of(epochs: range, size: int, first: int = 0) -> list[tuple[int, int,
     ]
 
 
+def kill_after_backup(options: dict[str, Any]) -> dict[str, Any]:
+    """A kill of worker 0 in the step after a backup, once that is complete."""
+    step = options["save_freq"]
+    backup = f"{options['directory']}/step-{step}/index.json"
+    number = int(signal.SIGKILL)
+    return {"step": step + 1, "at": 0, "number": number, "backup": backup}
+
+
 def check(
     layouts: tuple[Layout, Layout],
     folder: Path,
@@ -216,7 +225,7 @@ def check(
         "schedule": schedule,
         "data": data,
     }
-    kill = {"step": step + 1, "at": 0, "number": int(signal.SIGKILL)}
+    kill = kill_after_backup(options)
     run(layouts[0], interrupted_fit.fit, folder, {**options, "kill": kill})
     found = run(layouts[1], interrupted_fit.fit, folder, options)
     assert found.weights is not None, found.output[-3000:]
@@ -257,11 +266,12 @@ def check_updates(layouts, micro_batches, step: int, folder: Path) -> None:
     options = {"epochs": EPOCHS, "everything": False, "learning_rate": RATE}
     wanted = run(ONE, interrupted_fit.fit, folder, options)
     options |= {"directory": str(folder / "backups"), "save_freq": step}
-    kill = {"step": step + 1, "at": 0, "number": int(signal.SIGKILL)}
+    kill = kill_after_backup(options)
     first, second = (options | {"micro_batch": size} for size in micro_batches)
     run(layouts[0], interrupted_fit.fit, folder, {**first, "kill": kill})
     found = run(layouts[1], interrupted_fit.fit, folder, second)
     assert found.weights is not None, found.output[-3000:]
+    assert "training continues with batches of" in found.output
     for name, value in wanted.weights.items():
         error = np.abs(found.weights[name] - value).max()
         assert error <= 1e-5 * max(np.abs(value).max(), 1e-3), (name, error)
