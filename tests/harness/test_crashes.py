@@ -32,7 +32,7 @@ def test_a_process_that_crashes_at_the_end_of_a_run_does_not_hang_it(tmp_path):
         text = FILE.format(index=index, last=FILES - 1)
         (tmp_path / f"test_{index}.py").write_text(text, "utf-8")
     script = (ROOT / "tools" / "test").read_text("utf-8")
-    options = re.search(r'(-n 3 .*?) "\$@"', script)
+    options = re.search(r'(-n 4 .*?) "\$@"', script)
     assert options is not None
     found = run_command(
         *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider"),
