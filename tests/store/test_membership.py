@@ -381,6 +381,7 @@ def test_a_name_of_the_unix_socket_that_is_taken_is_refused_in_one_sentence():
         pass
 
 
+@pytest.mark.filterwarnings("ignore:Waiting for worker")  # on a busy machine
 def test_strangers_who_stay_silent_keep_no_worker_out(outside: Cluster):
     target = split_address(outside.workers[0])
     with member_of(outside, 0) as first, member_of(outside, 1) as second:
