@@ -162,6 +162,10 @@ class MemoryBackups:
     def load(self, index: Index, load_plan: LoadPlan) -> None:
         """Read the found state into this worker's variables, as all workers do.
 
+        Args:
+            index: `Index` of the state, as `find_newest` returned it.
+            load_plan: `LoadPlan` of the variables, as `find_newest` returned it.
+
         Raises:
             ValueError: On every worker, if a part is wrong on one of them.
             OSError: On every worker, if one of them cannot read a part.

@@ -122,7 +122,7 @@ class Warmup(StepFeature):
 
 
 def options_of(optimizer: Any) -> WarmupOptions | None:
-    """Return the options of a Keras optimizer's warmup, or `None` outside of one."""
+    """Return the options of an optimizer's active warmup, or `None` if it has none."""
     warmup = installed(optimizer, Warmup)
     return None if warmup is None else warmup.options
 

@@ -47,7 +47,11 @@ class _Goodput(Feature):
         self._num_fits = 0
 
     def choose_callbacks(self, fit: Fit) -> None:
-        """Begin to record a `fit` with backups, or with a launcher."""
+        """Begin to record a `fit` that has backups, or whose job has a launcher.
+
+        All workers measure their steps; worker 0 adds the callback that records them to
+        the arguments of `fit`. A `fit` inside another one is not recorded separately.
+        """
         if loops.current() is not None:  # a callback of another `fit` runs this one
             return
         callbacks = callback_list(fit.arguments.get("callbacks"))

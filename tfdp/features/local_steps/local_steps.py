@@ -402,7 +402,11 @@ class LocalStepsFeature(Feature):
     """Hooks of local steps: averages, pacing, and the interval of exchanges."""
 
     def before_sync(self, model: Any) -> None:
-        """Pause rounds, so that late workers do not wait for this one."""
+        """Pause exchanges in rounds, before all workers of a model synchronize.
+
+        This worker ends its running round and joins no other until the workers have
+        synchronized, so that the rounds of late workers do not wait for it.
+        """
         if (local_steps := local_updates(model)) is not None:
             local_steps.before_sync()
 

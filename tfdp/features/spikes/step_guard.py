@@ -80,8 +80,8 @@ class StepGuard(StepFeature):
         self.num_batches = zeros("num_batches")
         self.num_skipped = zeros("num_skipped")
         self.num_in_a_row = zeros("num_in_a_row")
-        # For each of the last skipped updates, the number of its last batch; and the
-        # pair of its value and of the median before it.
+        # For each of the last skipped updates: the number of its last batch; and its
+        # loss or gradient norm, paired with the median of the accepted ones before it.
         self.skipped_batches = zeros("skipped_batches", MOST_LOGGED)
         self.skipped_values = zeros("skipped_values", MOST_LOGGED, 2, dtype="float32")
         # Positions of the variables with the largest gradients, plus one.

@@ -104,7 +104,8 @@ class Starter:
         self, imports: Imports, environment: dict[str, str]
     ) -> ForkServer | None:
         """Start the process that forks workers; return `None` if that fails."""
-        # The id of the job marks the process as one of the processes of the job.
+        # By the id of the job in its `TF_CONFIG`, `process_tree` finds this process,
+        # too, when it ends the processes of the job.
         config = {"TF_CONFIG": json.dumps({"tfdp": {"job": self.job}})}
         environment = {**environment, **imports.variables, **config}
         try:

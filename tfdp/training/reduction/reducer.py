@@ -241,6 +241,10 @@ class Reducer:
                 gradients.
             dense: Sequence of ints, positions of the dense gradients in `variables`.
             replica: Int, index of the calling replica among the local ones.
+
+        Returns:
+            Callable that all-reduces the bucket as one flat tensor, with the
+            arguments of `tfdp.communication.collectives.ring` except `reduce_dtype`.
         """
         if route.algorithm.is_adasum:
             sizes = [entry.num_elements for entry in bucket.entries]

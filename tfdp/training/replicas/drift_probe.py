@@ -63,7 +63,11 @@ class DriftProbe:
         probes.activate(self)
 
     def update_assigned(self) -> None:
-        """Include assignments outside of steps so far in the next check."""
+        """Let the next check cover what this worker assigned outside of steps so far.
+
+        A checksum of the records of assignments to sharded weights is stored in a
+        variable. Call it before each step; it does nothing without new assignments.
+        """
         if self._num_assigned == num_assigned():
             return
         self._num_assigned = num_assigned()

@@ -111,8 +111,8 @@ class Watchdog(threading.Thread):
         )
         self._data = DataWatch(limit_seconds)
         self._failure: WorkerFailure | None = None
-        # Event that is set while an error of TensorFlow waits for the name of the lost
-        # worker.
+        # Event that is set while an error of TensorFlow waits to learn which worker is
+        # lost: then all watched workers are probed right away, not only suspects.
         self._is_urgent = threading.Event()
         self._has_failed = threading.Event()
         self._has_left = False

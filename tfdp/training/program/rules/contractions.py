@@ -20,7 +20,15 @@ _CONTRACTIONS = operations("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsu
 
 
 def decide_contraction(view: View) -> Decision | None:
-    """Decide how replicas build a matrix product or an `Einsum` of sharded rows."""
+    """Decide how replicas build a matrix product or an `Einsum` of sharded rows.
+
+    Args:
+        view: `View` of the operation, with what is known about its inputs.
+
+    Returns:
+        `Decision`: the forms of the inputs that the operation needs, and of its
+        output; or `None` for other operations, or if no rule applies.
+    """
     labels = _labels(view) if view.type in _CONTRACTIONS else None
     return None if labels is None else _decide_from_labels(view, *labels)
 

@@ -297,10 +297,18 @@ def _decide_parts_by_local(view: View) -> Decision | None:
 
 
 def _build_zero_without_rows(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build partial sums, which are zero on a replica without rows.
+    """Copy an operation that returns partial sums; zeros on a replica without rows.
 
     Values of such a replica alone are undefined, on any device and with XLA: means of
     no rows are NaN.
+
+    Args:
+        builder: `Builder` of the replica's program.
+        op: `tf.Operation` of the program to copy.
+        replica_inputs: List of the replica's tensors, one for each input of `op`.
+
+    Returns:
+        List of the replica's partial sums, one for each output of `op`.
     """
     outputs = builder.copy(op, replica_inputs)
     if not builder.replica.rows.may_be_empty:
