@@ -133,6 +133,19 @@ def test_a_save_leaves_training_the_processor_until_somebody_waits(
     pending.wait()
 
 
+def test_a_save_is_complete_before_the_next_of_equal_intervals(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "SHARD_BYTES", 64)  # several files
+    monkeypatch.setattr(background, "_PROCESSOR_SHARE", 1e-6)
+    model = model_of(1.0)
+    tfdp.checkpoint.save(model, tmp_path, background=True).wait()
+    time.sleep(1.0)
+    pending = tfdp.checkpoint.save(model, tmp_path, background=True)
+    begin = time.monotonic()
+    wait_until(lambda: pending.is_done, "the end of the pauses")
+    assert 0.3 < time.monotonic() - begin < 5.0
+    pending.wait()
+
+
 def test_every_next_call_waits_for_the_save_under_way(gate, tmp_path):
     model = model_of(1.0)
     calls: list[Callable[[], Any]] = [

@@ -275,6 +275,19 @@ def test_half_of_the_rows_is_no_multiple_of_them():
     assert held(half)[0] == "whole"
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda g: tf.gather(tf.shape(g["x"]), -1),  # is 0 with XLA
+        lambda g: tf.slice(tf.shape(g["x"]), [2], [2]) * [2, 2],
+    ],
+)
+def test_nothing_is_known_of_an_operation_that_would_fail(function):
+    """It may lie in a branch that never runs."""
+    plan, result = plan_of(function)
+    assert plan.fact(result).value is None
+
+
 def test_the_sizes_of_a_list_are_not_those_of_its_items():
     plan, result = plan_of(lambda g: tf.scan(lambda a, row: a + row, g["y"]))
     fact = plan.fact(result)

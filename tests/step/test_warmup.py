@@ -46,6 +46,12 @@ def test_growth_is_the_quotient_of_neighbours_and_one_at_the_ends():
     np.testing.assert_allclose(found, [1.0, 2.5, 1.6, 1.0, 1.0])
 
 
+def test_the_first_growth_is_from_the_rate_of_the_updates_before_the_warmup():
+    warmup = started(WarmupOptions(2, 0.5, 1.0, start=3))
+    found = [float(warmup.growth(tf.constant(step))) for step in range(3, 7)]
+    np.testing.assert_allclose(found, [0.5, 1.5, 4 / 3, 1.0])
+
+
 def test_growth_from_nothing_is_one():
     warmup = started(WarmupOptions(2, 0.0, 1.0))
     assert [float(warmup.growth(tf.constant(s))) for s in range(3)] == [1.0, 1.0, 2.0]

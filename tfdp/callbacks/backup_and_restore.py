@@ -431,6 +431,8 @@ class BackupAndRestore(StrategyCallback):
         continues = self._continues_after_loss()
         if continues and not self._watch.is_given_to_all(self._total):
             self._save_to_continue(epoch, batches, logs)
+            # Workers that continue would wait for those that exit, in the next step.
+            self._backups.finish()
             if self._notice.is_given:
                 self._print_and_exit("the other workers continue", is_for_all=False)
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -133,6 +134,7 @@ class BackgroundSaves:
         self._group = worker_group.for_other_thread()
         self._buffer = np.empty(0, "uint8")
         self._pending: PendingSave | None = None
+        self._begin = -math.inf  # when the last save began
 
     def needs(self, state: Sequence[StateTensor]) -> Need:
         """Return this worker's host, the bytes that its copy lacks, and the free bytes.
@@ -170,10 +172,18 @@ class BackgroundSaves:
         """
         self._wait_for_previous(worker_group.is_chief)
         hurry = threading.Event()
+        # At equal intervals a save is complete before the next one.
+        begin, self._begin = self._begin, time.monotonic()
+        most = min((self._begin - begin) / 2, _MOST_PAUSED_SECONDS)
         if self._has_memory(needs, worker_group.is_chief):
             read = self._copy(state)
             future = run_on_thread(
-                "tfdp-save", _write_slowly, write, read, self._group, hurry
+                "tfdp-save",
+                _write_slowly,
+                write,
+                read,
+                self._group,
+                _Pauses(hurry, most),
             )
         else:
             write(lambda: state, worker_group, lambda: None)
@@ -346,17 +356,18 @@ def _forget_all() -> None:
     _unfinished.clear()
 
 
-def _write_slowly(write: Write, read: Read, group: Any, hurry: threading.Event) -> None:
+def _write_slowly(write: Write, read: Read, group: Any, pauses: _Pauses) -> None:
     """Write a save on this thread, so that it slows training down as little as it can.
 
     Args:
         write: `Write`, which writes the state.
         read: `Read`, returns the state.
         group: `WorkerGroup` for this thread.
-        hurry: `Event` that is set when this process waits for the save.
+        pauses: `_Pauses` of this thread.
     """
     lower_priority()
-    write(read, group, _Pauses(hurry))
+    pauses.restart()
+    write(read, group, pauses)
 
 
 class _Pauses:
@@ -364,12 +375,12 @@ class _Pauses:
 
     Args:
         hurry: `Event` that ends all pauses.
+        most: Float, the longest time in seconds of all pauses together.
     """
 
-    def __init__(self, hurry: threading.Event) -> None:
+    def __init__(self, hurry: threading.Event, most: float) -> None:
         self._hurry = hurry
-        self._left = _MOST_PAUSED_SECONDS
-        self._restart()
+        self._left = most
 
     def __call__(self) -> None:
         """Pause for as long as the processor time since the last pause requires."""
@@ -379,9 +390,9 @@ class _Pauses:
         if seconds > 0:
             self._hurry.wait(seconds)
             self._left -= seconds
-        self._restart()
+        self.restart()
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
         """Begin to measure the time until the next pause."""
         self._used, self._begin = time.thread_time(), time.monotonic()
 

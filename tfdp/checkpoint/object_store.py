@@ -280,7 +280,7 @@ class ObjectStore(Storage):
             StoreError: For any other error, whose classes differ between stores.
         """
         try:
-            return _with_timeout(lambda: request(*self._open()))
+            return _with_timeout(lambda: request(*self._open()), _REQUEST_SECONDS)
         except Exception as error:
             if isinstance(error, FileNotFoundError) and verb in ("read", "listed"):
                 raise
@@ -296,18 +296,16 @@ class ObjectStore(Storage):
         return core.url_to_fs(self.path, use_listings_cache=False)
 
 
-def _with_timeout(request: Callable[[], Any]) -> Any:
-    """Run a request in a thread; stop waiting after `_REQUEST_SECONDS`.
-
-    Raises `TimeoutError` at the timeout.
+def _with_timeout(request: Callable[[], Any], seconds: float) -> Any:
+    """Run a request in a thread; raise `TimeoutError` after a number of seconds.
 
     The timeouts of s3fs do not suffice: it waits indefinitely for a server that
     receives the beginning of a PUT and then hangs.
     """
     answer = run_on_thread("tfdp-store", request)
-    concurrent.futures.wait([answer], _REQUEST_SECONDS)
+    concurrent.futures.wait([answer], seconds)
     if not answer.done():
-        raise TimeoutError(f"no answer in {_REQUEST_SECONDS:g} s")
+        raise TimeoutError(f"no answer in {seconds:g} s")
     return answer.result()
 
 

@@ -115,9 +115,12 @@ class Warmup(StepFeature):
         Args:
             update: Scalar int tensor, the number of updates so far.
         """
-        before = self.factor(tf.maximum(update - 1, 0))
+        start = _compat.local_part(self._settings[1]).read_value()
+        # Momentum of updates before the warmup contains the base rate.
+        begins = (tf.cast(update, start.dtype) == start) & (start > 0)
+        one = tf.ones([], tf.float64)
+        before = tf.where(begins, one, self.factor(tf.maximum(update - 1, 0)))
         now = self.factor(update)
-        one = tf.ones_like(now)
         return tf.where(before > 0, tf.math.divide_no_nan(now, before), one)
 
 

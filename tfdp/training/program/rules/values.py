@@ -100,8 +100,11 @@ def _slice(view: View, data: Any, begin: Any, size: Any) -> Any:
 
 
 def _gather(view: View, data: Any, indices: Any, axis: Any) -> Any:
-    """Return the result of `tf.gather`, or `None` if it takes entries of each row."""
-    if view.attribute("batch_dims"):
+    """Return the result of `tf.gather`, or `None` if it takes entries of each row.
+
+    A negative index does not count from the end: it fails, and is 0 with XLA.
+    """
+    if view.attribute("batch_dims") or (indices < 0).any():
         return None
     return np.take(data, indices.astype(int), axis.item())
 
@@ -288,6 +291,10 @@ def decide_values(view: View) -> Decision | None:
     ):
         value = _VALUES_FROM_VALUES[view.type](view)
     if value is None or not _can_follow(value):
+        return None
+    if not view.op.outputs[0].shape.is_compatible_with(value.shape):
+        # `tf.slice` beyond the end fails, where NumPy returns fewer elements. It may
+        # lie in a branch that never runs.
         return None
     fact = integers(value)
     # A result that is not a multiple of the number of rows, such as a ratio of two
