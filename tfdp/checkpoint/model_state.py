@@ -7,6 +7,7 @@ the number of replicas, nor on whether the optimizer is tfdp's or Keras's.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,7 +105,7 @@ def replicated(
     if parameter is not None:
         return parameter_state(name, parameter)
     group, shape = worker_group_of(model), tuple(variable.shape)
-    size = int(np.prod(shape, dtype=np.int64))
+    size = math.prod(shape)
     start, stop = (size * r // group.num_workers for r in (group.rank, group.rank + 1))
 
     read = functools.partial(_compat.elements_of, variable)

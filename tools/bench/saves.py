@@ -40,8 +40,9 @@ def run(args: Arguments) -> None:
         if torch:
             launcher = [args.torch_python, "-m", "torch.distributed.run"]
             theirs = [*launcher, "--nproc-per-node=2", "saves_torch_worker.py"]
-            found = _measure([*theirs, *size])
-            _add_theirs(report, f"{millions} million, DCP by a thread", found)
+            for kind in ("thread", "process"):
+                found = _measure([*theirs, *size, kind])
+                _add_theirs(report, f"{millions} million, DCP by a {kind}", found)
     report.finish()
 
 

@@ -8,32 +8,12 @@ import time
 import torch
 from torch import distributed, nn
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-UNITS, LAYERS, BLOCKS = map(int, sys.argv[1:4])
-STEPS = 6
+STEPS = 6  # in each block
+FOLDER = "saved"
 
-torch.set_num_threads(1)
-distributed.init_process_group("cpu:gloo")
-# Saves call collectives on a thread of their own.
-group = distributed.new_group(backend="gloo")
-torch.manual_seed(0)
-layers = nn.Sequential(*(nn.Linear(UNITS, UNITS) for _ in range(LAYERS)))
-model = nn.parallel.DistributedDataParallel(layers, gradient_as_bucket_view=True)
-optimizer = torch.optim.Adam(model.parameters())
-x = torch.ones(32, UNITS)
 seconds: dict[str, list[float]] = {"step": [], "step_while_saving": []}
-
-
-def step() -> None:
-    """Train with one batch."""
-    optimizer.zero_grad()
-    nn.functional.mse_loss(model(x), x).backward()
-    optimizer.step()
-
-
-def state() -> dict:
-    """Return the tensors of model and optimizer."""
-    return {"model": layers.state_dict(), "optimizer": optimizer.state_dict()}
 
 
 def timed(name: str, action):
@@ -44,36 +24,86 @@ def timed(name: str, action):
     return result
 
 
-for _ in range(2):
-    step()
-for block in range(2 * BLOCKS):
-    pending = None
-    if block % 2:
-        folder = f"saved-{block}"
-        pending = timed(
-            "pause",
-            lambda folder=folder: checkpoint.async_save(
-                state(),
-                checkpoint_id=folder,
-                process_group=group,
-            ),
+class Trainer:
+    """DDP of dense layers with Adam, whose state DCP saves.
+
+    Args:
+        units: Int, width of the layers.
+        num_layers: Int.
+        kind: String, what writes: `"thread"` or `"process"`.
+    """
+
+    def __init__(self, units: int, num_layers: int, kind: str) -> None:
+        layers = nn.Sequential(*(nn.Linear(units, units) for _ in range(num_layers)))
+        self.layers, self._kind = layers, AsyncCheckpointerType(kind)
+        self._model = nn.parallel.DistributedDataParallel(
+            layers, gradient_as_bucket_view=True
         )
+        self._optimizer = torch.optim.Adam(self._model.parameters())
+        # Saves by a thread call collectives on it.
+        is_thread = self._kind == AsyncCheckpointerType.THREAD
+        self._group = distributed.new_group(backend="gloo") if is_thread else None
+        self._x = torch.ones(32, units)
+
+    def step(self) -> None:
+        """Train with one batch."""
+        self._optimizer.zero_grad()
+        nn.functional.mse_loss(self._model(self._x), self._x).backward()
+        self._optimizer.step()
+
+    def save(self):
+        """Begin a save; return its future."""
+        model, optimizer = self.layers.state_dict(), self._optimizer.state_dict()
+        return checkpoint.async_save(
+            {"model": model, "optimizer": optimizer},
+            checkpoint_id=FOLDER,
+            process_group=self._group,
+            async_checkpointer_type=self._kind,
+        )
+
+
+def train_and_save(trainer: Trainer) -> None:
+    """Take the time of steps without a save under way, and with one."""
+    for _ in range(STEPS):
+        timed("step", trainer.step)
+    pending = timed("pause", trainer.save)
     for number in range(STEPS):
-        if pending is None:
-            timed("step", step)
-        elif number == 0 or not pending.done():
-            timed("step_while_saving", step)
+        if number == 0 or not pending.done():
+            timed("step_while_saving", trainer.step)
         else:
-            step()
-    if pending is not None:
-        pending.result()
-        distributed.barrier()
-        if distributed.get_rank() == 0:
-            shutil.rmtree(folder)
-half = 3 * sum(p.numel() for p in layers.parameters()) // 2
-source, target = torch.ones(half), torch.full((half,), 2.0)
-for _ in range(BLOCKS):
-    timed("copy", lambda: target.copy_(source))
-if distributed.get_rank() == 0:
-    print("seconds:", json.dumps(seconds), flush=True)
-distributed.destroy_process_group()
+            trainer.step()
+    end(pending)
+
+
+def end(pending) -> None:
+    """Wait for the end of a save, and delete its files."""
+    pending.result()
+    distributed.barrier()
+    if distributed.get_rank() == 0:
+        shutil.rmtree(FOLDER)
+    distributed.barrier()
+
+
+def main() -> None:
+    """Measure, and print the times of worker 0."""
+    units, num_layers, blocks = map(int, sys.argv[1:4])
+    torch.set_num_threads(1)
+    distributed.init_process_group("cpu:gloo")
+    torch.manual_seed(0)
+    trainer = Trainer(units, num_layers, sys.argv[4])
+    for _ in range(2):
+        trainer.step()
+    end(trainer.save())  # starts the process
+    for _ in range(blocks):
+        train_and_save(trainer)
+    half = 3 * sum(p.numel() for p in trainer.layers.parameters()) // 2
+    source, target = torch.ones(half), torch.full((half,), 2.0)
+    for _ in range(blocks):
+        timed("copy", lambda: target.copy_(source))
+    if distributed.get_rank() == 0:
+        print("seconds:", json.dumps(seconds), flush=True)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":  # saves by a process import this script again
+    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -107,7 +108,7 @@ class StateTensor:
     @property
     def size(self) -> int:
         """Int, number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
 
 def renamed(tensor: StateTensor, name: str) -> StateTensor:
