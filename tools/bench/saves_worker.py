@@ -91,6 +91,8 @@ model.fit(
 half = 3 * model.count_params() // 2
 source, target = (np.full(half, value, "float32") for value in (1, 2))
 for _ in range(BLOCKS):
+    # As in a save, the workers of a host copy at the same time.
+    group.all_gather("the begin of a copy")
     timed("copy", lambda: np.copyto(target, source))
     timed("foreground", lambda: tfdp.checkpoint.save(model, "saved"))
 save_in_background().wait()  # allocates the copy
