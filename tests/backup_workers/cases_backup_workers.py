@@ -43,12 +43,19 @@ class Record:
     # The same of moving statistics.
     shares: list[float] = dataclasses.field(default_factory=list)
     missed: list[list[int]] = dataclasses.field(default_factory=list)
+    # The sums that have arrived, taken or not.
+    arrived: int = 0
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[Record]:
     """Records the exchanges of this worker."""
     record, original = Record(), QuorumMember.exchange
+    receive = QuorumMember._receive
+
+    def count(self: QuorumMember, result: Any) -> None:
+        receive(self, result)
+        record.arrived += 1
 
     def exchange(self: QuorumMember, share: Any) -> Any:
         behind = len(self._sums)
@@ -62,11 +69,10 @@ def recording() -> Iterator[Record]:
             record.absent.append(list(result.absent))
         return result
 
-    QuorumMember.exchange = exchange  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(QuorumMember, "exchange", exchange)
+        patch.setattr(QuorumMember, "_receive", count)
         yield record
-    finally:
-        QuorumMember.exchange = original  # type: ignore[method-assign]
 
 
 class Late(keras.callbacks.Callback):
@@ -76,8 +82,10 @@ class Late(keras.callbacks.Callback):
         env: The surroundings.
         rank: The worker that is late.
         batch: The batch before which it waits.
-        later: The batch that the other has made, or `None` for the end of the epoch.
+        later: The batch that the other has made.
     """
+
+    record: Record | None = None
 
     def __init__(self, env: Env, rank: int, batch: int, later: int) -> None:
         super().__init__()
@@ -87,10 +95,14 @@ class Late(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._file = self._folder / f"late {self._batch} {self._later} {epoch}"
+        self._sums = epoch * STEPS + self._later + 1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._is_late and batch == self._batch:
             wait_until(self._file.exists, "the other worker", _DEADLINE_SECONDS)
+            # It knows of a step that has closed once the sum has arrived.
+            record = self.record or Record(arrived=self._sums)
+            wait_until(lambda: record.arrived >= self._sums, "its sums")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if not self._is_late and batch == self._later:
@@ -234,6 +246,8 @@ def train_and_compare(
     alone = build()
     alone.set_weights(model.get_weights())
     with recording() as record:
+        for callback in callbacks:
+            callback.record = record
         history = common.fit(
             model,
             *data,

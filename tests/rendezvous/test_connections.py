@@ -335,11 +335,11 @@ def test_a_node_0_that_says_nothing_is_given_up(bed, monkeypatch):
 
 
 def test_a_node_that_says_nothing_is_given_up(bed, monkeypatch):
-    make_impatient(monkeypatch, "tfdp acceptor rendezvous")
     members = meet(bed)
     for port, member in enumerate(members, start=1):
         member.send({"type": "ports", "attempt": 1, "ports": [port, port + 10]})
     next_of(members[0], "start")
+    make_impatient(monkeypatch, "tfdp acceptor rendezvous")
 
     def stop_order() -> dict[str, Any] | None:
         members[0].send({"type": "still here"})
