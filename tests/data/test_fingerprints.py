@@ -280,6 +280,16 @@ def test_sources_of_datasets_are_compared_and_not_what_is_made_of_them():
     assert sources(tf.data.Dataset.range(9), tf.data.Dataset.range(8)) == ""
 
 
+def test_an_array_beside_files_of_text_is_compared():
+    def make(x: np.ndarray) -> tf.data.Dataset:
+        text = tf.data.TextLineDataset(["a", "b"])
+        return tf.data.Dataset.zip(tf.data.Dataset.from_tensor_slices(x), text)
+
+    x = numbers()
+    assert sources(make(x), make(x.copy())) == ""
+    assert sources(make(x), make(x[ORDER])) == f"from_tensor_slices[0]{SAME_ROWS}"
+
+
 def test_names_of_files_are_compared_without_their_folders():
     for make in (
         files,

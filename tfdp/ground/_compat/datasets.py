@@ -206,18 +206,22 @@ def sources_of(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
         Dict from a string, the method that the user has called and a number, to a
         tensor.
     """
-    sources: dict[str, tf.Tensor] = {}
+    sources = enumerate(_named_sources(dataset))
+    return {f"{name}[{number}]": tensor for number, (name, tensor) in sources}
+
+
+def _named_sources(dataset: tf.data.Dataset) -> Iterator[tuple[str, tf.Tensor]]:
+    """Yield the method that created each source of a dataset, and its tensor."""
     for part in dataset_inputs(dataset):
         kind = kind_of_stage(part)
         if kind in _HIDE_NAMES:
-            sources |= sources_of(part._filenames)
+            yield from _named_sources(part._filenames)
         name, attributes = _SOURCES.get(kind, ("", ()))
         for tensor in tf.nest.flatten(
             [getattr(part, attribute) for attribute in attributes]
         ):
             if tensor.dtype not in (tf.variant, tf.resource):
-                sources[f"{name}[{len(sources)}]"] = tensor
-    return sources
+                yield name, tensor
 
 
 def shards_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
