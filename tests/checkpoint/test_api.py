@@ -456,7 +456,7 @@ def test_when_one_worker_fails_all_say_so_and_the_previous_one_stays(
     assert len({str(reply) for reply in replies}) == 1
     for words in (
         "worker 1: [Errno 28] No space left on device",
-        "The previous contents of the directory are intact",
+        "The save has not changed the previous contents of the directory",
         f"Received: directory={str(tmp_path)!r}",
     ):
         assert words in str(replies[0])

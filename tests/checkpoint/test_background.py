@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -177,7 +178,7 @@ def test_a_failure_is_raised_once_by_wait_or_else_by_the_next_save(gate, tmp_pat
     gate.fails = True
     pending = tfdp.checkpoint.save(model, tmp_path, background=True)
     for _ in range(2):
-        with pytest.raises(OSError, match=r"No space left.*The previous contents"):
+        with pytest.raises(OSError, match=r"No space left.*the previous contents"):
             pending.wait()
     tfdp.checkpoint.save(model, tmp_path, background=True)
     with pytest.raises(OSError, match="No space left"):
@@ -526,3 +527,48 @@ def test_a_fit_that_is_cut_leaves_no_thread(gate, tmp_path):
     with pytest.raises(PowerCut):
         fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 2), Cut(3))
     assert not [t for t in threading.enumerate() if t.name == "tfdp-save"]
+
+
+def test_a_background_save_waits_for_that_of_another_model(gate, tmp_path):
+    """Each would remove the files of the other in the same directory."""
+    first, second = model_of(1.0), model_of(2.0)
+    pending = tfdp.checkpoint.save(first, tmp_path, background=True)
+    threading.Timer(0.3, gate.is_open.set).start()
+    last = tfdp.checkpoint.save(second, tmp_path, background=True)
+    assert pending.is_done
+    last.wait()
+    tfdp.checkpoint.restore(first, tmp_path)
+    assert float(first.get_weights()[0][0, 0]) == 2.0
+
+
+@pytest.mark.parametrize("devices", [[], ["/cpu:0"]])
+def test_fit_raises_the_failure_of_a_save_that_a_callback_has_begun(
+    gate, tmp_path, devices
+):
+    class Save(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            tfdp.checkpoint.save(self.model, tmp_path, background=True)
+
+    scope = tfdp.MirroredStrategy(devices).scope() if devices else None
+    with scope or contextlib.nullcontext():
+        model = model_of(1.0)
+    gate.fails_from = 1
+    threading.Timer(0.3, gate.is_open.set).start()
+    x = np.zeros((4, 3), "float32")
+    with pytest.raises(OSError, match="was not saved"):
+        model.fit(x, x[:, :2], verbose=0, callbacks=[Save()])
+    model.fit(x, x[:, :2], verbose=0)
+
+
+def test_a_directory_that_is_removed_during_a_save_is_reported_and_made_again(
+    gate, tmp_path
+):
+    model, directory = model_of(1.0), tmp_path / "saved"
+    pending = tfdp.checkpoint.save(model, directory, background=True)
+    wait_until(lambda: gate.begun == 1, "the save")
+    shutil.rmtree(directory)
+    gate.is_open.set()
+    with pytest.raises(OSError, match="The save has not changed"):
+        pending.wait()
+    tfdp.checkpoint.save(model, directory)
+    tfdp.checkpoint.restore(model, directory)

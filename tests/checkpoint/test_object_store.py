@@ -176,7 +176,7 @@ def test_what_one_worker_may_not_put_all_are_told_of(store):
     for words in (
         "The checkpoint was not saved: worker 1: 'bucket://runs/latest/data-",
         "/worker-1-1.data' cannot be written (PermissionError: Access "
-        "Denied). The previous contents of the directory are intact.",
+        "Denied). The save has not changed the previous contents of the directory.",
         f"Received: directory={URL!r}",
     ):
         assert words in str(replies[0])

@@ -158,7 +158,9 @@ def test_who_may_not_write_is_told_so_and_the_previous_one_stays(server, monkeyp
     replies = save(values(1), URL)
     assert {type(reply) for reply in replies} == {OSError}
     assert "(PermissionError: " in str(replies[0])
-    assert "The previous contents of the directory are intact" in str(replies[0])
+    assert "The save has not changed the previous contents of the directory" in str(
+        replies[0]
+    )
     assert holds(values(0), URL)
 
 

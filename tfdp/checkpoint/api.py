@@ -42,7 +42,7 @@ from tfdp.training.replicas.synchronized_scope import synchronize_new_variables
 from tfdp.training.sharding.state_tensors import StateTensor
 
 # Sentences of error messages on the state after a failed save or restore.
-_INTACT = "The previous contents of the directory are intact."
+_INTACT = "The save has not changed the previous contents of the directory."
 _NOTHING_LOADED = "Nothing was loaded."
 _PARTLY_LOADED = (
     "Some variables may have been overwritten; restore again before you continue."
@@ -80,8 +80,9 @@ def save(
             URL such as `"s3://bucket/run/latest"`.
         background: Bool, whether to return after each worker has copied its part of the
             state in memory, and to write the copy while training continues. A failure
-            is raised by `PendingSave.wait`, or else by the next `save` or `restore`; at
-            the end of the script it is printed. Defaults to `False`.
+            is raised by `PendingSave.wait`, or else by the next `save` or `restore` or
+            the end of `fit`; at the end of the script it is printed. Defaults to
+            `False`.
 
     Returns:
         `PendingSave` if `background` is true, else `None`.

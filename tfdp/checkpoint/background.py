@@ -18,8 +18,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from tfdp.checkpoint.copies import copied_state, copy_bytes, copy_to_host
+from tfdp.checkpoint.on_all_workers import worker_group_of
 from tfdp.ground import _compat, forks, user_code
 from tfdp.ground.base import process_identity
+from tfdp.ground.base.feature import Feature, register
 from tfdp.ground.base.memory import free_bytes
 from tfdp.ground.base.threads import run_on_thread
 from tfdp.training.sharding.state_tensors import StateTensor
@@ -170,6 +172,9 @@ class BackgroundSaves:
         Raises:
             OSError: If the previous save has failed, and no call has raised this yet.
         """
+        # Saves of other groups may write to the same directory.
+        for other in _unfinished - {self._pending}:
+            other.settle()
         self._wait_for_previous(worker_group.is_chief)
         hurry = threading.Event()
         # At equal intervals a save is complete before the next one.
@@ -347,6 +352,19 @@ def background_saves(worker_group: Any) -> BackgroundSaves:
     if worker_group not in _saves_by_group:
         _saves_by_group[worker_group] = BackgroundSaves(worker_group)
     return _saves_by_group[worker_group]
+
+
+class _SavesOfCallbacks(Feature):
+    """Has `fit` wait for the saves that its callbacks have begun."""
+
+    def complete_fit(self, model: Any) -> None:
+        """Wait until the save under way has ended; raise its error."""
+        saves = _saves_by_group.get(worker_group_of(model))
+        if saves is not None:
+            saves.finish()
+
+
+register(_SavesOfCallbacks())
 
 
 @forks.in_forks

@@ -110,6 +110,9 @@ class Feature:
         """
         return False
 
+    def complete_fit(self, model: Any) -> None:
+        """Complete what callbacks of a `fit` have begun; not called after an error."""
+
     def after_fit(self, fit: Fit) -> None:
         """Release the resources of a `fit`, even if its training has failed."""
 

@@ -135,7 +135,10 @@ def _run_loop(
         if fit is not None:
             scope_checks.warn_of_separate_training(model, name)
         _set_callbacks(arguments, arguments.get("callbacks"), is_fit=name == "fit")
-        return original(*bound.args, **bound.kwargs)
+        result = original(*bound.args, **bound.kwargs)
+        if fit is not None:
+            _complete_fit(model)
+        return result
     worker_group = strategy.extended.worker_group
     if not worker_group.is_job_chief:
         arguments["verbose"] = 0
@@ -157,8 +160,15 @@ def _run_loop(
         # No worker returns before worker 0 has completed its files.
         continues = strategy.extended.continues_after_loss
         with contextlib.suppress(*[WorkerLost] * continues):
+            _complete_fit(model)
             worker_group.all_gather("the end of fit")
     return result
+
+
+def _complete_fit(model: Any) -> None:
+    """Complete what callbacks of a model's `fit` have begun."""
+    for feature in registered():
+        feature.complete_fit(model)
 
 
 def _register_model(model: Any) -> None:
