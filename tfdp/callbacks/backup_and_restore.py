@@ -179,7 +179,14 @@ class BackupAndRestore(StrategyCallback):
         self.has_begun = False
 
     def listen(self, position: DataPosition) -> None:
-        """Record preemption notices until `fit` returns; called when `fit` begins."""
+        """Record the signals of a preemption notice from now until the end of `fit`.
+
+        Called before `fit` begins. The callback acts on a recorded notice after a step.
+
+        Args:
+            position: `DataPosition`; closing its `exit_stack` at the end of `fit`
+                restores the previous signal handlers.
+        """
         self.has_begun = False
         self._notice = PreemptionNotice()
         self._notice.listen()
@@ -411,9 +418,14 @@ class BackupAndRestore(StrategyCallback):
         return f"{self.directory.rstrip('/')}/island-{island.index}"
 
     def _save_to_continue(self, epoch: int, batches: int, logs: Any) -> None:
-        """Add a backup, in memory if possible, from which this `fit` continues.
+        """Add a backup to which this `fit` itself can go back, without a restart.
 
-        The arguments are those of `_save`.
+        It is saved in memory, or in the directory if saves in memory are off or fail.
+
+        Args:
+            epoch: Int, the epoch in which `fit` continues.
+            batches: Int, completed batches of that epoch.
+            logs: Dict, the logs of the last batch.
         """
         memory = self._memory
         if memory is not None and memory.is_on:
@@ -424,9 +436,13 @@ class BackupAndRestore(StrategyCallback):
     def _answer_notice(self, epoch: int, batches: int, logs: Any) -> None:
         """Add a backup on a preemption notice, print that, and exit.
 
-        If the job continues without lost workers, workers without a notice do not exit.
+        All workers call it, once any of them has a notice. If the job continues without
+        lost workers, it returns on workers without a notice.
 
-        The arguments are those of `_save`.
+        Args:
+            epoch: Int, the epoch in which a resumed run continues.
+            batches: Int, completed batches of that epoch.
+            logs: Dict, the logs of the last batch.
         """
         continues = self._continues_after_loss()
         if continues and not self._watch.is_given_to_all(self._total):
@@ -447,10 +463,10 @@ class BackupAndRestore(StrategyCallback):
         )
 
     def _print_and_exit(self, what: str, *, is_for_all: bool = True) -> NoReturn:
-        """Print what was done on a preemption notice, and exit.
+        """Print what was done on a preemption notice, and exit with code 75.
 
         Args:
-            what: String, a clause.
+            what: String, a clause, such as `"the other workers continue"`.
             is_for_all: Bool, whether one worker prints it for all. Defaults to `True`.
         """
         self._notice.is_answered = True

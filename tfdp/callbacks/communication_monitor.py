@@ -135,7 +135,9 @@ class CommunicationMonitor(MeasuringCallback):
     # Hooks that Keras and tfdp call.
 
     def find_problem(self, num_steps: int | None) -> str:
-        """Return what is wrong with the settings, or `""`; runs on the first worker.
+        """Return why `log_dir` cannot be written, or `""`; create it if it is missing.
+
+        Runs on the first worker, before training.
 
         Args:
             num_steps: Int, steps of the training, or `None` if unknown. Not used.

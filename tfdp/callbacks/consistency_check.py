@@ -94,13 +94,24 @@ class ConsistencyCheck(StrategyCallback):
         self._last_batch = -1
 
     def set_model(self, model: Any) -> None:
-        """Check the strategy, and have the step traced again, with checks in it."""
+        """Check that the strategy is tfdp's; with several replicas, retrace the step.
+
+        The step then computes the checksums to compare.
+
+        Raises:
+            ValueError: If the strategy is not tfdp's.
+        """
         super().set_model(model)
         if model.distribute_strategy.num_replicas_in_sync > 1:
             model.train_function = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Compare the weights, and have steps traced with checks."""
+        """Compare the weights, and start the `DriftProbe` that adds checksums to steps.
+
+        Raises:
+            ValueError: If another callback or a setting excludes the comparison.
+            RuntimeError: On every worker, if replicas differ.
+        """
         self._probe = self._labels = None
         self._step = 0
         strategy = strategy_of(self.model)
@@ -130,15 +141,20 @@ class ConsistencyCheck(StrategyCallback):
         self._last_batch = -1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Include what was assigned to sharded weights since the previous step."""
+        """Let the next check cover the assignments to sharded weights before this step.
+
+        Each worker records what it assigns outside of steps, and a checksum of the
+        records is part of the comparison.
+        """
         if self._probe is not None:
             self._probe.update_assigned()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Compare the checksums of replicas, and the labels, if a check was due.
+        """Every `every` steps, compare the replicas' checksums and the workers' labels.
 
         Raises:
-            RuntimeError: On every worker, if replicas differ.
+            RuntimeError: On every worker, if checksums differ.
+            ValueError: On every worker, if class labels of the last batch differ.
         """
         before = self._step
         self._step += batch - self._last_batch
@@ -167,10 +183,11 @@ class ConsistencyCheck(StrategyCallback):
             say(f"{replays.cost()}.")
 
     def _shared_label_record(self, strategy: Any) -> LabelRecord | None:
-        """Activate and return the record of this worker's labels. All workers call it.
+        """Begin to keep the class labels of this worker's batches. All workers call it.
 
         Returns:
-            `LabelRecord`, or `None` with one worker or if a worker has no record.
+            `LabelRecord` of this `fit`, which keeps the labels from now on; `None` with
+            one worker, or if a worker has no record.
         """
         worker_group, loop = strategy.extended.worker_group, loops.current()
         record = None if loop is None else loop.label_record

@@ -157,7 +157,11 @@ class DiLoCo(LocalStepsCallback):
             super().switch_on(optimizer)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Start local steps when they are due; connect an island to the others."""
+        """Start local steps unless they are active; on an island, join the others.
+
+        Only the first call joins: the island connects to the hub, and adopts the common
+        weights. An island is one of the separate jobs under `tfdp run --islands`.
+        """
         if self._island is None:
             super().on_train_batch_begin(batch, logs)
         else:
@@ -165,7 +169,11 @@ class DiLoCo(LocalStepsCallback):
             self._last_batch = batch - 1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count the batches of an island, and exchange weights when that is due."""
+        """On an island, count its batches, and exchange every `sync_every` updates.
+
+        An island is one of the separate jobs under `tfdp run --islands`. Without
+        islands, the traced step exchanges.
+        """
         if self._island is not None:
             self._island.end_batches(batch - self._last_batch)
 
@@ -185,7 +193,11 @@ class DiLoCo(LocalStepsCallback):
             self._island.leave()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Reset the logged staleness, and agree on the inner steps of each worker."""
+        """Reset the staleness; with `dynamic_steps`, set the fraction of steps to make.
+
+        Staleness is the largest number of updates in an epoch between the start of an
+        exchange and its outer step. The fraction follows from the workers' speeds.
+        """
         super().on_epoch_begin(epoch, logs)
         if self._island is not None:
             self._island.staleness = 0
@@ -196,7 +208,13 @@ class DiLoCo(LocalStepsCallback):
             exchanges.staleness.assign(0)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Log the staleness, and the smallest fraction of inner steps."""
+        """On an island, exchange; add staleness, islands and inner steps to `logs`.
+
+        `"staleness"`, with a `delay` or on an island, is the largest number of updates
+        between the start of an exchange and its outer step; `"islands"`, on an island,
+        the number that took part in the last exchange; `"inner_steps"`, with
+        `dynamic_steps`, the smallest fraction of inner steps that a worker makes.
+        """
         if self._island is not None:
             self._island.sync()
             if logs is not None:
@@ -218,7 +236,12 @@ class DiLoCo(LocalStepsCallback):
         return local_steps.exchanges if local_steps else None
 
     def _share_steps(self) -> None:
-        """Set each worker's fraction of inner steps, by its speed. All call it."""
+        """Set the fraction of its own batches on which this worker makes inner steps.
+
+        With `dynamic_steps` all workers call it at the beginning of an epoch. The
+        fraction follows from the speeds in the previous epoch, and is the same within a
+        node.
+        """
         if self.optimizer.accumulation_steps > 1:
             raise ValueError(
                 "`dynamic_steps` skips batches, so each batch must be one update. "

@@ -151,11 +151,15 @@ def measure_fits(probe: InputProbe) -> None:
 
 
 def pipeline_of(data: Any, strategy: Any) -> Pipeline:
-    """Describe the input pipeline of a `fit`.
+    """Describe the input pipeline of a `fit`: its source, `map` and `cache` stages.
+
+    For a `tf.data.Dataset` and a `PyDataset` the description also says why each worker
+    prepares all rows, if it does.
 
     Args:
         data: The argument `x` of `fit`.
-        strategy: The model's tfdp strategy, or `None`.
+        strategy: The model's tfdp strategy, or `None`. With `None` or one worker the
+            field `obstacle` is empty.
 
     Returns:
         `Pipeline`.

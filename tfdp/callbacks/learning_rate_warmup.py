@@ -140,7 +140,15 @@ class LearningRateWarmup(OptimizerCallback):
         return {"stage": self._stage, "options": plain}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restore the state of the warmup, also on another number of replicas."""
+        """Restore the state of the warmup, also on another number of replicas.
+
+        The warmup keeps the length and the factors that it had when it was saved.
+
+        Args:
+            state: Dict from `get_state`: `"stage"`, a string, whether the warmup is
+                waiting, rising or over; and `"options"`, the fields of `WarmupOptions`,
+                or `None`.
+        """
         self._stage = state["stage"]
         if self._stage == _WAITING:
             return

@@ -35,7 +35,10 @@ class LocalStepsCallback(OptimizerCallback):
         self._left = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restart the count of batches."""
+        """Restart the number of the last batch, which counts from 0 in each epoch.
+
+        The count of updates until `start_step` continues.
+        """
         self._last_batch = -1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

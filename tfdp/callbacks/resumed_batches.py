@@ -139,9 +139,13 @@ class ResumedBatches:
     def _scale_rates(self, change: BatchChange, saved: dict[str, Any] | None) -> str:
         """Multiply the learning rates by the ratio of the batch sizes.
 
+        The rates stay if they follow a schedule that differs from that of the
+        interrupted run: the script has adapted it itself.
+
         Args:
             change: `BatchChange` since the backup.
-            saved: Dict, the result of `rate_factors` in the interrupted run, or `None`.
+            saved: Dict, the result of `rate_factors` in the interrupted run, which has
+                that schedule; or `None`, to multiply without a comparison.
 
         Returns:
             String, a message to the user.
@@ -155,7 +159,10 @@ class ResumedBatches:
         )
 
     def _change(self, run: dict[str, Any]) -> BatchChange | None:
-        """Compare only the batch with that of a backup, not the run's identity.
+        """Compare the batch of a backup's run with that of this run, and nothing else.
+
+        Args:
+            run: Dict, the run's metadata in the backup.
 
         Returns:
             `BatchChange`, or `None` if the batch is the same.

@@ -131,7 +131,10 @@ class SpikeGuard(OptimizerCallback):
 
     @property
     def rollback_name(self) -> str:
-        """String, the name of a rollback, if `fit` may go back to a backup; or `""`."""
+        """String, the setting by which `fit` may go back to a backup, or `""`.
+
+        Messages of `BackupAndRestore` contain it.
+        """
         return ROLLBACK if self.action == "rollback" else ""
 
     @property
@@ -184,7 +187,12 @@ class SpikeGuard(OptimizerCallback):
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Act on a spike of leftover batches; log the number of updates left out."""
+        """Stop or roll back, as `action` says, if the last update was a spike.
+
+        It may be an update of accumulated batches that are left at the end of the
+        epoch. The number of updates left out so far is added to `logs` as
+        `"skipped_spikes"`.
+        """
         self._act()
         if not self._has_stopped:
             self._check()
@@ -224,7 +232,11 @@ class SpikeGuard(OptimizerCallback):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue with the table of a backup, and the updates left out since."""
+        """Restore the left-out updates of a backup; keep those left out after it.
+
+        Args:
+            state: Dict, the result of `get_state` when the backup was saved.
+        """
         rows = [*map(SkippedUpdate._make, state["rows"]), *self._rows]
         self._rows = sorted({row.step: row for row in rows}.values())
         self._exclude(state["excluded"])

@@ -83,10 +83,12 @@ def redistribute_accumulated_gradients(model: keras.Model) -> None:
 
 
 def accumulated_shards(model: keras.Model) -> list[StateTensor]:
-    """Return state tensors of sharded accumulated sums (ZeRO-2), with the loss scale.
+    """Return state tensors of the accumulated sums that ZeRO-2 shards.
+
+    Their values are those of the sums, which are multiplied by the loss scale.
 
     Args:
-        model: As for `accumulated_state`.
+        model: Built Keras model, with its optimizer if it is compiled.
 
     Returns:
         List of `StateTensor`, named after the variables; empty without sharded sums.
@@ -222,7 +224,7 @@ def _scaled(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
     """
 
     def scale(shard: LocalShard) -> LocalShard:
-        """Return a shard whose values are saved multiplied by the factor."""
+        """Return a shard, read multiplied by the factor and written divided by it."""
 
         def read() -> np.ndarray:
             """Return the values multiplied by the factor; overflows become zero."""

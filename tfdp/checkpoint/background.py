@@ -139,10 +139,15 @@ class BackgroundSaves:
         self._begin = -math.inf  # when the last save began
 
     def needs(self, state: Sequence[StateTensor]) -> Need:
-        """Return this worker's host, the bytes that its copy lacks, and the free bytes.
+        """Return the memory that this worker needs to copy its part of the state.
 
         Args:
             state: Sequence of `StateTensor`.
+
+        Returns:
+            `Need`: a key of the host; the bytes to allocate beyond the buffer of the
+            last copy; and the free bytes of the host, or `sys.maxsize` if none are
+            needed.
         """
         missing = max(copy_bytes(state) - self._buffer.size, 0)
         free = free_bytes() if missing else sys.maxsize  # `free_bytes` reads files
@@ -163,8 +168,9 @@ class BackgroundSaves:
         Args:
             write: `Write`, which writes the state.
             state: Sequence of `StateTensor`.
-            worker_group: `WorkerGroup` whose saves these are.
-            needs: Sequence of what `needs` has returned on each worker.
+            worker_group: `WorkerGroup` of the same workers for this thread, which
+                writes the state if there is no copy.
+            needs: Sequence of `Need`, by worker: the results of the method `needs`.
 
         Returns:
             `PendingSave`.
@@ -401,7 +407,11 @@ class _Pauses:
         self._left = most
 
     def __call__(self) -> None:
-        """Pause for as long as the processor time since the last pause requires."""
+        """Pause so that the thread uses at most 1 % of a processor.
+
+        It lasts until the time since the last pause is 100 times the processor time.
+        All pauses together take at most `most` seconds.
+        """
         used = time.thread_time() - self._used
         elapsed = time.monotonic() - self._begin
         seconds = min(used / _PROCESSOR_SHARE - elapsed, self._left)

@@ -181,9 +181,10 @@ class Backups:
         group = self._worker_group
 
         def find() -> list[int]:
-            """List the steps on worker 0; remove `OWNER_FILE` if no states are kept.
+            """On worker 0, list the steps of backups with an index, the newest first.
 
-            Other workers return an empty list.
+            Other workers return an empty list. If this run keeps no states in memory,
+            `OWNER_FILE`, by which a run finds those of earlier runs, is removed.
             """
             if not group.is_chief:
                 return []

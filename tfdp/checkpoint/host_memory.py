@@ -63,7 +63,9 @@ class HostMemory:
         self._lock: int | None = None
 
     def open(self) -> str:
-        """Create the folder, and free the memory of runs that were never resumed.
+        """Create the folder, and free the memory of runs without a save for a day.
+
+        These are other runs of this user.
 
         Returns:
             String, equal for processes that see the same folder.

@@ -114,7 +114,9 @@ def to_text(index: Index) -> str:
 
 
 def with_checksum(content: Any) -> str:
-    """Return the text of a JSON file with its format and a checksum of its content.
+    """Return a JSON text of the content, its checksum, and the format's version.
+
+    They are the values of `"content"`, `"checksum"` and `"format"`.
 
     Args:
         content: Value that JSON supports.

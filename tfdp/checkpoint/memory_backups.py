@@ -123,7 +123,9 @@ class MemoryBackups:
 
         Args:
             make_plan: Callable, as in `Backups.find_newest`.
-            at_least: Tuple, `PartName.order` of the newest backup in the directory.
+            at_least: Tuple of the newest backup in the directory: its number of
+                batches, and whether it was saved at the end of an epoch, which is later
+                than a save of the same number within one.
 
         Returns:
             Tuple of the state's `Index` and `LoadPlan`; or `None` if there is none, or
@@ -183,10 +185,11 @@ class MemoryBackups:
         )
 
         def plan() -> list[list[PartRange]]:
-            """Map the parts on this host; return the pieces that this worker lacks.
+            """Map this host's parts by `mmap`; return the pieces that this host lacks.
 
             Returns:
-                List of lists of `PartRange`, the result of `PartsReader.requests`.
+                List of lists of `PartRange`, one for each batch of variables that is
+                read.
             """
             reader.map_parts(self._memory)
             return reader.requests(load_plan.tensors)

@@ -166,6 +166,9 @@ class CompleteSave:
     def source(self, part: int, worker: int) -> int:
         """Return the worker from whose host a worker reads a part.
 
+        That is the reading worker if its own host has the part. Otherwise its rank
+        decides, which distributes the readers among the hosts.
+
         Args:
             part: Int, rank of the worker whose part it is.
             worker: Int, rank of the worker that reads.

@@ -92,9 +92,12 @@ class PartsReader:
     ) -> None:
         """Exchange the lists of requests between all workers, before `read` is called.
 
+        `read` then exchanges the pieces, one batch of variables after another.
+
         Args:
             communicator: `Communicator` of all workers.
-            requests: List, the result of `requests`.
+            requests: List, the result of `requests`: for each batch of variables, the
+                pieces that this worker lacks.
         """
         self._communicator = communicator
         own, num_workers = json.dumps(requests).encode(), len(communicator.ranks)

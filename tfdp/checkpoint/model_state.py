@@ -115,7 +115,7 @@ def replicated(
         variable.assign(reshaped(values, shape))
 
     def read_range(first: int, last: int) -> Any:
-        """Return elements `first` to `last` of this worker's share, a flat array."""
+        """Return elements `[first, last)` of this worker's range of the flat tensor."""
         return read(start + first, start + last)
 
     everything = LocalShard(0, size, lambda: read(0, size), write)
@@ -212,6 +212,9 @@ def _update_counter(group: Any) -> Any:
     """Return the counter of a Keras optimizer's updates, a variable or variable-like.
 
     Keras itself counts micro-batches if it accumulates gradients.
+
+    Args:
+        group: Keras optimizer, of one parameter group or of several.
     """
     counter = _compat.own_variables(group)[0]
     steps = group.gradient_accumulation_steps

@@ -28,11 +28,13 @@ class LoadPlan:
     Args:
         tensors: List of `StateTensor` to read into.
         left_out: List of strings, names of saved tensors that are not read.
-        clear: Callable, called before variables are written. Does nothing by default.
-        finish: Callable, called when all workers have read their shards. Does nothing
-            by default.
+        clear: Callable that clears accumulated gradients, called before variables are
+            written. Does nothing by default.
+        finish: Callable that applies what was read of compressors, called when all
+            workers have read their shards. Does nothing by default.
         arrays: Dict from names to the arrays into which callbacks' state is read.
-        label: String, a decision that must be equal on all workers. Defaults to `""`.
+        label: String, where the run resumes, `"within the epoch"` or `"at its start"`,
+            which must be equal on all workers. Defaults to `""`.
         batches: Iterable of deques of `ReadItem` with their values, which are used up.
             Defaults to none; `read_shards` sets it.
     """

@@ -189,7 +189,11 @@ def _tensor_to_read(
         """Return the shard of a local replica, by its index, which is only written."""
 
         def write(values: Any) -> None:
-            """Store the values in `restored`, by identity, array and local replica."""
+            """Keep the values in `restored`, for the reducer that traces a step.
+
+            Its keys are the digest of the state's name, the array's name, and the index
+            of the local replica.
+            """
             by_name = restored.values.setdefault(identity, {})
             by_name.setdefault(name, {})[local] = np.array(values)
 

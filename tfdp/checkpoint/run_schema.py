@@ -59,6 +59,9 @@ _WARMUP = {
 def _check_description(value: Any, where: str) -> None:
     """Raise `Malformed` unless a value is a description of data, or a list of them.
 
+    A description is a dict by the schema `_DESCRIPTION`: the kind of the data of `fit`,
+    its number of batches, its seeds, and for shared files their set.
+
     Args:
         value: Value, as JSON has it: one description for all workers, or a list with
             one description by worker.

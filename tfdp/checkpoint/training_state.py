@@ -309,7 +309,9 @@ def _common_tensors(model: Any, arrays: dict[str, np.ndarray]) -> list[StateTens
 
 
 def _accumulated_tensors(model: Any, saved_count: int) -> list[StateTensor]:
-    """Return the tensors of accumulated gradients for a backup, with the loss scale.
+    """Return the tensors of accumulated gradients for a backup.
+
+    The sums are saved as they are, multiplied by the loss scale.
 
     Args:
         model: Built Keras model.

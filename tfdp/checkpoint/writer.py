@@ -111,9 +111,11 @@ def remove_checkpoint(storage: Storage) -> None:
 
 
 def _data_folders(storage: Storage) -> list[Storage]:
-    """Return the data folders: those with the name of one and only files of saves.
+    """Return the data folders of saves in a checkpoint's directory.
 
-    The index does not list all of them: interrupted saves leave folders, too.
+    A data folder is named `data-` and a hexadecimal number, and contains no files but
+    `index.json` and those of workers, such as `worker-0.json`. The index does not list
+    all of them: interrupted saves leave folders, too.
     """
     named = [storage.below(name) for name in storage.names() if is_folder_name(name)]
     folders = [folder for folder in named if folder.is_folder()]

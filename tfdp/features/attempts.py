@@ -73,11 +73,15 @@ def restart_data(arguments: dict[str, Any]) -> None:
 def continue_callbacks(
     callbacks: Any, stack: contextlib.ExitStack, begun: Container[int] | None = None
 ) -> None:
-    """Let callbacks continue rather than begin in the next attempt.
+    """Let callbacks continue in the next attempt, without `on_train_begin`.
+
+    That is for callbacks of the user and of Keras. Those of tfdp begin anew, backup
+    callbacks with the attribute `is_again`, so that they resume a state of this call.
 
     Args:
         callbacks: The callbacks argument of the call of `fit`.
-        stack: `contextlib.ExitStack`, closed at the end of that call.
+        stack: `contextlib.ExitStack`, closed at the end of that call; it then restores
+            `on_train_begin` and `is_again`.
         begun: Container of the `id`s of the callbacks that have begun on this worker,
             or `None` for all. Defaults to `None`.
     """

@@ -97,9 +97,10 @@ class Elastic(Feature):
             ]
 
     def add_call(self, strategy: Any, facts: dict[str, str]) -> None:
-        """Record the facts in which a joining worker must agree with this worker.
+        """Count a call of `fit` or `ElasticState`; record its facts in the strategy.
 
-        It joins in the call of `fit`, or the `ElasticState`, with the same number.
+        A worker that joins must have the same facts. It joins in its own call with the
+        same number, which is one of them.
 
         Args:
             strategy: The strategy.
@@ -119,7 +120,18 @@ class Elastic(Feature):
     ) -> bool:
         """Form a new cluster of the remaining workers, if one was lost.
 
-        Arguments and result are those of `Feature.recover`.
+        Args:
+            name: String, `"fit"`, `"evaluate"` or `"predict"`.
+            model: The Keras model.
+            arguments: Dict, the arguments of the call by name; changed in place.
+            error: The error that the loop has raised.
+            stack: `contextlib.ExitStack`, closed at the end of the call.
+
+        Returns:
+            Bool, whether the loop is repeated. It is not without `on_loss="continue"`,
+            if the error is not a `ClusterChanges`, if the others have declared this
+            worker lost, if the loop cannot begin again, or if an enclosing loop
+            recovers.
         """
         strategy = strategy_of(model)
         if not isinstance(error, ClusterChanges) or not continues(strategy):
@@ -143,7 +155,11 @@ class Elastic(Feature):
         return True
 
     def after_fit(self, fit: Fit) -> None:
-        """Remember the user's callbacks that have begun on this worker."""
+        """Remember the user's callbacks that have begun, which `recover` lets continue.
+
+        In the next attempt of this `fit` on this worker they do not begin a second
+        time.
+        """
         callbacks = fit.arguments.get("callbacks")
         backups = backup_callbacks(callbacks)
         # Backup callbacks are called last: once one has begun, all others have.
@@ -241,6 +257,10 @@ def _can_begin_again(model: Any, data: Any) -> bool:
     Args:
         model: The Keras model.
         data: The first argument of the loop.
+
+    Returns:
+        Bool, `False` if an optimizer is sharded, or if the data are an iterator or
+        divided among the workers.
     """
     optimizers = [model.optimizer, *other_optimizers(model).values()]
     is_sharded = any(getattr(each, "is_sharded", False) for each in optimizers)
@@ -326,7 +346,10 @@ def _renew_optimizers(model: Any, trained: dict[str, list[Any]]) -> None:
 def _renew_weights(
     model: Any, divides: list[tuple[DistributedOptimizer, list[Any]]]
 ) -> None:
-    """Divide sharded weights among the new replicas; make the others equal.
+    """Divide sharded weights among the new replicas; the others become worker 0's.
+
+    Sharded weights are zeros until a state is loaded. The others count as new
+    variables: the strategy later broadcasts worker 0's values.
 
     Args:
         model: The Keras model.

@@ -211,13 +211,19 @@ class ElasticState:
         self._is_entered = elastic.FEATURE.is_in_loop = is_entered
 
     def _explaining(self) -> contextlib.AbstractContextManager:
-        """Return a context that raises the change of workers behind an error."""
+        """Return a context that raises errors caused by a lost worker as `WorkerLost`.
+
+        Other errors are raised unchanged.
+        """
         if self._strategy is None:
             return contextlib.nullcontext()
         return self._strategy.extended.explaining()
 
     def _is_recoverable(self, change: ClusterChanges) -> bool:
-        """Return whether this worker may continue after a change of the workers."""
+        """Return whether this worker may continue after a change of the workers.
+
+        It may with `on_loss="continue"`, unless the others have declared it lost.
+        """
         return self._continues and not elastic.is_declared_lost(self._strategy, change)
 
     def _change_behind(self, error: Exception) -> ClusterChanges | None:
@@ -326,7 +332,7 @@ class ElasticState:
         return True
 
     def _close(self) -> None:
-        """Close the states in memory if a load opened them; wait for their copies."""
+        """Close the `MemoryBackups` of `_load`, if any, once its copies are sent."""
         if "_memory" in vars(self):
             self._memory.close()
 
@@ -371,7 +377,12 @@ class ElasticState:
             self._backups.save(self._num_commits, tensors, run)
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments that must be the same on all workers."""
+        """Return the arguments of `ElasticState` that must be the same on all workers.
+
+        Returns:
+            Dict with `"directory"`, `"disk_every"` and `"values"`, the names of the
+            values.
+        """
         return {
             "directory": self._directory,
             "disk_every": self._disk_every,

@@ -71,9 +71,10 @@ class Warmup(StepFeature):
             variable.assign(value)
 
     def leave(self, optimizer: Any) -> None:
-        """End a warmup after its last factor was multiplied into the learning rate.
+        """End a warmup whose last factor the learning rate contains already.
 
-        A schedule cannot hold the factor, so with a schedule the warmup stays active.
+        The caller has multiplied it, or the rate was restored after the warmup. A
+        schedule cannot hold the factor, so with a schedule the warmup stays active.
 
         Args:
             optimizer: `DistributedOptimizer`.
@@ -83,7 +84,12 @@ class Warmup(StepFeature):
             self.set(None)
 
     def schedule(self, group: ParamGroup) -> Schedule:
-        """Implements `StepFeature.schedule`: the group's own rate times the factor."""
+        """Implements `StepFeature.schedule`: multiply the rate by the warmup's factor.
+
+        Returns:
+            `Schedule` of the group's own learning rate times the factor at this update;
+            and of the factor's growth, or `None` if momentum needs no correction.
+        """
         optimizer = group.optimizer
         rate = tf.convert_to_tensor(optimizer.learning_rate)
         updates = tf.convert_to_tensor(optimizer.iterations)

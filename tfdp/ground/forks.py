@@ -203,7 +203,11 @@ def _call_in_owner(owner: Owner, function: Callable, args: tuple, kwargs: dict) 
 
 
 def _enter_fork() -> None:
-    """Discard the parent's exit functions and connections, and run the hooks."""
+    """Prepare a forked process, before any other code runs in it.
+
+    The parent's exit functions and connections are discarded. Then the functions run
+    that were passed to `in_forks`, in that order.
+    """
     # The parent's garbage is kept, too: deleting a function of TensorFlow needs threads
     # that do not exist in a forked process.
     gc.freeze()

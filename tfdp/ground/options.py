@@ -207,7 +207,10 @@ class CommunicationOptions:
 
     @property
     def adapts_buckets(self) -> bool:
-        """Bool, whether buckets shrink for small models, as the default size does."""
+        """Bool, whether buckets shrink for small models, as the default size does.
+
+        It is true if `bucket_mb` is 25.0 or `"auto"`.
+        """
         return self._largest_mb == DEFAULT_BUCKET_MB
 
     @property
@@ -284,8 +287,12 @@ def _check_compression(value: Any) -> None:
 def _check_whole_buckets(levels: Mapping[str, Any]) -> None:
     """Raise if a compressor that needs whole buckets would get parts of them.
 
+    It would on the inner level, and on the outer level if the inner level has a
+    compressor, too. Such a compressor has a false `cuts_buckets`.
+
     Args:
-        levels: Mapping from `"inner"` and `"outer"` to a compression.
+        levels: Mapping from `"inner"`, inside nodes, and `"outer"`, across nodes, to a
+            compression; a level may be missing.
     """
     inner, outer = levels.get("inner"), levels.get("outer")
     is_alone = not feeds_back(inner)

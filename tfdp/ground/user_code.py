@@ -76,7 +76,7 @@ def is_first_time(topic: str, about: Any) -> bool:
 
 
 def forget_topics() -> None:
-    """Forget all recorded topics, for tests."""
+    """Forget which warnings `warn` and `is_first_time` have recorded, for tests."""
     _topics.clear()
 
 
@@ -196,5 +196,9 @@ def _is_of_user(frame: types.FrameType) -> bool:
 
 
 def is_of_user(path: str) -> bool:
-    """Return whether a file, by its name in Python's form, is the user's code."""
+    """Return whether a file is the user's: not of Python, tfdp or an installed package.
+
+    Args:
+        path: String, the name of the file as in `co_filename` of a code object.
+    """
     return not path.startswith(_LIBRARIES) and not path.startswith("<frozen")

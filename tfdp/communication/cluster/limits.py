@@ -106,7 +106,8 @@ def _check_threads(*, connects: bool) -> None:
     """Raise `ValueError` if one more worker exceeds this user's limit of threads.
 
     Args:
-        connects: Bool, whether tfdp connects the workers, as in `needed_files`.
+        connects: Bool, whether tfdp connects the workers, rather than TensorFlow's
+            server, which needs further threads.
     """
     limit, needed = limit_of_threads(), needed_threads(connects=connects)
     if limit is None:

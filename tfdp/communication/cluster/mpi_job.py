@@ -179,7 +179,8 @@ class MpiJob:
             sends: Sequence of MPI requests.
             receives: Sequence of MPI requests.
             memory: Object that keeps the buffers of the requests alive.
-            comm: MPI communicator or `None`, one that is no longer used.
+            comm: MPI communicator that is no longer used, or `None`. It is not freed;
+                `finish_kept_requests` receives what arrives on it.
         """
         with self._pending_lock, self.lock:
             self._pending = [each for each in self._pending if not each.is_over()]

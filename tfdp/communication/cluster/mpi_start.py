@@ -187,12 +187,13 @@ def _another_mpi(launched: LaunchedRank, library: str, launcher: str) -> str:
 def _initialize(
     mpi: Any, launched: LaunchedRank | None, timeout_seconds: float | None
 ) -> None:
-    """Run MPI_Init with a guard process, since it may block without a timeout.
+    """Run MPI_Init; a guard process kills this one if that exceeds the timeout.
 
     Args:
         mpi: The module `mpi4py.MPI`.
-        launched: `LaunchedRank` of this process, or `None`.
-        timeout_seconds: Float, or `None` for five minutes.
+        launched: `LaunchedRank` of this process, for the message; or `None`.
+        timeout_seconds: Float, time after which the guard prints a message and kills
+            this process; or `None` for five minutes.
     """
     limit = timeout_seconds or _DEFAULT_START_SECONDS
     place = f"rank {launched.rank} of {launched.size}" if launched else "this process"

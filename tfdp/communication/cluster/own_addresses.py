@@ -76,7 +76,10 @@ def _addresses_of_interfaces() -> list[str]:
 
 
 def _is_usable(text: str) -> bool:
-    """Whether other hosts may reach an IP address."""
+    """Whether a text is an IP address that other hosts may reach.
+
+    Loopback, link-local, multicast and unspecified addresses are not.
+    """
     address = ip_address(text)
     return address is not None and not (
         address.is_loopback
@@ -250,7 +253,7 @@ def call_at_once(
     results: dict[_Item, _Result] = {}
 
     def call(item: _Item) -> None:
-        """Store the result of one call."""
+        """Store `function(item)` in `results`; nothing is stored if it raises."""
         results[item] = function(item)
 
     # The threads are daemons, because a look-up of a host name cannot be interrupted

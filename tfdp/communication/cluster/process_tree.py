@@ -154,8 +154,9 @@ def kill_processes(sessions: Collection[int], job: str = "") -> None:
     """Kill processes with SIGKILL until none is left, for at most five seconds.
 
     Args:
-        sessions: Ids of sessions, as for `find_processes`.
-        job: String, as for `find_processes`. Defaults to none.
+        sessions: Ids of sessions, whose processes and descendants are killed.
+        job: String; processes with this text in their `TF_CONFIG` are killed, too.
+            Defaults to `""`, for none.
     """
     deadline = time.monotonic() + _KILL_SECONDS
     while processes := find_processes(sessions, job):

@@ -164,8 +164,8 @@ class Cluster:
     def may_grow(self) -> bool:
         """Bool, whether workers that are not in `workers` may join the job.
 
-        A launcher on several machines gives the workers of such a job a secret that no
-        other job has.
+        They may if both `elastic` and `secret` are set. A launcher on several machines
+        gives the workers of such a job a secret that no other job has.
         """
         return self.elastic is not None and self.secret is not None
 

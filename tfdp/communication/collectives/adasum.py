@@ -82,12 +82,12 @@ def adasum_across_nodes(
     all-gathers.
 
     Args:
-        tensor: As for `adasum`.
+        tensor: Flat tensor of known shape, the same on every replica.
         group: A `ProcessGroup` with equally large `nodes`.
         replica: Int, index of the calling replica among the local ones.
-        sizes: As for `adasum`.
+        sizes: Sequence of ints, numbers of elements of the gradients in `tensor`.
         channel: Int, index of a chain of the `LaunchOrder`. Defaults to `0`.
-        is_alone: Bool, as for `collectives.ring`; it makes no difference.
+        is_alone: Bool, ignored; an argument that all algorithms have.
         inner_dtype: `tf.DType` in which elements travel inside nodes, or `None`.
             Defaults to `None`.
         outer_dtype: `tf.DType` in which elements travel across nodes, or `None`.
@@ -124,12 +124,13 @@ class _Groups:
         caller: `Member` of the group of all replicas.
         member: Int, the index of the caller's member.
         num_members: Int, number of members.
-        pairs: Dict from a distance between members to the group of two replicas with
-            the same slice, for each local replica.
+        pairs: Dict from a distance between members to `Pairs`: for each local replica,
+            its group of the two replicas with the same slice in a pair of members.
         is_swapped: Dict from a distance to whether the lower member is second in the
             caller's pair.
-        blocks: Dict from a distance to the group of all replicas, with all slices,
-            whose gradients a pair at this distance combines.
+        blocks: Dict from a distance to `Pairs`: for each local replica, the group of
+            the replicas that hold all parts of the two gradients combined at this
+            distance, over which dot products are summed.
     """
 
     caller: Member

@@ -271,7 +271,11 @@ def _in_phases(algorithm: str, docstring: str) -> Callable[..., tf.Tensor]:
         is_alone: bool = True,
         reduce_dtype: tf.DType | None = None,
     ) -> tf.Tensor:
-        """All-reduce in the two phases of `algorithm`; has the arguments of `ring`."""
+        """All-reduce in the two phases of `algorithm`; has the arguments of `ring`.
+
+        `is_alone`, whether hardly any other collective runs at the same time, is
+        ignored.
+        """
         del is_alone
         member = Member(group, replica, channel, reduce_dtype)
         return in_two_phases(tensor, member, *PHASES[algorithm])
@@ -320,8 +324,10 @@ def hierarchical(
         tensor: Tensor of known shape, the same on every replica.
         group: A `ProcessGroup` with equally large `nodes`.
         replica: Int, index of the calling replica among the local ones.
-        channel: Int, index of a chain of the `LaunchOrder`. Defaults to `0`.
-        is_alone: Bool, as for `ring`. Defaults to `True`.
+        channel: Int. Collectives of one channel run one after another on a device, see
+            `LaunchOrder`. Defaults to `0`.
+        is_alone: Bool, whether hardly any other collective runs at the same time.
+            Defaults to `True`.
         inner: `Level` inside a node.
         outer: `Level` across nodes.
 

@@ -293,7 +293,10 @@ class Queues:
 
 
 class _CollectiveQueues(Queues):
-    """Queues of one replica for collectives, whose numbers restart per generation.
+    """Queues of one replica: of its requests for collectives, and of their results.
+
+    The number of a request counts from the last graph call that has failed. Its high
+    bits are the number of failed calls, its generation.
 
     Args:
         device: String, the CPU that holds the queues.

@@ -47,7 +47,12 @@ class Member:
         return self.group.position(self.replica)
 
     def inside(self, groups: Sequence[ProcessGroup | None]) -> Member:
-        """Return the replica as a `Member` of its subgroup in the result of `split`."""
+        """Return the replica as a `Member` of its subgroup.
+
+        Args:
+            groups: Sequence with the subgroup of each local replica, as `group.split`
+                returns it; that of this replica is not `None`.
+        """
         group = groups[self.replica]
         assert group is not None
         return dataclasses.replace(self, group=group)
@@ -78,8 +83,9 @@ class Member:
 
         Args:
             tensor: Tensor of rank one or more, the same shape on every replica.
-            size: Scalar int32 tensor from `padded_length`, where the length of
-                `tensor` is known only at run time. Defaults to `None`.
+            size: Scalar int32 tensor, where the length of `tensor` is known only at run
+                time: the index that `padded_length` returns with that length. Defaults
+                to `None`.
 
         Returns:
             A tensor whose first axis is `group.size` times as long, in the order
@@ -183,6 +189,8 @@ class Member:
 
 def padded_length(length: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Round a length up to one of the lengths that collectives may have.
+
+    These are 1 to 16, and then 8 up to each power of two: 18, 20, ..., 32, 36, ..., 64.
 
     Args:
         length: Scalar int32 tensor, the same on every replica.

@@ -21,7 +21,8 @@ class ProcessCollectives:
 
     Each method takes `arrays`, the flat arrays of these replicas in the order of
     positions; `source`, the position of the source, which only a broadcast uses; and
-    `tag`, the same on all workers. It returns one tensor for each replica.
+    `tag`, an int that identifies the collective on all workers. It returns one tensor
+    for each replica.
 
     Args:
         workers: Sequence of ints, the rank of the worker of each position. The

@@ -130,7 +130,17 @@ class ProcessTransport:
     def run(
         self, kind: str, tensor: tf.Tensor, call: Call, source: int = 0
     ) -> tf.Tensor:
-        """Run a collective in the lane of its group and channel; see `Transport`."""
+        """Run a collective in the lane of its group and channel.
+
+        Args:
+            kind: String, such as `"all_reduce"`; `Transport.run` describes all kinds.
+            tensor: Tensor that is not empty.
+            call: `Call`, the group, the calling replica and its channel.
+            source: Int, the position of a broadcast's source. Defaults to `0`.
+
+        Returns:
+            Tensor, the result on the calling replica.
+        """
         lane = self._lane(call.group, call.channel % self.num_channels)
         key_kind = f"{kind} from {source}" if kind == "broadcast" else kind
         key = dataclasses.replace(call, size=None).key(key_kind, tensor)

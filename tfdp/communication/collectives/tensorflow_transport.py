@@ -62,7 +62,14 @@ class TensorFlowTransport:
         return back(result)
 
     def _collective(self, kind: str, tensor: tf.Tensor, call: Call) -> tf.Tensor:
-        """Run a collective other than a broadcast; the arguments are those of `run`."""
+        """Run a collective other than a broadcast.
+
+        Args:
+            kind: String, `"all_reduce"`, `"all_gather"`, `"all_to_all"` or
+                `"reduce_scatter"`.
+            tensor: Tensor that is not empty.
+            call: `Call`, the group, the calling replica and its channel.
+        """
         options: dict[str, Any] = {}
         name = kind
         if kind in ("all_reduce", "reduce_scatter"):

@@ -38,7 +38,8 @@ class Collective:
             time.
         replica: Int, index of the calling replica among the local ones.
         values: Variable of shape `[3]`, float64: begin and end in seconds; then the
-            bytes, or the time of the first use of the result.
+            time of the first use of the result if `is_awaited`, or the bytes of the
+            tensor if `num_bytes` is -1, or 0.
         label: String, what is communicated, such as `"bucket 0"`.
         group_size: Int, number of replicas in the group.
         chain: Int that identifies a chain, whose collectives run one after another.
@@ -138,9 +139,10 @@ class Recorder:
         return [row for row in self.rows if isinstance(row, Collective)]
 
     def gather(self) -> None:
-        """Copy the values of all rows into one variable, at the end of a traced step.
+        """Copy the values of all `rows` into one variable, at the end of a traced step.
 
-        Python then reads one variable per step instead of one per row.
+        A row is a recorded collective or mark. `read` then reads one variable per step
+        instead of one per row.
         """
         if not self.rows:
             return
@@ -191,7 +193,10 @@ def labelled(label: str) -> Iterator[None]:
 
 
 def current_label() -> str | None:
-    """Return the label of the collectives that this thread traces, or `None`."""
+    """Return the label of the collectives that this thread traces, or `None`.
+
+    `labelled` sets it for a block, to a string such as `"bucket 0"`.
+    """
     return step_context.current().label
 
 

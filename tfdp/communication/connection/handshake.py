@@ -122,6 +122,11 @@ def accept_steps(secret: str, service: str, claim_bytes: int = 0) -> Steps:
         service: String, name of the service of this end, at most 25 characters.
         claim_bytes: Int, length of the dialer's claim. Defaults to 0.
 
+    Returns:
+        Generator that yields bytes to send, or the largest number of bytes to receive,
+        which are then sent to the generator. It returns `Authenticated`: the dialer's
+        claim and the keys of the connection.
+
     Raises:
         ConnectionFailed: If the other end has ended the connection.
         UnauthenticatedPeer: If the other end has another secret.

@@ -181,7 +181,12 @@ def check_same_variables(
 
 
 def variables_fact(variables: Sequence[Any], verb: str) -> SharedFact:
-    """Return a `SharedFact` of variables, as for `check_same_variables`."""
+    """Return a `SharedFact` of variables, which workers compare in order.
+
+    Args:
+        variables: Sequence of variables.
+        verb: String, the worker's action on them, for the error, such as `"trains"`.
+    """
     items = [(signature_of(variable), _describe(variable)) for variable in variables]
     problem = "Workers have different models. Build the same one on every worker."
     if verb == "creates":
@@ -191,7 +196,14 @@ def variables_fact(variables: Sequence[Any], verb: str) -> SharedFact:
         )
 
     def explain(rank: int, index: int, first: str, other: str) -> str:
-        """Return the error that names the first variable that differs."""
+        """Return the error that names the first variable that differs.
+
+        Args:
+            rank: Int, the worker that differs from worker 0.
+            index: Int, position of the variable.
+            first: String, description of worker 0's variable at this position.
+            other: String, that of the other worker's variable.
+        """
         return (
             f"{problem} First difference, variable {index}: worker 0 {verb} {first}, "
             f"worker {rank} {verb} {other}."
@@ -239,7 +251,14 @@ def check_same_plan(worker_group: WorkerGroup, plan: BucketPlan) -> None:
     ]
 
     def explain(rank: int, position: int, first: str, other: str) -> str:
-        """Return the error that names the first gradient that differs."""
+        """Return the error that names the first gradient that differs.
+
+        Args:
+            rank: Int, the worker that differs from worker 0.
+            position: Int, position of the gradient in the plan.
+            first: String, name of worker 0's gradient at this position.
+            other: String, name of the other worker's gradient.
+        """
         return (
             "Workers would reduce the gradients of a model in different orders. Call "
             "its layers in the same order on every worker. First difference, gradient "
@@ -277,7 +296,12 @@ def check_same_program(
     """
 
     def whole() -> list:
-        """Return what `_explain_program` needs of this worker's step."""
+        """Return the conversions and operations of this step, to explain a difference.
+
+        Returns:
+            List of `conversions`, and a dict from each signature to a list of the
+            number of operations that have it and a description of the first.
+        """
         counts = collections.Counter(signatures)
         firsts = {s: i for i, s in reversed([*enumerate(signatures)])}
         return [
@@ -319,7 +343,13 @@ def _explain_program(topic: str, programs: dict[int, list]) -> str:
 
 
 def _first_excess(own: dict[str, list], others: dict[str, list]) -> str:
-    """Describe the first operation that others have less often, or `"nothing"`."""
+    """Describe the first operation that others have less often, or `"nothing"`.
+
+    Args:
+        own: Dict from each signature of a worker's operations to a list of their number
+            and a description; the order decides which operation is the first.
+        others: Dict, the same of another worker.
+    """
     excess = (text for s, (n, text) in own.items() if n > others.get(s, [0])[0])
     return next(excess, "nothing")
 
@@ -334,7 +364,9 @@ def _fact_of_items(
     Args:
         name: String, noun for the items.
         items: Sequence of pairs of a value to compare and its description.
-        describe: Callable, from the result of `_first_difference` to an error's text.
+        describe: Callable that returns the error's text from the rank of the worker
+            that differs from worker 0, the position of the item, and the descriptions
+            of the item on worker 0 and on that worker.
     """
 
     def explain(lists: dict[int, list]) -> str:

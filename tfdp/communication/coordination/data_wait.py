@@ -30,9 +30,10 @@ class ReadCounts(NamedTuple):
 class DataWait:
     """Time that this process has waited for one batch; thread-safe.
 
-    `reading` records reads by Python. Reads by steps are counted in the graph, and
-    compared when `seconds` is called. At the end of the data, a requested batch is
-    never received, so such a difference counts only while TensorFlow runs.
+    `reading` records reads by Python. Steps count the batches that they have requested
+    and received in the graph; while the numbers differ, a step waits. At the end of the
+    data, a requested batch is never received, so that they are compared only while
+    TensorFlow runs.
 
     Example:
 

@@ -106,8 +106,9 @@ def _ranks_that_differ(values: Sequence[Any], *, are_digests: bool) -> list[int]
 
     Args:
         values: Sequence of a fact's value or digest on each worker.
-        are_digests: Bool, whether each value is looked at: what digests are of may be
-            equal, such as 1 and 1.0. Otherwise at most one rank is returned.
+        are_digests: Bool, whether `values` are digests. Then the caller compares the
+            values themselves, which may be equal, such as 1 and 1.0, so one rank is
+            returned for each digest. Otherwise at most one rank is returned.
     """
     ranks = [
         rank

@@ -90,7 +90,10 @@ class TracedCollectives:
         return _SEPARATOR.join(each.form for each in self._plan(loop))
 
     def _plan(self, loop: str) -> list[TracedCollective]:
-        """Return the collectives of a loop's step, the function that has most."""
+        """Return the collectives of a loop's step, in order; empty if it has none.
+
+        Of the functions traced in the loop, the step is that with most collectives.
+        """
         plans = self._plans.get(loop)
         if plans is None:
             return []
@@ -128,10 +131,13 @@ def recorded_steps(
     waits_for_data: bool,
     traced: TracedCollectives,
 ) -> list[RecordedCollective]:
-    """Return the last steps with collectives of TensorFlow, as entries of a record.
+    """Return an entry of a flight record for each step with collectives of TensorFlow.
+
+    An entry names the largest collective of the step, and has the bytes of all.
 
     Args:
-        steps: Sequence of `ComputedStep` of this worker; outside of a loop, a call.
+        steps: Sequence of `ComputedStep`, the last ones of this worker; a call of
+            TensorFlow outside of Keras's loops is a step whose `loop` is `""`.
         num_workers: Int, number of workers of the job.
         waits_for_data: Bool, whether this worker waits for a batch: it has not entered
             the collectives of its step then.

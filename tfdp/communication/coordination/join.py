@@ -292,7 +292,8 @@ def _join(
         timeout_seconds: Float or `None`, longest wait for the other workers.
         origin: `Cluster` of all workers that the job may have, or `None` for `cluster`.
         generation: Int, number of previous clusters of the job. Defaults to 0.
-        may_run_already: Bool, as in `Membership.join`. Defaults to `False`.
+        may_run_already: Bool, whether the missing workers may be in a later cluster of
+            the job. Defaults to `False`.
 
     Returns:
         `Membership` of this process in the cluster.
@@ -318,7 +319,12 @@ def resolver_of_environment(cluster: Cluster | None) -> Any:
     """Return the resolver that TensorFlow would use for a process that trains alone.
 
     Args:
-        cluster: `Cluster` of this process, or `None`.
+        cluster: `Cluster` of this process, which is used if `TF_CONFIG` has no task; or
+            `None`.
+
+    Returns:
+        `TFConfigClusterResolver` if `TF_CONFIG` has a task; else a
+        `SimpleClusterResolver` of `cluster`, or of no tasks if that is `None`.
     """
     text = os.environ.get("TF_CONFIG", "").strip()
     config = json.loads(text) if text else {}

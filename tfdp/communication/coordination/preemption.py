@@ -147,10 +147,13 @@ class PreemptionWatch:
         return any(notices)
 
     def is_given_to_all(self, step: int) -> bool:
-        """Return whether all workers have a notice; wait shortly if some have none.
+        """Return whether all workers have a notice. All workers call it together.
+
+        If some had none when the workers were last asked, this waits 0.2 seconds for
+        their notices, and asks again.
 
         Args:
-            step: Int, as in `is_given`.
+            step: Int, the same on all workers, never less than before.
         """
         if not self.are_all_given:
             time.sleep(_NOTICES_SECONDS)

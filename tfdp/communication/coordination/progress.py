@@ -234,7 +234,10 @@ class ProgressRecorder:
         self._restarted_at = time.perf_counter()
 
     def reduction_traced(self, signature: str) -> None:
-        """Record a reduction of a traced step; the order does not matter.
+        """Add a reduction to the checksum of those that this worker has traced.
+
+        Workers compare the checksum to find one that has traced other reductions, in
+        whatever order.
 
         Args:
             signature: String, the same on all workers of the reduction.
@@ -258,7 +261,11 @@ class ProgressRecorder:
         )
 
     def spans(self) -> list[Span]:
-        """Return the last places of this worker, in order; thread-safe."""
+        """Return where this worker's script has been, and how long; thread-safe.
+
+        Returns:
+            List of `Span` in order, one for each of the last 512 changes of progress.
+        """
         offset = wall_offset()
         found = [
             (_describe(_Loop(*fields) if fields else None, topic), begin + offset)
@@ -304,7 +311,16 @@ class ProgressRecorder:
 
 
 def _describe(loop: _Loop | None, topic: str) -> str:
-    """Describe a place in a loop of Keras, in an all-gather of texts, or in both."""
+    """Describe a place in a loop of Keras, in an all-gather of texts, or in both.
+
+    Args:
+        loop: `_Loop`, or `None` outside of loops.
+        topic: String, the topic of the all-gather, or `""` outside of all-gathers.
+
+    Returns:
+        String, such as `"'preemption' in the callbacks of step 3 of epoch 1 of fit"`;
+        `""` outside of both.
+    """
     where = "" if loop is None else str(loop)
     if topic:
         where = f"{topic!r}" + (f" in {where}" if where else "")

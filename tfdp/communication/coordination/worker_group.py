@@ -198,7 +198,8 @@ class WorkerGroup:
             gathering: `Gathering`, in which this worker has sent its own text.
             limit: Float or `None`, longest wait in seconds.
             topic: String, subject of the values, for messages.
-            check: Callable, as for `all_gather`.
+            check: Callable, called every few seconds with the rank of each missing
+                worker. It may raise a `ValueError`, which withdraws this call.
 
         Returns:
             List of strings, by rank.
@@ -292,9 +293,10 @@ class WorkerGroup:
 
 
 class Mailbox:
-    """Mailbox on worker 0 for texts of the other workers, by number and rank.
+    """Mailbox on worker 0, to which the other workers send numbered texts.
 
-    All workers must create their mailboxes in the same order.
+    Worker 0 receives a text by its number and its sender's rank, which removes it. All
+    workers must create their mailboxes in the same order.
 
     Args:
         worker_group: `WorkerGroup` between the workers.

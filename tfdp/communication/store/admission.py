@@ -184,11 +184,13 @@ def ask_workers(
 
     Args:
         cluster: `Cluster`, whose task is that of this process, if it applies.
-        workers: Sequence of strings, `"host:port"` of each worker to ask.
+        workers: Sequence of strings, `"host:port"` of each worker; at most 32 of them,
+            drawn at random, are asked.
         applies: Bool, whether this process applies to join. Defaults to `False`.
 
     Returns:
-        `JobState`, or `None`, as `ask_job`.
+        `JobState` of the latest generation among the answers, or `None` if no answer is
+        of a job that has started.
     """
     admission = Admission.of(cluster)
     own = cluster.workers[cluster.rank].encode()
@@ -224,7 +226,11 @@ def _is_one_machine(hosts: Sequence[str]) -> bool:
 
 
 def local_name(worker: str) -> str:
-    """Return the name of a worker's abstract Unix socket, which leaves no file."""
+    """Return the name of a worker's abstract Unix socket, which leaves no file.
+
+    Args:
+        worker: String, its `"host:port"`; the name has only the port, and not the job.
+    """
     _, port = split_address(worker)
     return f"\0tfdp-store-{port}"
 

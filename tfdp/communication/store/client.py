@@ -268,7 +268,9 @@ class Store:
             self._waiting.pop(pending.number, None)
 
     def _read(self, connection: Connection) -> bool:
-        """Read what the host has sent; called on the acceptor's thread.
+        """Handle what the host has sent: answers, news of workers, changes of the copy.
+
+        Called on the acceptor's thread.
 
         Returns:
             Bool, false at the end of the connection.
@@ -282,7 +284,13 @@ class Store:
         return True
 
     def _receive(self, message: dict[str, Any]) -> None:
-        """Handle a message of the host: an answer, news, or a change of the copy."""
+        """Handle a message of the host.
+
+        An answer completes the request that waits for it. A report for all workers is
+        passed to `news`. This worker begins a copy of the store when it becomes the
+        standby, applies and acknowledges each change, and drops the copy when another
+        worker is the standby.
+        """
         match message:
             case {"id": number}:
                 with self._lock:

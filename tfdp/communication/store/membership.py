@@ -324,13 +324,18 @@ class Membership:
     def _report_missing(
         self, ranks: list[int], reason: str, begin: float, timeout_seconds: float | None
     ) -> None:
-        """Warn of missing workers; raise `TimeoutError` at the timeout, or `JobRuns`.
+        """Warn of missing workers, and return; or raise, if the wait is over.
 
         Args:
             ranks: List of ints, the missing workers.
             reason: String, why the last connection has failed, or `""` if none has.
             begin: Float, time of the beginning of `join`.
             timeout_seconds: Float or `None`, see `join`.
+
+        Raises:
+            JobRuns: If a worker answers that the job runs. Workers are asked at most
+                once a second, and only with `may_run_already`.
+            TimeoutError: If `timeout_seconds` have passed since `begin`.
         """
         if self._may_run_already and self._asked_at + _WAIT_SECONDS < time.monotonic():
             self._asked_at = time.monotonic()
@@ -377,7 +382,14 @@ class Membership:
             raise ValueError(self._wrong_peer(rank, error)) from None
 
     def watch(self, connection: Connection, read: Callable[[], bool]) -> None:
-        """Implement `Hosts.watch` by the acceptor of this process."""
+        """Call `read` on the acceptor's thread whenever a connection has data.
+
+        Implements `Hosts.watch`.
+
+        Args:
+            connection: `Connection` of this process.
+            read: Callable that reads from it, and returns false at its end.
+        """
         self._acceptor.watch(connection, read)
 
     def host(self, contents: Contents) -> None:
@@ -397,9 +409,11 @@ class Membership:
             )
 
     def _accept(self, sock: socket.socket, authenticated: Authenticated) -> None:
-        """Handle the authenticated connection of a member, or of a process that asks.
+        """Handle an authenticated connection; called on the acceptor's thread.
 
-        Called on the acceptor's thread.
+        A worker of this cluster is added to the store, if this process hosts it. A
+        process that asks for the job's state, or applies to join, receives that state.
+        Any other connection is closed.
         """
         # Without a secret, the user of a Unix socket's other end proves that a worker
         # may join.

@@ -28,7 +28,7 @@ class Receiver(Protocol):
         """Bool, whether bytes wait to be sent."""
 
     def send_encoded(self, text: bytes) -> object:
-        """Send a message that `encode` has encoded."""
+        """Send a message that `encode` has encoded; the result is not used."""
 
 
 class Replication:

@@ -142,6 +142,10 @@ class Server:
     ) -> None:
         """Add a worker's connection, or refuse it; called on the acceptor's thread.
 
+        It is refused if the store is closed, or the job has no such worker, has it
+        already, or has started and lost it. The worker receives the reason, and the
+        socket is closed.
+
         Args:
             acceptor: `Acceptor` whose thread serves the connection.
             sock: `socket.socket`, after the handshake.
@@ -321,7 +325,13 @@ class Server:
         self._reply(member, number, encode(answer))
 
     def _reply(self, member: _Member, number: int, body: bytes) -> None:
-        """Answer request `number` as `_answer` does; `body` has the encoded fields."""
+        """Answer a member's request, once the standby has the changes.
+
+        Args:
+            member: `_Member` that has sent the request.
+            number: Int, id of the request, which is added to the answer.
+            body: Bytes, the encoded JSON object of the answer's other fields.
+        """
         fields = body[1:] if body == b"{}" else b"," + body[1:]
         self._replication.answer(member, b'{"id":%d' % number + fields)
 
@@ -415,7 +425,14 @@ class Server:
     def _gather(
         self, request: Request, key: str, text: str, is_of_living: bool
     ) -> None:
-        """Add a member's text; answer all with all texts once each has sent its own."""
+        """Add a member's text; answer all with all texts once each has sent its own.
+
+        Args:
+            request: `Request` of the member.
+            key: String, identity of the all-gather.
+            text: String, the member's text.
+            is_of_living: Bool, whether lost workers need not send a text.
+        """
         gather = self._gathers.setdefault(key, _Gather(is_of_living=is_of_living))
         rank = request[0]
         gather.texts[rank], gather.requests[rank] = text, request

@@ -52,7 +52,13 @@ class CloseReason:
 
 
 class Registry(Protocol):
-    """Interface by which connections exchange the reasons that they are closed."""
+    """Interface by which connections exchange the reasons that they are closed.
+
+    `Mesh` implements it: the reasons travel over one control connection to each peer.
+
+    Attributes:
+        rank: Int, rank of this worker.
+    """
 
     rank: int
 

@@ -22,7 +22,11 @@ _ENDED = _PEER_CLOSED | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class Link(Protocol):
-    """Interface of a connection that a flow needs."""
+    """Interface of a connection that a flow needs: its socket, and why it has ended.
+
+    Attributes:
+        sock: Connected `socket.socket`.
+    """
 
     sock: socket.socket
 
@@ -275,7 +279,11 @@ def run(flows: Sequence[Flow]) -> None:
 
 
 def _wait(flows: Sequence[Flow]) -> None:
-    """Wait for an event on the connection of any flow, and handle it."""
+    """Wait until a connection can move data again or has ended; handle all such events.
+
+    Raises:
+        PeerLost: If a connection has ended, and no data is left to read.
+    """
     poll = select.poll()
     watched = {}
     for flow in flows:

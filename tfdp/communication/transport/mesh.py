@@ -76,7 +76,7 @@ class Store(Protocol):
     """Interface of a job's key-value store, with the addresses of its workers."""
 
     def put(self, key: str, text: str) -> None:
-        """Set the text of a key, once."""
+        """Set the text of a key; a `Mesh` sets no key twice."""
 
     def get(self, key: str, timeout_seconds: float) -> str:
         """Wait until a key has a text, and return it.

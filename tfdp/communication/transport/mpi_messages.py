@@ -273,7 +273,11 @@ class MpiMessages:
             backoff.pause()
 
     def _handle_complete_requests(self) -> bool:
-        """Poll MPI once, and handle complete requests; return whether any was."""
+        """Poll MPI once for complete requests; return whether there were any.
+
+        They are removed from the pending ones, and `then` of each is called with its
+        status: after a header it starts the exchange of large data.
+        """
         mpi = self._job.mpi
         while len(self._statuses) < len(self._pending):
             self._statuses.append(mpi.Status())

@@ -95,7 +95,13 @@ class QuorumMember:
             return result
 
     def close(self, reason: str = "", close_reason: CloseReason | None = None) -> None:
-        """Close the connections, as `Connection.close`; subclasses implement this."""
+        """Close the connections to other workers; subclasses implement this.
+
+        Args:
+            reason: String, sent to the other ends. Defaults to `""`, a standard text.
+            close_reason: `CloseReason` to send instead, if another worker or an error
+                is the cause; or `None`, the default.
+        """
         raise NotImplementedError
 
     def _contribute(self, share: Share) -> None:
@@ -134,7 +140,13 @@ class QuorumFollower(QuorumMember):
         start_thread("tfdp quorum", self._read)
 
     def close(self, reason: str = "", close_reason: CloseReason | None = None) -> None:
-        """Close the connection to worker 0, as `Connection.close` does."""
+        """Close the connection to worker 0.
+
+        Args:
+            reason: String, sent to worker 0. Defaults to `""`, a standard text.
+            close_reason: `CloseReason` to send instead, if another worker or an error
+                is the cause; or `None`, the default.
+        """
         self._link.close(reason, close_reason)
 
     def _contribute(self, share: Share) -> None:

@@ -308,7 +308,11 @@ class RoundLeader(Rounds):
                 self._answer(member, Reply(self._version, is_made=False))
 
     def resume(self) -> None:
-        """Restart rounds, after all workers have synchronized their state."""
+        """Run rounds again after `pause`, once all workers have synchronized.
+
+        The count of rounds begins at zero, late contributions are dropped, and all
+        connected workers take part again.
+        """
         with self._changed:
             self._generation += 1
             self._version = 0
@@ -320,7 +324,12 @@ class RoundLeader(Rounds):
             self._changed.notify_all()
 
     def _is_complete(self, *, is_late: bool) -> bool:
-        """Whether the round can end; never with fewer workers than it needs."""
+        """Return whether the round can end, never with fewer workers than it needs.
+
+        Args:
+            is_late: Bool, whether the time for further contributions is over, so that
+                those of `least` workers are enough.
+        """
         # With fewer workers than `_least`, the threads that serve followers do not end
         # the round, and `_check` raises an error in the leader's thread.
         assert self._least is not None
@@ -366,7 +375,7 @@ class RoundLeader(Rounds):
         samples: float,
         arrays: list[Array],
     ) -> Reply | None:
-        """Return the reply to a follower's message, `None` if it needs none.
+        """Return the reply to a follower that contributes to a round, or that pauses.
 
         Args:
             member: `Participant`, the follower.
@@ -375,6 +384,10 @@ class RoundLeader(Rounds):
                 one, or `_PAUSE_VERSION` if it pauses.
             samples: Float, number of samples, the weight of the follower.
             arrays: List of arrays to average.
+
+        Returns:
+            `Reply`, after the round; or `None` if the follower pauses: rounds do not
+            wait for it until all workers synchronize.
         """
         with self._changed:
             # A follower may leave a synchronization of all workers before worker 0. Its

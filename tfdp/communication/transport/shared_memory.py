@@ -133,7 +133,14 @@ class SharedMemoryCommunicator(SocketCommunicator):
         self._sum(call, parts, targets, shares=False)
 
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
-        """Receive the parts of all other members, as in `Communicator.all_gather`."""
+        """Receive the parts of all other members into `array`.
+
+        Args:
+            array: Flat array, with this member's part.
+            bounds: Sequence of ints: the part of member `i` is
+                `array[bounds[i] : bounds[i + 1]]`.
+            tag: Int, identity of the collective, the same on all members.
+        """
         if self._is_for_sockets(array):
             super().all_gather(array, bounds, tag)
             return
@@ -388,7 +395,7 @@ class _Outbox:
 
 
 def _num_bytes(num_members: int, chunk_bytes: int) -> int:
-    """Return the bytes of an outbox: two slots of a chunk per member, and one more.
+    """Return the bytes of an outbox: two slots, each of one more chunk than members.
 
     Args:
         num_members: Int, number of members of the group.

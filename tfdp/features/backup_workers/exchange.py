@@ -163,7 +163,17 @@ class FirstGradients(GradientExchange):
         return ReducedGradients(flats, buckets, flat, sparse)
 
     def sum_by_share(self, share: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-        """Implements `GradientExchange.sum_by_share`, of tensors that are in time."""
+        """Sum the tensors of the workers that are in time; the others are left out.
+
+        The sum is scaled from the shares of these workers to the whole.
+
+        Args:
+            share: Scalar float64 tensor, rows of this worker as a fraction of all.
+            tensor: Tensor of shape `[size]`, on the host.
+
+        Returns:
+            Tensor of the same shape, the same on all workers.
+        """
         spec = tf.TensorSpec(tensor.shape, tensor.dtype)
         background = self._background((), [spec], spec.shape[0] * spec.dtype.size)
         rows = tf.stack([tf.cast(share, tf.float64), tf.ones([], tf.float64)])
@@ -207,9 +217,12 @@ class FirstGradients(GradientExchange):
         """Connect all workers for the sums of a `BackgroundThread`; return this end.
 
         Args:
-            num_bytes: Int, see `_background`.
-            joined: Collection of ints, see `_background`.
-            is_counted: Bool, whether steps of this worker read how many sums wait.
+            num_bytes: Int, size of the sums of a step; it limits the number of steps
+                that a worker may be late.
+            joined: Collection of ints, positions of the tensors that are concatenated,
+                not summed.
+            is_counted: Bool, whether `_waiting` holds the number of sums that have
+                arrived before this worker has run their steps.
         """
         extended, name = self._strategy.extended, f"first gradients {next(_names)}"
         connect, group = extended.group.transport.connect, extended.worker_group
@@ -247,7 +260,8 @@ def _joined(
     """Return the rows of all workers as a sparse gradient, like that of one device.
 
     Args:
-        own: `tf.IndexedSlices` of the replica.
+        own: `tf.IndexedSlices` of the replica, which gives the dense shape; if its
+            indices are unique, rows of equal indices are summed.
         values: Tensor of shape `[rows, ...]`, of all workers.
         indices: Integer tensor of shape `[rows]`.
     """
@@ -299,11 +313,16 @@ def _exchange(
 
 
 def _share_of(parts: list[list[tf.Tensor]], joined: Collection[int]) -> Share:
-    """Sum what the local replicas contribute to a step.
+    """Combine what the local replicas contribute to a step.
 
     Args:
-        parts: As for `_exchange`.
-        joined: As for `_exchange`.
+        parts: List of lists of tensors: the rows, then the gradients, of each replica.
+        joined: Collection of ints, positions of the gradients that are concatenated;
+            the others are summed.
+
+    Returns:
+        `Share`: the rows of these replicas, those of the global batch, and the
+        gradients.
     """
     rows = [part[0].numpy() for part in parts]
     columns = zip(*([t.numpy() for t in part[1:]] for part in parts), strict=True)

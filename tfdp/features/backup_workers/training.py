@@ -55,7 +55,10 @@ class BackupWorkers(Feature):
         return self._exchanges[fit.model]
 
     def choose_callbacks(self, fit: Fit) -> None:
-        """Begin to count dropped gradients, and put their number into logs."""
+        """Reset the counts of dropped gradients; add a callback that logs their number.
+
+        Called before `fit` begins; it changes nothing without `backup_workers`.
+        """
         if (exchange := self.gradient_exchange(fit)) is not None:
             _check_steps(fit.strategy, exchange.counts.steps)
             exchange.counts.steps = 0

@@ -276,9 +276,11 @@ class Account:
         self._opening = [line]
 
     def _add_work(self, line: dict[str, Any]) -> None:
-        """Add the seconds of a line, and the time before it that no line has.
+        """Add the seconds of a line by class.
 
-        The first line with steps shows whether the attempt has begun a new job.
+        Time since the previous line that these do not cover, if more than half a
+        second, is added to `UNKNOWN`. If an attempt's first line with steps shows that
+        it has begun a new job, the sums of earlier attempts are dropped.
         """
         if self._opening is not None:
             self._opening.append(line)
@@ -315,13 +317,15 @@ class Account:
         return is_first and self._had_backups and self._has_relaunched
 
     def _class_of(self, name: str, line: dict[str, Any]) -> str:
-        """Return the class of a job's time for a class of a line's time.
+        """Return the class of `CLASSES` to which seconds of a line are added.
 
-        The start-up of a later attempt is recovery, up to the `fit` that was reached.
+        Backups are added to saves. Start-up in a later attempt is recovery if steps of
+        the same or a later call of `fit` were recorded before. All other classes stay
+        the same.
 
         Args:
             name: String, the class in the line.
-            line: Dict, the line.
+            line: Dict, the line; its `"fit"` is the number of the call of `fit`.
         """
         is_known = self._furthest is not None and line["fit"] <= self._furthest[0]
         if name == STARTUP and self._num_attempts > 1 and is_known:
@@ -340,7 +344,10 @@ class Account:
         return max(0.0, num_again / (last - first + 1))
 
     def _moment(self, line: dict[str, Any]) -> Moment:
-        """Return the moment of a line; its boot is that of the attempt's first line."""
+        """Return the moment of a line, with the boot id from the attempt's first line.
+
+        Lines after the first one do not contain the id.
+        """
         boot = "" if self._last is None else self._last.boot
         return dataclasses.replace(moment_of(line), boot=boot)
 

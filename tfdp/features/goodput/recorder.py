@@ -120,10 +120,12 @@ class Recorder:
         self._epoch = epoch
 
     def batch_begins(self, batch: int) -> None:
-        """Record the number of a batch in its epoch, from 0.
+        """Record the number of a batch; an epoch's first one ends the wait for data.
+
+        Time from then on is idle, or that of steps if `is_asynchronous`.
 
         Args:
-            batch: Int.
+            batch: Int, number of the batch in its epoch, from 0.
         """
         if self._class == account.DATA:
             self._change(self._between)
@@ -160,10 +162,11 @@ class Recorder:
         self._change(account.RECOVERY if has_data else account.IDLE)
 
     def fit_ends(self, *, is_complete: bool) -> None:
-        """End a `fit`, and write the lines; time from now on is idle, or recovery.
+        """End a `fit`, and write the lines; what follows is idle time, or recovery.
 
         Args:
-            is_complete: Bool, whether it has not raised an error.
+            is_complete: Bool, whether it has not raised an error; after an error, the
+                time is that of recovery.
         """
         self._is_done = is_complete
         self._change(account.IDLE if is_complete else account.RECOVERY)
@@ -249,7 +252,11 @@ class Recorder:
             self._lines.append(json.dumps(line))
 
     def _divide_steps(self) -> None:
-        """Divide the time of steps into waits, exposed communication and the rest."""
+        """Move some time of the steps to the classes of data and exposed communication.
+
+        These are the steps since the last line. What `wait_seconds` has grown by
+        becomes time of data, and `exposed_seconds` of each step exposed communication.
+        """
         if self._first is None:
             return
         waited = self.wait_seconds()

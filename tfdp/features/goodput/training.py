@@ -114,7 +114,9 @@ class _Goodput(Feature):
             data_waits.deactivate(self._wait)
 
     def timed(self, model: Any, step: Callable) -> Callable:
-        """Wrap a step to time its calls, in `fit` only.
+        """Wrap a step so that `recorder`, while it is set, times each call.
+
+        `wrap_step` calls it for models with a tfdp strategy, `_Ledger` for others.
 
         Args:
             model: The Keras model.
@@ -179,7 +181,8 @@ class _Goodput(Feature):
         Args:
             directory: String, the directory of backups, or `None` without any.
             launch: `Launch`, or `None` without a launcher.
-            continues: Bool, whether the job has continued without a restart.
+            continues: Bool, whether the job has continued without a restart. A new
+                recorder then begins now, not at the start of the process.
         """
         place = directory or self._place or ("" if launch is None else launch.folder)
         if self._latest is not None and place == self._place:

@@ -289,7 +289,10 @@ class IslandTraining:
         self._sent_at = 0
 
     def sync_after_flush(self) -> None:
-        """Count an update of leftover accumulated batches, and exchange."""
+        """Count an update made of leftover accumulated batches, and exchange at once.
+
+        The callback `GradientAccumulation(flush=True)` has it called after this update.
+        """
         self._new_updates += 1
         self._batches -= self._batches % batches_per_update(self._model.optimizer)
         self.sync()
@@ -376,11 +379,14 @@ class IslandTraining:
         return [_wide(variable) for variable in self._model.trainable_variables]
 
     def _statistics(self) -> list[Array]:
-        """Return the averaged statistics of the model, in float32 or wider."""
+        """Return the values of `_statistic_variables`, in float32 or wider."""
         return [_wide(variable) for variable in self._statistic_variables()]
 
     def _statistic_variables(self) -> list[Any]:
-        """Return the variables of statistics that are averaged, as moving means."""
+        """Return the variables of moving statistics, such as of BatchNormalization.
+
+        An exchange averages them over the islands.
+        """
         return [
             variable
             for variable in self._model.variables

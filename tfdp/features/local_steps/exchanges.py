@@ -179,7 +179,11 @@ class Exchanges:
             result = self.rounds.collect(_compat.active_local_replica_id())
 
             def step() -> tf.Tensor:
-                """Make the outer step from the means of a round; return zero."""
+                """Update fragment `number` from the mean pseudo-gradients of a round.
+
+                Returns:
+                    Scalar tensor, zero: no sent samples are left to count again.
+                """
                 assign(self.outer.carried, result.state)
                 kept = tf.where(result.is_behind, 0.0, mixing)
                 self._step(number, self._scaled(result.gradients, late), kept)
@@ -203,7 +207,11 @@ class Exchanges:
     def _sums_of_sent(
         self, number: int, reducer: GradientReducer
     ) -> Sequence[tf.Tensor]:
-        """Return the means over all replicas of a fragment's sent pseudo-gradients."""
+        """Return a fragment's sent pseudo-gradients, averaged over all replicas.
+
+        A `BackgroundThread` has averaged them: the step waits for its result. Those of
+        a `Deferred` are averaged now.
+        """
         sent = self._in_flight_of(number)
         tensors = sent.collect(_compat.active_local_replica_id())
         if isinstance(sent, BackgroundThread):
@@ -216,7 +224,9 @@ class Exchanges:
     def _scaled(
         self, sums: Sequence[tf.Tensor], late_updates: tf.Tensor
     ) -> Sequence[tf.Tensor]:
-        """Return the sums, scaled down by their staleness if the options say so.
+        """Return the sums, scaled by their staleness if `scales_by_staleness` is set.
+
+        The factor is `sync_every / (sync_every + late_updates)`.
 
         Args:
             sums: Sequence of tensors, mean pseudo-gradients.

@@ -52,11 +52,12 @@ class Deferred:
             self._queues = [new_queue(d, [_SAMPLES, *specs]) for d in self._devices]
 
     def launch(self, replica: int, tensors: Sequence[tf.Tensor]) -> None:
-        """Store the samples and the pseudo-gradients of a local replica.
+        """Enqueue the pseudo-gradients of a local replica, which `collect` dequeues.
 
         Args:
             replica: Int, index of the replica among the local ones.
-            tensors: Sequence of tensors, the samples followed by the pseudo-gradients.
+            tensors: Sequence of tensors: the number of the replica's samples, a float32
+                scalar, followed by the pseudo-gradients.
         """
         with tf.device(self._devices[replica]):
             self._queues[replica].enqueue(
@@ -64,7 +65,14 @@ class Deferred:
             )
 
     def collect(self, replica: int) -> list[tf.Tensor]:
-        """Return a local replica's stored samples, followed by its pseudo-gradients."""
+        """Dequeue what a local replica has launched.
+
+        Args:
+            replica: Int, index of the replica among the local ones.
+
+        Returns:
+            List of the `tensors` of the oldest `launch`; they are not summed.
+        """
         with tf.device(self._devices[replica]):
             _, *tensors = self._queues[replica].dequeue()
         return tensors
@@ -115,7 +123,8 @@ def background_exchange(
         name: String, name of the thread.
         reducer: `Reducer` from `background_reducer`. The caller must keep a reference:
             the connections of its process group are closed with the group.
-        compressed: Sequence of Keras variables or `None`, see `sums_by_share`.
+        compressed: Sequence of the fragment's trained Keras variables if `reducer`
+            compresses pseudo-gradients, or `None`.
         specs: Sequence of `tf.TensorSpec` of the pseudo-gradients.
     """
     devices = reducer.group.devices
@@ -274,7 +283,17 @@ def _round_function(
     """
 
     def run(parts: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
-        """Make a round; return flags, samples, means and state by local replica."""
+        """Make one round of this worker.
+
+        Args:
+            parts: List of lists of tensors, for each local replica its samples, its
+                pseudo-gradients and the outer state.
+
+        Returns:
+            List of lists of tensors, for each local replica the reply's `is_made` and
+            `is_behind` as int32 `[2]`, its samples, the mean pseudo-gradients and the
+            outer state before the round.
+        """
         samples = [float(part[0].numpy()) for part in parts]
         columns = [[t.numpy() for t in part[1 : 1 + num_gradients]] for part in parts]
         gradients = mean_by_samples(list(zip(samples, columns, strict=True)))

@@ -57,7 +57,10 @@ class LocalSteps(LocalUpdates):
         self.reset()
 
     def reset(self) -> None:
-        """Implements `StepFeature.reset`: steps are synchronous; variables stay."""
+        """Implements `StepFeature.reset`: before a `fit`, disable local steps.
+
+        Steps are then synchronous until `enable`; the variables are kept.
+        """
         self.is_enabled = self.is_active = False
 
     def build(self, trained: Sequence[Any]) -> None:
@@ -123,18 +126,30 @@ class LocalSteps(LocalUpdates):
             )
 
     def groups_of_ranks(self, strategy: Any) -> Sequence[Sequence[int]]:
-        """Implements `LocalUpdates.groups_of_ranks`: each replica, or each node."""
+        """Implements `LocalUpdates.groups_of_ranks`, by the option `scope`.
+
+        Returns:
+            List of lists of ints: with the scope `"replica"`, or on one device without
+            a tfdp strategy, each list is one rank; with `"node"`, the ranks on a node.
+        """
         if self.options.scope == "replica" or not is_tfdp(strategy):
             return [[rank] for rank in range(strategy.num_replicas_in_sync)]
         return [sorted(node) for node in strategy.extended.topology.nodes]
 
     def before_sync(self) -> None:
-        """Pause rounds before all workers synchronize."""
+        """Pause exchanges with `min_participants`, before all workers synchronize.
+
+        It waits for the one that runs. `after_sync` resumes the exchanges.
+        """
         if self.exchanges is not None and self.exchanges.rounds is not None:
             self.exchanges.rounds.pause()
 
     def after_sync(self) -> None:
-        """Restart the pace, and resume rounds, after all workers have synchronized."""
+        """Reset `Pace`, and resume exchanges that `before_sync` has paused.
+
+        It is called after all workers have synchronized. From here on `Pace`, with
+        `dynamic_steps`, counts and times this worker's updates anew.
+        """
         if self.pace is not None:
             self.pace.restart()
         if self.exchanges is not None and self.exchanges.rounds is not None:
@@ -160,7 +175,11 @@ class LocalSteps(LocalUpdates):
         return self._node_reducers.of_replica(strategy, replica_context())
 
     def equalize_replicas(self, optimizer: Any) -> None:
-        """Implements `StepFeature.equalize_replicas`: exchange after local updates."""
+        """Give all replicas the same state, by an exchange of all weights and slots.
+
+        Implements `StepFeature.equalize_replicas`. Without local updates since the last
+        call there is no exchange.
+        """
         if not self.variables:
             return
         self.before_sync()
@@ -169,17 +188,27 @@ class LocalSteps(LocalUpdates):
         self.after_sync()
 
     def begin(self, *, has_batch: bool) -> None:
-        """Implements `StepFeature.begin`: copy the weights into the anchors, if due."""
+        """Implements `StepFeature.begin`: copy the weights into the anchors, if due.
+
+        It is due in the first step, and in the first one after `equalize_replicas` has
+        exchanged.
+
+        Args:
+            has_batch: Bool, ignored here.
+        """
         if self.exchanges is not None:
             self.exchanges.outer.begin()
 
     def end(self, step: Step, is_due: Any, is_kept: Any) -> None:
         """Count a micro-batch, and exchange the fragments that are due after it.
 
+        Fragments are parts of the weights, see `LocalStepsOptions.fragments_of`.
+
         Args:
             step: `Step` that has made the update.
-            is_due: Scalar bool tensor, or bool, see `StepFeature`.
-            is_kept: Scalar bool tensor, or bool, see `StepFeature`.
+            is_due: Scalar bool tensor, or bool, whether an update was due; equal on all
+                replicas.
+            is_kept: Scalar bool tensor, or bool, false if the update was skipped.
         """
         self._count(is_due, is_kept)
         updates = read(self.updates)
@@ -237,7 +266,10 @@ class LocalSteps(LocalUpdates):
             accumulation.rescale_own(scale.read() / before)
 
     def _exchange_all(self, optimizer: Any, reducer: GradientReducer) -> None:
-        """Exchange all fragments and slots, so that all replicas have the same state.
+        """Exchange all weights and slots, so that all replicas have the same state.
+
+        Each fragment, a part of the weights, is averaged over the replicas or, with an
+        outer optimizer, updated by it. Slots are averaged.
 
         Args:
             optimizer: Keras optimizer, not a wrapper.
@@ -277,7 +309,12 @@ class LocalSteps(LocalUpdates):
                 exchanges.broadcast_state(reducer)
 
         def exchange() -> None:
-            """Exchange the fragment, and restart the count of its samples."""
+            """Exchange fragment `number` between all replicas; reset its samples.
+
+            With an outer optimizer it updates the fragment. Otherwise weights and slots
+            become their means, weighted by the samples that each replica has used since
+            the last exchange.
+            """
             share = local_samples / total
             if exchanges is not None:
                 exchanges.exchange(number, gradients, share, reducer)
@@ -319,7 +356,11 @@ class LocalSteps(LocalUpdates):
         assert exchanges is not None
 
         def finish() -> None:
-            """Finish the exchange; samples that it did not use count for the next."""
+            """Update the weights of fragment `number` by its delayed exchange.
+
+            If the exchange did not take place, the samples that were sent with it are
+            counted again for the next one.
+            """
             unused = exchanges.finish(number, updates, reducer)
             if unused is not None:
                 samples = _compat.local_part(self.samples)
@@ -345,7 +386,8 @@ def _means(variables: Sequence[Any], reducer: GradientReducer, share: Any) -> li
 def _local_samples() -> tf.Tensor:
     """Return the number of samples in this replica's micro-batch, a float64 scalar.
 
-    Outside of Keras's loops, which count samples, it is the same on all replicas.
+    It is the replica's weight if the samples of all replicas are unknown, and 1 outside
+    of Keras's loops, where no replica has a weight.
     """
     weight, samples = batch_weight.current(), batch_weight.num_samples()
     share = tf.constant(1.0, tf.float64) if weight is None else weight
@@ -399,7 +441,12 @@ def enable(optimizer: Any, options: LocalStepsOptions, *, now: bool) -> None:
 
 
 class LocalStepsFeature(Feature):
-    """Hooks of local steps: averages, pacing, and the interval of exchanges."""
+    """Hooks of local steps in Keras's loops.
+
+    Before workers synchronize, exchanges with `min_participants` are paused, and
+    replicas get the same weights, slots and statistics. In `fit` slow workers may skip
+    steps, and workers synchronize only as often as they exchange.
+    """
 
     def before_sync(self, model: Any) -> None:
         """Pause exchanges in rounds, before all workers of a model synchronize.

@@ -99,7 +99,10 @@ class OuterOptions:
             self._check_rounds()
 
     def _check_features(self) -> None:
-        """Raise `ValueError` if the outer optimizer has an excluded option."""
+        """Raise `ValueError` if the outer optimizer has an option that is excluded.
+
+        These are `use_ema`, `gradient_accumulation_steps` and `loss_scale_factor`.
+        """
         names = ("use_ema", "gradient_accumulation_steps", "loss_scale_factor")
         if used := [name for name in names if getattr(self.optimizer, name, None)]:
             raise ValueError(
@@ -130,7 +133,11 @@ class OuterOptions:
 
     @property
     def compression_by_level(self) -> Any:
-        """Value of `compression` for `CommunicationOptions`, by level if needed."""
+        """Value of `compression` for `CommunicationOptions`.
+
+        With the scope `"node"` it is `{"outer": compression}`, between nodes only;
+        without compression, or with the scope `"replica"`, `compression` itself.
+        """
         if self.compression is None or self.scope == "replica":
             return self.compression
         return {"outer": self.compression}
@@ -176,7 +183,10 @@ class LocalStepsOptions:
 
     @property
     def scope(self) -> str:
-        """String, what trains synchronously, see `OuterOptions`."""
+        """String, `"node"` or `"replica"`: what trains synchronously.
+
+        Without `outer` it is `"replica"`.
+        """
         return "replica" if self.outer is None else self.outer.scope
 
     @property

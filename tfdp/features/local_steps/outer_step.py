@@ -97,7 +97,7 @@ class ReplicatedOuterStep(OuterStep):
         begun = _compat.local_part(self.is_begun)
 
         def copy() -> None:
-            """Copy the weights, and mark them as copied."""
+            """Copy the trained weights into the anchors, and set `is_begun` to 1."""
             for anchor, variable in zip(self.anchors, self._trained, strict=True):
                 before, value = read(anchor), read(variable)
                 is_kept = tf.equal(tf.cast(before, value.dtype), value)

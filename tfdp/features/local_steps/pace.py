@@ -60,7 +60,11 @@ class Pace:
         return mean
 
     def step(self, model: Any, compute: Callable[..., Any], iterator: Any) -> Any:
-        """Make the next updates of a model, or skip them.
+        """Make the next `steps_per_execution` updates of a model, or skip them.
+
+        They are skipped if this worker has made at least the fraction `share` of its
+        updates since `restart`, except at an exchange and right after it. The batches
+        of skipped updates are taken from the iterator and dropped.
 
         Args:
             model: Keras model in `fit`.
@@ -142,7 +146,10 @@ def shares(
         nodes: Sequence of sequences of ints, workers that make the same steps.
 
     Returns:
-        List of floats, by worker; or `None` if a worker has measured no step.
+        List of floats, by worker: the time of a step on the fastest node, divided by
+        that on the worker's node; 1 where it is at least 0.9, as smaller differences
+        are noise. A node is as slow as its slowest worker. `None` if a worker has
+        measured no step.
 
     Example:
 
@@ -165,12 +172,13 @@ def shares(
 def workers_by_node(strategy: Any, scope: str) -> list[list[int]]:
     """Return the groups of workers that make their inner steps together.
 
-    These are the workers of a node, whose replicas communicate in each inner step; and
-    the workers of several nodes that have a worker in common.
+    With the scope `"replica"`, each worker is a group. With `"node"`, a group is the
+    workers of one node, whose replicas communicate in each inner step. If a worker has
+    replicas on two nodes, the workers of both nodes are one group.
 
     Args:
-        strategy: A tfdp strategy.
-        scope: String, `"node"` or `"replica"`.
+        strategy: A tfdp strategy. Without nodes each worker is a group.
+        scope: String, `"node"` or `"replica"`: what trains alone between exchanges.
 
     Returns:
         List of lists of ints, each worker in one of them.

@@ -127,13 +127,14 @@ def sums_by_samples(
     gradients: Sequence[tf.Tensor],
     compressed: Sequence[Any] | None,
 ) -> list[tf.Tensor]:
-    """Average pseudo-gradients over all replicas, weighted by samples.
+    """Sum pseudo-gradients over all replicas, each times its fraction of all samples.
 
     Args:
         reducer: `GradientReducer` of all replicas.
         samples: Scalar tensor, number of samples of this replica.
         gradients: Sequence of tensors, pseudo-gradients of this replica.
-        compressed: Sequence of Keras variables or `None`, see `sums_by_share`.
+        compressed: Sequence of the corresponding trained Keras variables if the reducer
+            compresses pseudo-gradients, or `None`.
     """
     samples = tf.cast(samples, tf.float64)
     (total,) = reducer.sum([samples])

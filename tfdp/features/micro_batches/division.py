@@ -103,7 +103,17 @@ class MicroBatches(RowDivider):
         return read(self._number)
 
     def keep_batch(self, args: tuple) -> tuple:
-        """Implements `RowDivider.keep_batch`: put the batch of a step into a queue."""
+        """Implements `RowDivider.keep_batch`: put the batch of a step into a queue.
+
+        If the step runs out of memory, `MicroBatchSearch` repeats it with the batch in
+        the queue.
+
+        Args:
+            args: Tuple of nests of per-replica values, the arguments of the step.
+
+        Returns:
+            Tuple like `args`, with which the step runs.
+        """
         plain, _ = unpack_counted(args)
         local = [
             first_tensor(_compat.select_replica(replica, plain))
@@ -127,7 +137,10 @@ class MicroBatches(RowDivider):
         self._num_done += 1
 
     def forget_step(self) -> None:
-        """Forget a step that has failed, and is not repeated."""
+        """Drop the batch of a step that has failed and is not repeated.
+
+        `has_computed` is false again afterwards.
+        """
         self.kept.drop()
         self._num_done = self._num_computed()
 

@@ -58,10 +58,16 @@ class MemoryPredictor:
 
 
 class MemorySearch:
-    """Predictors for the limits of this process; without a limit every step fits.
+    """Prediction of whether fewer micro-batches fit into the memory of this process.
+
+    `can_halve` is called after each step of a search. Without a limit every step fits.
 
     Args:
         num_processes: Int, number of processes that share what the container has.
+
+    Attributes:
+        predictors: List of `MemoryPredictor`, one for each limit: of the container, and
+            of the process.
     """
 
     # First number of a search: more than any batch has rows, so that replicas compute

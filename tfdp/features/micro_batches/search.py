@@ -109,9 +109,12 @@ def _begin(model: Any, division: MicroBatches) -> None:
 def _halve_if_it_fits(model: Any, division: MicroBatches) -> None:
     """Halve the number of micro-batches after a step, if all workers expect it to fit.
 
+    Otherwise the search ends, and its number is logged and stored.
+
     Args:
         model: The Keras model.
-        division: `MicroBatches` with a `MemorySearch`, which ends where memory does.
+        division: `MicroBatches` with a `MemorySearch`, whose `can_halve` says whether
+            this worker expects a step with half the micro-batches to fit.
     """
     assert division.memory_search is not None
     own = min(division.number, division.kept.num_rows() or 1)
@@ -249,7 +252,13 @@ def _report(model: Any, division: MicroBatches, before: int) -> None:
 
 
 def _store(model: Any, division: MicroBatches, text: str) -> None:
-    """Log on the first worker what was found, and store it for the next run."""
+    """Log `text` on the first worker, and store `division.number` in the cache file.
+
+    Args:
+        model: Keras model, whose step is the key in the file.
+        division: `MicroBatches` with the number that was found.
+        text: String for the log, a sentence without its full stop.
+    """
     if model.distribute_strategy.extended.worker_group.is_chief:
         _log.warning("tfdp: %s.", text)
         store_entry(cache_path(_FILE), _key(model), division.number)

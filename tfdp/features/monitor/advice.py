@@ -162,6 +162,10 @@ def settings_of(model: Any, every: int) -> dict[str, Any]:
     Args:
         model: Keras model that was trained.
         every: Int, steps of a window.
+
+    Returns:
+        Dict of `every`, the names of the model, the strategy and the backend, the
+        hosts, and the versions of TensorFlow and Keras.
     """
     strategy = strategy_of(model)
     return {

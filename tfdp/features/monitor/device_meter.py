@@ -262,7 +262,10 @@ class DeviceMeter(Meter):
         )
 
     def trace_begins(self) -> None:
-        """Start the profile of the steps of a trace, unless one is running."""
+        """Implements `Meter.trace_begins`: start a profile, which `trace` ends.
+
+        Further calls before `trace` have no effect.
+        """
         if not self._traces:
             self._traces = True
             self._is_profiling = self._profile.begin()

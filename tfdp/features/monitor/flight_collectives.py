@@ -176,7 +176,15 @@ def _begin(entry: RecordedCollective) -> float:
 
 
 def first_incomplete(records: Records, lanes: Lanes) -> IncompleteCollective | None:
-    """Return the first collective in which a worker was stuck, or `None`."""
+    """Return the earliest collective in which a worker was stuck, or `None`.
+
+    A worker is stuck in a collective if it has waited for others for too long, or if
+    one of these is lost or has left no record.
+
+    Args:
+        records: Dict from a rank to its `FlightRecord`.
+        lanes: Dict, the result of `lanes_of`.
+    """
     found = [
         stalled
         for numbers in lanes.values()

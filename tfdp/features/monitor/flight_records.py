@@ -81,14 +81,19 @@ def explain(records: Records) -> str:
 def rows_of(records: Records) -> list[tuple[str, ...]]:
     """Return the cells of a table of all workers of the job, by `COLUMNS`.
 
-    Workers without a record have a row, too.
+    A row has a worker's rank, its host, its place in the script, its last collective,
+    the state of that, and the line of the user's code. Workers without a record have a
+    row, too.
     """
     ranks = range(any_of(records).num_workers)
     return [(str(rank), *_cells_of(records.get(rank))) for rank in ranks]
 
 
 def trace_of(record: FlightRecord) -> WorkerTrace:
-    """Return a worker's record as a trace: its places, and each lane of collectives.
+    """Return a worker's record as a `WorkerTrace`, for viewers of timelines.
+
+    Lane 0 has the spans of the script, such as `"step 3 of epoch 1 of fit"`; each lane
+    of collectives in the record follows, with the begin and the end of each collective.
 
     Args:
         record: `FlightRecord`.
@@ -129,7 +134,16 @@ def _slowness(records: Records, slowest: SlowWorker) -> str:
 def _sentence_of_difference(
     records: Records, entries: Mapping[int, RecordedCollective]
 ) -> str:
-    """Format the sentence about workers that are at different collectives."""
+    """Format the sentence that workers run their collectives in different orders.
+
+    It has the collective, and the place in the script, of each group of workers that
+    agree.
+
+    Args:
+        records: Dict from a rank to its `FlightRecord`.
+        entries: Dict from a rank to its `RecordedCollective`, as `first_differing`
+            returns it: all have one number in one lane, but are not the same.
+    """
     groups: dict[tuple, list[int]] = {}
     for rank, entry in entries.items():
         groups.setdefault(signature(entry), []).append(rank)
@@ -150,11 +164,14 @@ def _sentence_of_difference(
 def _sentence_of_plans(
     groups: Mapping[tuple, list[int]], entries: Mapping[int, RecordedCollective]
 ) -> str:
-    """Format the sentence about workers in calls with different collectives.
+    """Format the sentence about workers whose steps have traced different collectives.
+
+    It has the first collective of a step that differs, for each group of workers.
 
     Args:
-        groups: Dict whose values are lists of ranks with the same collectives.
-        entries: Dict from a rank to its `RecordedCollective`.
+        groups: Dict from a `signature` to the list of the ranks that have it.
+        entries: Dict from a rank to its `RecordedCollective`, whose key is the order of
+            its collectives.
     """
     orders = {ranks[0]: entries[ranks[0]].key for ranks in groups.values()}
     number, forms = first_in_other_order(orders)
@@ -248,7 +265,12 @@ def _last_common(records: Records, rank: int) -> str:
 
 
 def _cells_of(record: FlightRecord | None) -> tuple[str, ...]:
-    """Return the cells of a worker's row by `COLUMNS`, except for its rank."""
+    """Return the cells of a worker's row, by `COLUMNS` without the first, the rank.
+
+    Args:
+        record: `FlightRecord`, or `None`: then the place is `"no record"`, and the
+            other cells are empty.
+    """
     if record is None:
         return "", "no record", "", "", ""
     place = record.place or _NO_PLACE
@@ -281,7 +303,10 @@ def _name(entry: RecordedCollective) -> str:
 
 
 def _number(entry: RecordedCollective) -> int:
-    """Return the number of a collective since the last failed step in its lane."""
+    """Return the index of a collective in its lane, counted since the last failed step.
+
+    It is the lower 32 bits of the entry's number.
+    """
     return entry.number & 0xFFFFFFFF
 
 
@@ -326,5 +351,5 @@ def _have(ranks: Sequence[int]) -> str:
 
 
 def _be(ranks: Sequence[int]) -> str:
-    """Return the verb for a number of workers."""
+    """Return `"is"` for one worker, `"are"` for several."""
     return "is" if len(ranks) == 1 else "are"

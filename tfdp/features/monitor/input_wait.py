@@ -86,7 +86,11 @@ def mean_wait(times: Sequence[tuple[float, float]]) -> InputWait:
 
 
 def advise(waits: Mapping[int, InputWait], pipeline: Pipeline) -> str:
-    """Recommend one change of the input pipeline.
+    """Recommend one change of the input pipeline, by the worker that waits most.
+
+    If it waits for less than 20 % of a step, no change is recommended. If the others
+    wait for less than 10 % (the median), and nothing obliges each worker to prepare all
+    rows, the change concerns its host; otherwise the pipeline, by `Pipeline`.
 
     Args:
         waits: Mapping from a worker's rank to its `InputWait`, at least one.
@@ -116,7 +120,15 @@ def advise(waits: Mapping[int, InputWait], pipeline: Pipeline) -> str:
 
 
 def _remedy(pipeline: Pipeline) -> str:
-    """Recommend a change to the pipeline of all workers, as a clause."""
+    """Recommend a change to the pipeline of all workers, as a clause.
+
+    It concerns the first of these that the pipeline has: an obstacle to preparing only
+    the worker's own rows, a source that is not `tf.data`, a serial `map`, a `map`
+    without `cache`. Otherwise it concerns the cores and the disk.
+
+    Args:
+        pipeline: `Pipeline`.
+    """
     if pipeline.obstacle:
         return f"each worker prepares all rows, not only its own: {pipeline.obstacle}"
     if pipeline.kind == GENERATOR:

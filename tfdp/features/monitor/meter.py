@@ -90,7 +90,10 @@ class Meter:
         return sample_of(reading, self.recorder.rows)
 
     def trace_begins(self) -> None:
-        """Prepare for the steps of a trace; called before the first one."""
+        """Prepare to measure steps for `trace`; called before each of them.
+
+        Here it does nothing; `DeviceMeter` starts a profile.
+        """
 
     def trace(
         self, rank: int, host: str, readings: list[tuple[int, Reading]]
@@ -115,11 +118,12 @@ class Meter:
 
 
 class TimedSteps(keras.callbacks.Callback):
-    """Base of callbacks that receive a `Reading` of every step.
-
-    Steps are timed while `meter` is set.
+    """Base of callbacks that receive a `Reading` of every step, by `on_step_end`.
 
     Attributes:
+        meter: `Meter` that times the steps, or `None`: steps are not timed, and
+            `on_step_end` is not called.
+        step: Int, number of the last step, counted over all epochs.
         latest: Deque with the last readings, for other observers of the same steps.
     """
 
@@ -155,7 +159,10 @@ class TimedSteps(keras.callbacks.Callback):
             self.meter.step_begins()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count the steps of the execution, and read their time stamps."""
+        """Count the steps since the last call, and pass their reading to `on_step_end`.
+
+        Keras calls it once for each `steps_per_execution` steps.
+        """
         if self.meter is None:
             return
         num_steps = batch - self._last_batch

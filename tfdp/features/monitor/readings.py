@@ -213,6 +213,10 @@ def _marks(
         reading: `Reading` of the step.
         rows: Sequence of `Row`, descriptions of the reading's values.
         name: String, name of a `Mark`, such as `step_events.BATCH`.
+
+    Returns:
+        List of pairs, in the order of `rows`: a `Mark`, and its values as an array of
+        shape `[3]`, the two numbers that `name` stands for and an unused one.
     """
     # There may be fewer values than rows: a row may have been traced after the reading.
     return [

@@ -132,7 +132,11 @@ def scalars_of(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _tag_of(column: str) -> str:
-    """Return the TensorBoard tag of a column, such as `"step/seconds"`."""
+    """Return the TensorBoard tag of a column: `"step/seconds"` for `"step_seconds"`.
+
+    It is the column's subject, from `VALUES`, and its name without the subject. Columns
+    of single workers and of collectives have subjects that are not in `VALUES`.
+    """
     if re.match(r"straggler_|worker\d+_", column):
         return f"{_BY_WORKER}/{column}"
     subject = _SUBJECTS.get(column, _BY_COLLECTIVE)

@@ -150,9 +150,12 @@ class Row:
 def merge(windows: dict[int, Window], num_workers: int) -> Row:
     """Merge the windows of the workers into a row.
 
+    Mean times of a step are over the workers in `windows`, and the gradient's norm over
+    all workers. What does not follow from these, as percentiles, is that of worker 0.
+
     Args:
         windows: Dict from rank to `Window`, with rank 0; others may be missing.
-        num_workers: Int, number of all workers.
+        num_workers: Int, number of all workers; if some are missing, the norm is NaN.
     """
     first = windows[0]
     parts = [window.mean for window in windows.values()]
@@ -256,7 +259,11 @@ class Totals:
 
     @property
     def values(self) -> dict[str, float]:
-        """Dict from a column to its mean, or its latest value for `_LATEST`."""
+        """Dict from a column to its mean over the run, or for some its latest value.
+
+        The latest values are those of `gradient_norm`, `loss_scale` and
+        `skipped_steps`. Percentiles are of the latest step times.
+        """
         return {
             **_with_derived_columns(self._means_of(None), list(self._times)),
             **self._latest,
@@ -367,7 +374,7 @@ class SlowestWorker:
 
 
 def slowest_worker(row: Row) -> SlowestWorker | None:
-    """Find the slowest worker of a window.
+    """Find the slowest worker of a window: the one with most `compute_seconds` a step.
 
     Args:
         row: `Row` of the window.

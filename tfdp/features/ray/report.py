@@ -123,7 +123,11 @@ def _reported_logs(
 
     Args:
         logs: Mapping from the name of a log to its value.
-        metrics: Sequence, mapping or `None`, see `ReportCallback`.
+        metrics: Sequence of strings, the logs to report; a mapping from the name in Ray
+            to the name of the log; or `None`: all logs.
+
+    Raises:
+        ValueError: If `metrics` has a log that is not in `logs`.
     """
     if metrics is None:
         names = {name: name for name in logs}

@@ -84,7 +84,15 @@ class CheckedStep(LoopFeature):
         return tf.nest.map_structure(self._taken_part, batch)
 
     def _taken_part(self, part: Any) -> Any:
-        """Return the rows that the local replicas compute of a part of a batch."""
+        """Return the rows that the local replicas compute of a part of a batch.
+
+        Args:
+            part: `PerReplica` of the rows of each local replica, or the rows of the
+                only one; a leaf of the nest of a batch.
+
+        Returns:
+            Like `part`: the same rows, or in a stand-in those of the next replicas.
+        """
         is_divided = isinstance(part, _compat.PerReplica)
         own = [_open(rows) for rows in (part.values if is_divided else [part])]
         if self.is_stand_in:
@@ -114,9 +122,12 @@ class CheckedStep(LoopFeature):
         return joined[begin : begin + counts[following]]
 
     def regroup(self, group: TrainingGroup) -> TrainingGroup:
-        """Implements `LoopFeature.regroup`: record digests of what collectives receive.
+        """Implements `LoopFeature.regroup`: record digests of what replicas send.
 
-        In a stand-in, the replicas of the group have the ranks of the next ones.
+        Returns:
+            `RankedGroup` of the same replicas, in which a digest of each tensor that
+            the running replica gives to a collective is recorded. In a stand-in, its
+            replicas have the ranks of the next ones.
         """
         given, graph = self._given[group.replica], self._graph
 
@@ -146,7 +157,13 @@ class CheckedStep(LoopFeature):
         return undo_after(variables, lambda: self._is_undone(replica))
 
     def _is_undone(self, replica: int) -> tf.Tensor:
-        """Return a scalar bool tensor: whether all but the update is undone."""
+        """Return whether a step's changes outside of its update are undone.
+
+        `around_step` asks after the step, and then restores the variables.
+
+        Returns:
+            Scalar bool tensor, true in a stand-in, and if digests differ.
+        """
         if self.is_stand_in:
             return tf.constant(True)
         computed = _are_alike(_read(self._computed[replica]))
@@ -217,23 +234,29 @@ class CheckedStep(LoopFeature):
 
 
 def _read(variable: Any) -> tf.Tensor:
-    """Return the digests of a variable."""
+    """Return the digests that a variable stores, an int64 tensor of its shape."""
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=tf.int64)
 
 
 def _are_alike(computed: tf.Tensor) -> tf.Tensor:
-    """Return whether each replica has computed the same digests as its stand-in.
+    """Return whether all replicas have computed the same digests as their stand-ins.
 
     Args:
         computed: Tensor of shape `[num_replicas, 2 * num_digests]`: digests of a
-            replica's own rows, then those as a stand-in.
+            replica's own rows, then those as a stand-in for the next replica.
+
+    Returns:
+        Scalar bool tensor.
     """
     own, others = tf.split(computed, 2, axis=1)
     return tf.reduce_all(own == tf.roll(others, 1, 0))
 
 
 def _are_equal(received: tf.Tensor) -> tf.Tensor:
-    """Return whether all replicas have received the same sums."""
+    """Return whether all replicas have received the same sums, a scalar bool tensor.
+
+    `received` has the digest of each replica's sums, gathered before: `[num_replicas]`.
+    """
     return tf.reduce_all(received == received[:1])
 
 
@@ -243,7 +266,11 @@ def _local_replica() -> int:
 
 
 def _sums_of(optimizer: Any) -> list:
-    """Return the variables of an optimizer that a step changes before its update."""
+    """Return the variables of an optimizer that a step changes even without an update.
+
+    They are the sums of gradients and losses over micro-batches, and the variables of
+    active features.
+    """
     features = getattr(optimizer, "features", None)
     if features is None:
         accumulates = bool(optimizer.gradient_accumulation_steps)
@@ -275,7 +302,15 @@ def _open(rows: Any) -> Any:
 
 
 def _parts(item: Any) -> list:
-    """Return the tensors and `tf.IndexedSlices` of reduced gradients."""
+    """Return the tensors and `tf.IndexedSlices` of reduced gradients.
+
+    Args:
+        item: Result of `StateLayout.reduce` for a parameter group.
+
+    Returns:
+        List: of `ReducedGradients` the flat tensor of each bucket, then the sparse
+        gradients; otherwise a gradient for each variable.
+    """
     if isinstance(item, ReducedGradients):
         return [*item.flats, *item.sparse.values()]
     return item.gradients()

@@ -21,6 +21,8 @@ from tfdp.training.reduction.training_group import TrainingGroup
 class RankedGroup(TrainingGroup):
     """Group in which each replica has the rank of the next one, or its own.
 
+    Its `ranks` decide: those of `inner`, or the last of these followed by the others.
+
     Args:
         inner: `TrainingGroup` of the same replicas.
         record: Callable, called with each tensor that a replica gives to a collective.

@@ -131,11 +131,17 @@ class ReplayedSteps:
             model.train_function = usual
 
     def _report(self, rounds: list[Round]) -> None:
-        """Name the replicas that differ, for a step that was repeated.
+        """Report the replicas that differ in a step and maybe in its repetition.
+
+        If the repetition is right, the report is a warning in the log, else an error.
+
+        Args:
+            rounds: List of two `Round`, the digests of the step and of its repetition.
 
         Raises:
-            WorkerLost: On all workers, to continue without the one that is wrong.
-            RuntimeError: On all workers, if they differ again.
+            WorkerLost: On all workers, if they differ again, only one worker can be
+                wrong, and the job can continue without it.
+            RuntimeError: On all workers, if they differ again otherwise.
         """
         extended, ranks = self._strategy.extended, suspects(rounds)
         names = replica_names(self._strategy)
@@ -247,7 +253,11 @@ class Replays(Feature):
         self.of_model = weakref.WeakKeyDictionary()
 
     def choose_callbacks(self, fit: Fit) -> None:
-        """Prepare replays if a callback of this `fit` asks for them."""
+        """Set up `ReplayedSteps` if a callback of this `fit` has a `replay` fraction.
+
+        Implements `Feature.choose_callbacks`, which is called before each `fit`, but
+        changes no callback. The largest fraction is used, and the step traced again.
+        """
         callbacks = callback_list(fit.arguments.get("callbacks"))
         found = [c.replay for c in callbacks if getattr(c, "can_replay", False)]
         fractions = [fraction for fraction in found if fraction is not None]

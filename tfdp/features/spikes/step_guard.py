@@ -127,9 +127,14 @@ class StepGuard(StepFeature):
             )
 
     def begin(self, *, has_batch: bool) -> None:
-        """Implements `StepFeature.begin`: count a batch, and mark one that is left out.
+        """Implements `StepFeature.begin`: count a batch, and record if it is left out.
 
         It is left out if a rollback has excluded it, or if a spike waits for the host.
+        `around_step` then undoes what its step changes apart from the update.
+
+        Args:
+            has_batch: Bool, false in an update with the accumulated gradients alone,
+                which changes nothing here.
         """
         if not has_batch:
             return
@@ -153,9 +158,18 @@ class StepGuard(StepFeature):
         divisor: tf.Tensor | None,
         statistics: GradientStatistics,
     ) -> tf.Tensor:
-        """Implements `StepFeature.examine`: decide on an update, and record that.
+        """Implements `StepFeature.examine`: decide whether an update is made.
 
-        An overflow of the loss scale is not a spike, and is not recorded.
+        The loss or the norm of an accepted update joins the window of `values`. For a
+        spike, the batch, its value and the variables with the largest gradients are
+        recorded. An overflow of the loss scale is not a spike, and is not recorded.
+
+        Args:
+            step: `Step`.
+            totals: `Totals`, read for the number of micro-batches of the update.
+            divisor: Not used here.
+            statistics: `GradientStatistics` of the reduced gradients, with the loss if
+                `on` is `"loss"`.
 
         Returns:
             Scalar bool tensor, whether the update is made.
@@ -213,7 +227,10 @@ class StepGuard(StepFeature):
         _set(self.num_in_a_row, 0)
 
     def _wait(self, totals: Totals) -> None:
-        """Leave out all updates until the host acts, unless this batch is excluded.
+        """Have all updates left out until the host has handled this spike.
+
+        It sets `waiting`, which `begin` and `examine` read. For a batch that a rollback
+        has excluded, the host has nothing to do, and `waiting` is 0.
 
         Args:
             totals: `Totals` of the update.
@@ -239,7 +256,11 @@ class StepGuard(StepFeature):
         _set(self.num_in_a_row, read(self.num_in_a_row) + 1)
 
     def _name_largest(self, step: Step, statistics: GradientStatistics) -> None:
-        """Record the variables with the largest gradients of an update."""
+        """Store in `largest` which variables have the gradients of largest norm.
+
+        At most `MOST_NAMED` are named, by their positions among all trained variables,
+        from 1, the largest norm first; the rest of `largest` is 0.
+        """
         norms = tf.stack(statistics.squared_norm_of_each())
         norms = tf.where(tf.math.is_nan(norms), float("inf"), norms)
         _, order = tf.math.top_k(norms, min(MOST_NAMED, norms.shape[0]))
@@ -247,10 +268,14 @@ class StepGuard(StepFeature):
         _set(self.largest, tf.pad(positions, [[0, MOST_NAMED - positions.shape[0]]]))
 
     def around_step(self, model: Any) -> Callable[[], None]:
-        """Return a function that undoes a step's other changes if it is left out.
+        """Read the variables that a step changes outside of its update, before it.
 
-        These are changes of metrics, of the statistics of BatchNormalization and of the
-        states of random generators.
+        Implements `StepFeature.around_step`. These variables are metrics, the
+        statistics of BatchNormalization and the states of random generators.
+
+        Returns:
+            Callable for the end of the step, which restores them if `begin` or
+            `examine` has recorded that the batch or its update is left out.
         """
         is_left_out = self._is_left_out
         variables = changed_outside_update(model)

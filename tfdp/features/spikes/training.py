@@ -60,7 +60,20 @@ class SpikeGuards(Feature):
     ) -> bool:
         """Prepare `fit` to continue from the newest backup, if a spike has ended it.
 
-        Arguments and result are those of `Feature.recover`.
+        Implements `Feature.recover`.
+
+        Args:
+            name: String, not used here.
+            model: The Keras model, not used here.
+            arguments: Dict, the arguments of `fit` by name; datasets in it are
+                replaced by ones that are read in their first order again.
+            error: The error that the loop has raised.
+            stack: `contextlib.ExitStack`, closed at the end of the call; it then
+                restores what was changed in the callbacks.
+
+        Returns:
+            Bool, whether `fit` is repeated: after a `SpikeRollback`, unless this loop
+            runs inside another.
         """
         # The enclosing `fit`, whose callback runs this loop, recovers.
         if not isinstance(error, SpikeRollback) or loops.current() is not None:

@@ -150,7 +150,11 @@ def _watch_mlflow(mlflow: ModuleType) -> None:
 # Arguments of the wrappers below, as `wrapt` passes them: the wrapped function, the
 # object that it is bound to, and the positional and keyword arguments of the call.
 def _keep_uri(function: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-    """Wrap MLflow's setters of a store's address: ignore calls on silent workers."""
+    """Call a setter of MLflow's store, or ignore the call where trackers are disabled.
+
+    Wrapper of `set_tracking_uri` and `set_registry_uri`; returns their result, or
+    `None`.
+    """
     return None if is_silent() else function(*args, **kwargs)
 
 
@@ -165,7 +169,20 @@ def _start_run(start: Callable, instance: Any, args: tuple, kwargs: dict) -> Any
 
 
 def _set_experiment(choose: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-    """Wrap `mlflow.set_experiment`: choose by name, which creates a missing one."""
+    """Wrap `mlflow.set_experiment`: ignore an experiment's id on silent workers.
+
+    The temporary store of a silent worker has no experiment of that id. MLflow creates
+    a missing experiment only by name: that of the call, or a default one.
+
+    Args:
+        choose: Callable, `mlflow.set_experiment`.
+        instance: Not used.
+        args: Tuple, positional arguments of the call.
+        kwargs: Dict, keyword arguments of the call.
+
+    Returns:
+        The experiment that `choose` returns.
+    """
     if not is_silent():
         return choose(*args, **kwargs)
     bound = inspect.signature(choose).bind(*args, **kwargs)
@@ -192,7 +209,10 @@ def _delete_store(mlflow: ModuleType, folder: TemporaryFolder) -> None:
 
 
 def _watch_wandb(wandb: ModuleType) -> None:
-    """Wrap `wandb.init`, and warn if it was called before."""
+    """Wrap `wandb.init` so that, where trackers are disabled, its mode is "disabled".
+
+    Warn there if it was called before.
+    """
     if is_silent() and getattr(wandb, "run", None) is not None:
         user_code.warn(
             "`wandb.init` was called before tfdp was imported: this worker has created "

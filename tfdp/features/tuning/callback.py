@@ -370,10 +370,14 @@ def why_too_short(num_steps: int | None, update_steps: int) -> str:
 
 
 def update_steps(model: Any) -> int:
-    """Return the least number of steps that holds whole updates and whole executions.
+    """Return the least number of steps after which updates and executions both end.
+
+    An update takes one step for each accumulated micro-batch, or one step without
+    accumulation; an execution takes the model's `steps_per_execution`. If accumulation
+    changes by epoch, the longest update counts.
 
     Args:
-        model: Keras model.
+        model: Compiled Keras model.
     """
     optimizer: Any = model.optimizer
     plan = getattr(getattr(optimizer, "features", None), "plan", None)

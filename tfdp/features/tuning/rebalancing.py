@@ -49,7 +49,12 @@ class Rebalance(TimedSteps):
         self.meter.start()
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Implements `TimedSteps.on_step_end`: store a reading, rebalance if due."""
+        """Store a reading; rebalance at step 20, and whenever the steps have doubled.
+
+        Args:
+            num_steps: Int, steps of the execution.
+            reading: `Reading`, or `None` if it was not timed, as when it was traced.
+        """
         if reading is not None:
             self._readings.append(reading)
         if self.step >= self._due:

@@ -130,7 +130,12 @@ class Trial:
         self._is_last = len(self._candidates) == 1
 
     def _decide(self) -> None:
-        """End the trial: the last candidate wins if its interval is above zero."""
+        """End the trial: the last candidate wins if it is significantly faster.
+
+        Its gain is the default's time divided by its own, minus 1. It wins if the
+        interval of 95 % probability around the median gain is above zero; otherwise the
+        default wins.
+        """
         (candidate,) = self._candidates
         gains = [ratio - 1 for ratio in self._ratios[candidate]]
         low, high = median_interval(gains)
@@ -359,7 +364,13 @@ def block_steps(update_steps: int) -> int:
 
 
 def _updates_of_block(update_steps: int) -> int:
-    """Return the number of timed updates in a block, at least `_MIN_UPDATES`."""
+    """Return the number of timed updates in a block.
+
+    They have at least `BLOCK_STEPS` (20) steps together, and are at least 5.
+
+    Args:
+        update_steps: Int, steps of an update, see `Tuner`.
+    """
     return max(-(-BLOCK_STEPS // update_steps), _MIN_UPDATES)
 
 

@@ -151,7 +151,11 @@ def operations_in(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
 
 
 def operations_of_stage(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
-    """Yield the operations of `operations_in`, of a dataset's last stage only."""
+    """Yield the operations in the functions that a dataset's last stage calls.
+
+    Yields:
+        Pairs of the type of an operation and its attributes by name.
+    """
     for function in dataset._functions():
         graph = function.function.graph.as_graph_def()
         libraries = [nested.node_def for nested in graph.library.function]
@@ -197,14 +201,14 @@ def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
 
 
 def sources_of(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
-    """Return the source tensors of a dataset's elements, and the names of files.
+    """Return the tensors that a dataset's elements come from, and the names of files.
 
     Left out are sources of datasets that functions create or capture, and the end of a
     range.
 
     Returns:
-        Dict from a string, the method that the user has called and a number, to a
-        tensor.
+        Dict from a string such as `"from_tensor_slices[0]"`, the method of the source
+        and a number, to a tensor. Names of files are a string tensor.
     """
     sources = enumerate(_named_sources(dataset))
     return {f"{name}[{number}]": tensor for number, (name, tensor) in sources}
@@ -315,7 +319,8 @@ def local_dataset(distributed: Any) -> tf.data.Dataset:
 def local_element_spec(dataset: Any) -> Any:
     """Return the spec of a distributed dataset's elements on the first local replica.
 
-    It has `None` for a None and for an empty optional, as from Keras's generators.
+    `None` replaces the spec of a component that is `None`, and of an optional, which
+    Keras's generators have in place of `None`.
     """
 
     def first(spec: Any) -> Any:
@@ -333,6 +338,9 @@ def without_partial_batches(dataset: Any) -> Any:
 
     By default workers ask each other in every step whether one has data left. If each
     replica has the same number of batches, they need not ask.
+
+    Returns:
+        `dataset`.
     """
     dataset._enable_get_next_as_optional = False
     return dataset
@@ -375,7 +383,11 @@ def optionals_of_replicas(iterator: Any) -> list[list]:
 
 
 def any_has_value(optionals: list[list]) -> tf.Tensor:
-    """Return a bool tensor, whether any of the optionals has a value."""
+    """Return a bool tensor, whether any of the optionals has a value.
+
+    Args:
+        optionals: List of lists, the result of `optionals_of_replicas`.
+    """
     with ops.device("/device:CPU:0"):
         flat = [part.has_value() for parts in optionals for part in parts]
         return tf.reduce_any(tf.stack(flat))

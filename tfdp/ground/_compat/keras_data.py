@@ -47,7 +47,12 @@ def set_dataset_of_epoch(epoch_iterator: Any, make: Callable) -> None:
 
 
 def epoch_progress(epoch_iterator: Any) -> dict[str, Any]:
-    """Return the counters of an epoch iterator of Keras, between two epochs."""
+    """Return the counters of an epoch iterator of Keras, to save it between two epochs.
+
+    Returns:
+        Dict of `"steps_seen"`, the steps that Keras's current iterator has made, and
+        `"num_batches"`, those of one pass over the data, or `None` if unknown.
+    """
     return {
         "steps_seen": epoch_iterator._steps_seen,
         "num_batches": epoch_iterator._num_batches,
@@ -106,8 +111,11 @@ def first_batch_of(adapter: Any) -> Any:
 def adapter_of_py_dataset(watch: Callable, **arguments: Any) -> Any:
     """Return Keras's adapter of a `PyDataset`, extended to keep the first batch.
 
+    `first_batch_of` returns that batch.
+
     Args:
-        watch: Callable that wraps the iterator of each pass.
+        watch: Callable that takes the iterator of a pass over the data, and returns the
+            one that replaces it.
         **arguments: Arguments of `get_data_adapter`.
     """
     adapter: Any = data_adapters.get_data_adapter(**arguments)

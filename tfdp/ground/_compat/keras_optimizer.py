@@ -111,7 +111,13 @@ def copy_decay_exclusion(optimizer: Any, copy: Any, variable: Any) -> None:
 
 
 def uses_weight_decay(optimizer: Any, variable: Any) -> bool:
-    """Return whether an optimizer decays a variable, given its local part."""
+    """Return whether an optimizer applies weight decay to a variable.
+
+    Args:
+        optimizer: Keras optimizer.
+        variable: One replica's copy of the variable. Keras compares its name with those
+            that are excluded from weight decay.
+    """
     decays = optimizer.weight_decay is not None
     return decays and optimizer._use_weight_decay(variable)
 
@@ -158,7 +164,12 @@ def update_moving_average(optimizer: Any) -> None:
 
 
 def move_averages(optimizer: Any, variables: list) -> None:
-    """Move an optimizer's averages towards stand-ins for its variables, in order."""
+    """Move an optimizer's averages towards given values.
+
+    Args:
+        optimizer: Keras optimizer with moving averages.
+        variables: List of tensors or `TensorView`s, one for each average, in order.
+    """
     optimizer._update_model_variables_moving_average(variables)
 
 

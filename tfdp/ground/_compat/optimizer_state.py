@@ -13,7 +13,11 @@ from tfdp.ground._compat.keras_optimizer import set_trained
 
 
 def own_variables(optimizer: Any) -> list:
-    """Return an optimizer's variables as in files, without inner optimizers'."""
+    """Return an optimizer's variables in the order in which Keras saves them.
+
+    The first is the counter, then follows the learning rate if it is a variable. Those
+    of inner optimizers are left out.
+    """
     return list(optimizer._variables)
 
 
@@ -65,7 +69,10 @@ def accumulators_of(optimizer: Any) -> list:
 
 
 def micro_batch_counter(optimizer: Any) -> Any:
-    """Return an optimizer's counter: of updates, or of micro-batches to accumulate."""
+    """Return an optimizer's counter, the variable behind `iterations`.
+
+    It counts micro-batches with `gradient_accumulation_steps`, and updates without.
+    """
     return optimizer._iterations
 
 

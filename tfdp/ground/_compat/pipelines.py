@@ -54,7 +54,16 @@ def parallelism_of(dataset: tf.data.Dataset) -> Any:
 
 
 def stateful_operation(dataset: tf.data.Dataset) -> str | None:
-    """Return a stateful operation in a `map` that does more than read, or `None`."""
+    """Return the type of a stateful operation in a `map`, such as `"RandomUniform"`.
+
+    Operations that only read, check or print, or call other functions, do not count.
+
+    Args:
+        dataset: Dataset whose last stage is the `map`.
+
+    Returns:
+        String, or `None` without such an operation.
+    """
     names = (name for name, _ in operations_of_stage(dataset) if name not in _READING)
     return next((name for name in names if _is_stateful(name)), None)
 

@@ -98,7 +98,11 @@ def keras_seed_state() -> list[int] | None:
 
 
 def set_keras_seed_state(state: list[int] | None) -> None:
-    """Restore a result of `keras_seed_state`."""
+    """Set the state of the generator from which layers without a seed draw.
+
+    Args:
+        state: List of ints, a result of `keras_seed_state`; `None` changes nothing.
+    """
     if state is not None:
         current = seed_generator.global_seed_generator().state
         current.assign(np.asarray(state, current.dtype))

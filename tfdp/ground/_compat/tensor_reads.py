@@ -62,7 +62,13 @@ def step_graph() -> Any:
 
 
 def shared_run_object() -> Any:
-    """Return an object that the threads of one `strategy.run` share, or `None`."""
+    """Return the coordinator of the threads of this call of `strategy.run`.
+
+    It tells whether two replicas run in the same call: then it is the same object.
+
+    Returns:
+        The object, or `None` outside the threads of replicas.
+    """
     return getattr(threading.current_thread(), "coord", None)
 
 

@@ -46,7 +46,11 @@ def current() -> tf.Tensor | None:
 
 
 def num_samples() -> tf.Tensor | None:
-    """Return the number of samples of all replicas in this step, or `None`."""
+    """Return the number of samples of all replicas in this step, a float32 scalar.
+
+    It is `None` if the number is unknown, or if this thread's replica has no weight, as
+    outside of Keras's loops.
+    """
     active = _active()
     return None if active is None else active.num_samples
 

@@ -52,16 +52,29 @@ class Feature:
         """Handle the rank of this worker, as soon as a strategy knows it."""
 
     def before_sync(self, model: Any) -> None:
-        """Prepare for a synchronization of all workers of a model."""
+        """Prepare for the end of an epoch or evaluation, where all workers synchronize.
+
+        A feature suspends exchanges here in which not all workers take part.
+        """
 
     def before_loop(self, model: Any) -> None:
-        """Prepare for a loop of Keras, before the workers agree on it."""
+        """Prepare for a call of `fit`, `evaluate` or `predict`.
+
+        It is called first. Then the workers compare the call's arguments, and
+        `equalize_replicas` follows.
+        """
 
     def equalize_replicas(self, model: Any) -> None:
         """Give all replicas of a model the same state, before evaluation or saving."""
 
     def choose_callbacks(self, fit: Fit) -> None:
-        """Change the callbacks in the arguments of `fit`.
+        """Prepare a call of `fit`, and change its callbacks.
+
+        Called on all workers before Keras runs `fit`, also for a model without a tfdp
+        strategy. A feature may replace `fit.arguments["callbacks"]`.
+
+        Args:
+            fit: `Fit`, with the callbacks that earlier features have chosen.
 
         Raises:
             ValueError: If some callbacks cannot be combined.
@@ -82,8 +95,12 @@ class Feature:
     def batches_between_syncs(self, model: Any) -> int | None:
         """Return the most batches of `fit` between two synchronizations of workers.
 
+        Workers synchronize where all wait for each other, as in a reduction. They agree
+        on a stop of training only there, by the largest number of all features.
+
         Returns:
-            Int, or `None` if workers do not synchronize within an epoch.
+            Int, 1 if workers synchronize in every step; or `None` if they do not
+            synchronize within an epoch.
         """
         return 1
 
@@ -149,7 +166,10 @@ def registered() -> tuple[Feature, ...]:
 
 
 def equalize_replicas(model: Any) -> None:
-    """Give all replicas of a model the same state, on all workers.
+    """Give all replicas of a model the same state, by the hooks of all features.
+
+    Call it on all workers, outside a step. Each feature that lets replicas differ has
+    its own rule: local steps, for example, average their weights.
 
     Args:
         model: Keras model.

@@ -21,11 +21,12 @@ class Loop:
             `train_on_batch` does, instead of batches that are divided already.
         awaits_training_data: Bool, whether the next data that the loop reads is for
             training: `fit` reads training data first and may validate later.
-        batch_weights: List of scalar tensors, weights of the local replicas in the
-            running step, or `None` with one replica.
+        batch_weights: List of scalar tensors, for each local replica its fraction of
+            all samples; set by an eager step of several replicas, otherwise `None`.
         label_record: `tfdp.training.data.batch_labels.LabelRecord` of training data
             from the user's Python code, or `None` for other data.
-        program_logs: `LogTail` of the step that is traced, or `None`.
+        program_logs: `tfdp.training.program.logs.LogTail` of the step that is traced,
+            the operations that compute logs after the step; or `None`.
         batch_rows: Int, rows of a global batch, except for a smaller last one; or
             `None` if unknown.
         exchange: `GradientExchange` that replaces the all-reduce of gradients, so that

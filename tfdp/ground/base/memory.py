@@ -21,7 +21,13 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class _Names(NamedTuple):
-    """Names of a cgroup's files, and the prefix of the names in its statistics."""
+    """Names of the files of a memory cgroup, which differ between versions 1 and 2.
+
+    Args:
+        limit: String, name of the file with the limit in bytes.
+        used: String, name of the file with the bytes in use.
+        prefix: String, prefix of the names in the file `memory.stat`.
+    """
 
     limit: str
     used: str

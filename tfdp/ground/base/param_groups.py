@@ -122,8 +122,9 @@ def clips(optimizer: Any) -> bool:
 
 
 def is_linear(optimizer: Any) -> bool:
-    """Return whether rows of a sparse gradient with one index may be summed first.
+    """Return whether an optimizer is linear in gradients: `SGD` that does not clip.
 
+    Rows of a sparse gradient with the same index may then be summed before the update.
     Keras clips rows one by one, so a sum of rows would be clipped differently.
     """
     return type(optimizer) is keras.optimizers.SGD and not clips(optimizer)

@@ -103,13 +103,22 @@ class ProgramTrace:
         """Handle the step's assignment to a mirrored variable: here, do nothing."""
 
     def template_of(self, op: Any, make: Callable[[Any], Any]) -> Any:
-        """Return the template that `make` creates for an operation, cached."""
+        """Return the template of an operation, created by `make` at the first call.
+
+        From a template each replica builds its copy of the operation.
+
+        Args:
+            op: `tf.Operation` of the program.
+            make: Callable that takes `op` and returns the template.
+        """
         if op not in self._templates:
             self._templates[op] = make(op)
         return self._templates[op]
 
     def source(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the object that `make` creates for a key, cached by identity.
+        """Return the object that stands for a key in the program, created at first use.
+
+        Gradients with respect to a sharded parameter are taken of such a tensor.
 
         Args:
             key: Any object, kept alive by the caller.
@@ -125,7 +134,10 @@ _latest = threading.local()
 
 
 def record_losses(targets: Sequence[Any]) -> None:
-    """Record the tensors that this thread takes gradients of.
+    """Record the losses, or other tensors, that this thread takes gradients of.
+
+    `latest_loss` returns the last one. Those of a trace are searched for a division by
+    the number of replicas.
 
     Args:
         targets: Sequence of tensors.

@@ -26,9 +26,10 @@ class StepContext:
             `None` if updates are not deferred.
         residuals: `StepResiduals` that collect compressors' residuals, or `None`.
         is_compiled: Bool, whether XLA compiles the traced function.
-        label: String, the label of traced collectives, or `None`.
-        ops_before_need: Sequence of the last operations that run without the results
-            of the traced collectives.
+        label: String, the name in measurements and errors of the collectives that are
+            traced now, such as `"bucket 0"`, or `None`.
+        ops_before_need: Sequence of operations, the last ones that run without the
+            results of the collectives that are traced now, see `timing.needed_after`.
         carried: `CarriedScalar` that a bucket of gradients may carry, or `None`.
     """
 
@@ -52,7 +53,10 @@ _thread = _Thread()
 
 
 def current() -> StepContext:
-    """Return the context of the step that runs in this thread."""
+    """Return the context of the step that this thread runs or traces.
+
+    Outside of a step it is `StepContext()`, with default values.
+    """
     return _thread.context
 
 

@@ -66,7 +66,7 @@ def other_optimizers(model: Any) -> dict[str, Any]:
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    """Return all optimizers inside an optimizer, at any depth."""
+    """Return all optimizers inside an optimizer, at any depth, without itself."""
     parts = []
     while optimizer is not None:
         parts += [part for part in innermost(optimizer) if part is not optimizer]

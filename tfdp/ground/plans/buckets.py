@@ -96,7 +96,8 @@ def effective_bucket_bytes(total_bytes: int, bucket_bytes: int) -> int:
         bucket_bytes: Int, largest size of a bucket.
 
     Returns:
-        Int, at most `bucket_bytes`.
+        Int, an eighth of `total_bytes`, or 1 MB (2**20 bytes) if that is more; at most
+        `bucket_bytes`.
 
     Example:
 

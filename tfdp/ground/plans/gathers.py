@@ -58,10 +58,14 @@ class Gather:
         return self.bytes_each * (rows or 1) ** self.power
 
     def is_large(self, rows: int | None) -> bool:
-        """Return whether the gather is large enough to report, by its bytes per row.
+        """Return whether the gather is large enough to report.
+
+        The limit is 1 KiB for each row of the batch, or 64 KiB in all for a tensor
+        whose bytes do not depend on the rows.
 
         Args:
-            rows: Int, rows of the global batch, or `None` if unknown.
+            rows: Int, rows of the global batch, or `None` if unknown: then every tensor
+                whose bytes grow with the square of the rows is large.
         """
         if not self.power:
             return self.bytes_each >= _LEAST_SUM_BYTES
@@ -116,7 +120,11 @@ class StepGathers:
 
     @property
     def largest(self) -> tuple[int, Gather] | None:
-        """Tuple of the bytes of the largest gather and the gather, or `None`."""
+        """Tuple of the bytes of the largest gather and the gather.
+
+        It is `None` if the step has no gathers. Bytes that depend on unknown rows count
+        as 0.
+        """
         known = [(g.num_bytes(self.rows) or 0, g) for g in self.gathers]
         return max(known, key=lambda pair: pair[0], default=None)
 

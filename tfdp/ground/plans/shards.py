@@ -88,11 +88,18 @@ class ShardBucket:
 
     @property
     def moved(self) -> ShardBucket:
-        """`ShardBucket` in the layout that collectives move: joined if lopsided."""
+        """`ShardBucket` in the layout that collectives move: `joined`, or this one.
+
+        It is `joined`, which has no padding, if padding more than doubles the elements.
+        """
         return self.joined if self.is_lopsided else self
 
     def range_in_joined(self, owner: int) -> tuple[int, int]:
-        """Return the range of an owner's row in `joined`: first, one after the last."""
+        """Return the range of an owner's elements in `joined`, the row without padding.
+
+        Returns:
+            Tuple of two ints: the first position, and the one after the last.
+        """
         start = sum(map(_length, self.rows[:owner]))
         return start, start + _length(self.rows[owner])
 
@@ -267,7 +274,10 @@ def _length(row: Sequence[Segment]) -> int:
 
 
 def _balance_owners(entries: Sequence[Entry], num_owners: int) -> list[int]:
-    """Return the owner of each variable, balanced separately for each dtype."""
+    """Return the owner of each variable, with about equal bytes of each dtype.
+
+    The largest variable comes first, and goes to the owner with the fewest bytes.
+    """
     owners = [0] * len(entries)
     loads: dict[str, list[int]] = {}
     for index in sorted(range(len(entries)), key=lambda i: -entries[i].num_bytes):

@@ -224,9 +224,14 @@ def _distances(power: int) -> list[int]:
 
 
 def _hierarchical(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ...]:
-    """Return the transfers of a hierarchical algorithm on nodes of equal size.
+    """Return the transfers of a hierarchical all-reduce, in order.
 
-    Arguments and errors are those of `transfers_of`.
+    Args:
+        algorithm: `Algorithm` with an inner and an outer algorithm.
+        topology: `Topology` of the replicas.
+
+    Raises:
+        ValueError: If nodes have different numbers of replicas.
     """
     if not topology.is_even:
         sizes = [len(ranks) for ranks in topology.nodes]
@@ -251,8 +256,12 @@ def _reduce_inside(name: str, node_size: int) -> tuple[tuple[Transfer, ...], int
     """Return the transfers of a reduction inside a node, and the number of shards.
 
     Args:
-        name: String, one of `FLAT`.
+        name: String, `"ring"`, `"tree"` or `"halving_doubling"`.
         node_size: Int, number of replicas of the node.
+
+    Returns:
+        Tuple of the transfers, and of the number of replicas of the node that hold an
+        equal shard of the sum afterwards; 1 if one replica holds it whole.
     """
     if node_size == 1:
         return (), 1

@@ -181,7 +181,11 @@ def _row(
 
 
 def _algorithms(settings: Settings, collective: str) -> Sequence[str]:
-    """Return the algorithms to measure; only an all-reduce has a choice of them."""
+    """Return the names of the algorithms with which a collective is measured.
+
+    They are those of `settings` for `"all_reduce"`. Other collectives have no choice of
+    algorithms: the only name is `NO_ALGORITHM`.
+    """
     return settings.algorithms if collective == "all_reduce" else (NO_ALGORITHM,)
 
 

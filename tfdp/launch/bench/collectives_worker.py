@@ -123,7 +123,17 @@ class _Case:
 
 
 def _call(collective: str, algorithm: str) -> Callable[..., tf.Tensor]:
-    """Return the collective as a function of a tensor, the group and a local index."""
+    """Return a function that runs a collective on one local replica.
+
+    Args:
+        collective: String, name of the collective, a method of `Member`.
+        algorithm: String, algorithm of an all-reduce; `NO_ALGORITHM` for any other
+            collective.
+
+    Returns:
+        Callable that takes the replica's tensor, the `ProcessGroup` and the index of
+        the replica among the local ones, and returns the replica's result.
+    """
     if algorithm != NO_ALGORITHM:
         return AlgorithmChoice(Algorithm(algorithm)).all_reduce
     return lambda x, group, replica: getattr(Member(group, replica), collective)(x)

@@ -276,8 +276,9 @@ def _fastest(model: str, set_up: SetUp, times: Times) -> str:
 def _compared(set_up: SetUp, seconds: list[float]) -> list[float]:
     """Return the seconds per step of the blocks that are compared with other set-ups.
 
-    The other blocks have chosen the tuned variant. With defaults there is no choice,
-    and all blocks are compared.
+    With tuning they are the second block and every other one after it: by the remaining
+    blocks `_fastest` has chosen the variant. With defaults there is no choice, and all
+    blocks are compared.
 
     Args:
         set_up: `SetUp` that was measured.

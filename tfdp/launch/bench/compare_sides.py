@@ -41,9 +41,13 @@ class SetUp:
     """A set-up to compare: processes that train with the same settings.
 
     Args:
-        kind: String, `DEVICES`, `WORKERS`, `PLAIN`, `STOCK` or `DDP`.
-        tuning: String, `DEFAULTS` or `TUNED`.
-        num_workers: Int, number of replicas of each set-up except `PLAIN`.
+        kind: String: `DEVICES`, tfdp with several devices of one process; `WORKERS`,
+            tfdp with several processes; `PLAIN`, Keras alone, in one process; `STOCK`,
+            TensorFlow's own strategy; or `DDP`, PyTorch.
+        tuning: String: `DEFAULTS`, for default settings, or `TUNED`, for the fastest of
+            several variants.
+        num_workers: Int, number of replicas. `PLAIN` has a single one, whose batch is
+            as large as those of this number of replicas together.
     """
 
     kind: str
@@ -64,9 +68,10 @@ class SetUp:
 
     @property
     def choices(self) -> Mapping[str, Mapping[str, Any]]:
-        """Mapping from the name of each variant with communication to its settings.
+        """Mapping from the name of each variant that is tried to its settings.
 
-        The name is `""` where there is one variant only.
+        A variant is a choice of settings, such as `jit_compile` or `pack_bytes`: those
+        that the processes of the set-up read. A single variant is named `""`.
         """
         if self.tuning == TUNED:
             return _CHOICES[self.kind]
@@ -93,11 +98,13 @@ class SetUp:
         return variants | alone
 
     def key(self, model: str, choice: str) -> str:
-        """Return the key of a variant's times, `side/variant`.
+        """Return the key of a variant's times in the results, `side/variant`.
+
+        In it `side` is the kind and the tuning, and `variant` the model and `choice`.
 
         Args:
-            model: String, name of the model.
-            choice: String, name of the variant.
+            model: String, name of the model that is trained.
+            choice: String, a key of `choices`.
         """
         variant = f"{model}, {choice}" if choice else model
         return f"{self.kind}, {self.tuning}/{variant}"
@@ -105,8 +112,9 @@ class SetUp:
     def key_alone(self, model: str, choice: str) -> str | None:
         """Return the key of a variant's times without communication.
 
-        It is `None` for a set-up that never communicates. For devices of one process
-        it is the key of workers, which compute the same.
+        It is that of `key`, followed by `", no communication"`; or `None` for a set-up
+        that never communicates. For devices of one process it is the key of workers,
+        which compute the same.
 
         Args:
             model: String, name of the model.
@@ -170,8 +178,9 @@ class SetUp:
     def _environment(self) -> dict[str, str]:
         """Return the environment variables of memory allocation and CPU kernels.
 
-        oneDNN stays off for plain Keras and stock with their defaults where TensorFlow
-        leaves it off; tfdp turns it on.
+        A tuned set-up keeps freed memory. On a processor for which TensorFlow leaves
+        oneDNN off, it is turned on, except for plain Keras and the stock strategy with
+        their defaults. On other processors no variable of oneDNN is set.
         """
         variables = dict(_KEPT_MEMORY) if self.tuning == TUNED else {}
         if is_left_off():

@@ -87,7 +87,14 @@ class TokenAndPosition(keras.layers.Layer):
 
 
 def _mlp(model: Model) -> Any:
-    """Build the MLP: two hidden layers with ReLU, and a linear head."""
+    """Build the MLP: two hidden layers with ReLU, and a linear head.
+
+    Args:
+        model: `Model`, whose `width` is the number of units of a hidden layer.
+
+    Returns:
+        A `keras.Sequential`.
+    """
     hidden = [keras.layers.Dense(model.width, activation="relu") for _ in range(2)]
     head = keras.layers.Dense(NUM_CLASSES)
     return keras.Sequential([keras.Input((NUM_INPUTS,)), *hidden, head])

@@ -140,6 +140,8 @@ def expected(
 ) -> np.ndarray:
     """Return the expected result of a collective on a replica.
 
+    Each replica contributes its `input_of`; reductions are sums.
+
     Args:
         collective: String, one of `COLLECTIVES`; the replica at position 0 broadcasts.
         position: Int, position of the replica in the group.

@@ -17,6 +17,14 @@ class ReplicaSettings:
     """Base class of settings of a benchmark that runs on a choice of replicas.
 
     It is not a dataclass, so that each benchmark orders its own fields.
+
+    Attributes:
+        algorithms: Sequence of strings, algorithms of the all-reduce.
+        num_workers: Int, number of local processes, or `None` for the cluster that this
+            process belongs to.
+        devices_per_worker: Int, logical CPU devices of each worker, or `None` for one.
+        node_size: Int, number of replicas that count as one node, or `None` for the
+            real nodes.
     """
 
     algorithms: Sequence[str]
@@ -26,7 +34,10 @@ class ReplicaSettings:
 
     @property
     def worker_setup(self) -> dict[str, Any]:
-        """Dict for each worker: its strategy, devices, and all addresses."""
+        """Dict that each worker receives: `"strategy"`, `"devices"` and `"addresses"`.
+
+        `Side` fills in the addresses of local workers.
+        """
         return {
             "strategy": "tfdp" if (self.num_workers or 0) > 1 else "auto",
             "devices": self.devices_per_worker,
@@ -35,7 +46,10 @@ class ReplicaSettings:
         }
 
     def check(self, topology: Topology) -> None:
-        """Check that there are enough replicas and nodes for each algorithm.
+        """Check that there are enough replicas and nodes for each of `algorithms`.
+
+        Each needs two replicas; `"hierarchical"` needs several nodes with the same
+        number of replicas, at least two.
 
         Args:
             topology: `Topology` of the replicas.

@@ -325,6 +325,8 @@ class Ratio:
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
     """Return the median ratio of two sides whose blocks alternated, with its interval.
 
+    It is the 95 % interval of `median_interval`, of the ratios of the blocks.
+
     Args:
         numerators: Sequence of floats, a measurement of one side for each block.
         denominators: Sequence of floats, the other side's measurement for each block.

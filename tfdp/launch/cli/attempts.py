@@ -243,7 +243,8 @@ class NodeAttempts:
 
         Args:
             clusters: List of `Cluster`, one for each worker of this node.
-            is_late: Bool, whether the workers of other nodes train already.
+            is_late: Bool, whether the workers of other nodes train already. It has no
+                effect here: only `ElasticAttempts` admits nodes to a running job.
         """
         del is_late  # only nodes of elastic jobs are late
         return Job(self._context, clusters, self._logs, others=self._others)
@@ -258,6 +259,8 @@ class NodeAttempts:
 
     def _stop(self, message: dict[str, Any]) -> None:
         """Print why all nodes stop, and report that this node's workers have ended.
+
+        The workers do not run: `Job` has stopped them by the same message.
 
         Args:
             message: Dict, message of node 0 of type `"stop"`.

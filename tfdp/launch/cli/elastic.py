@@ -98,6 +98,10 @@ class ElasticJob(SeparateWorkersJob):
     def _check_waits(self, now: float, has_success: bool) -> None:
         """Stop workers that wait for others that will not join them.
 
+        Every 15 s it asks whether any worker trains. If none does, the workers are
+        stopped: with `has_success` at once, if only replacements run on this node;
+        otherwise once none has trained for 60 s, which ends the job.
+
         Args:
             now: Float, the present time.
             has_success: Bool, whether others have ended without an error: then
@@ -132,7 +136,10 @@ class ElasticJob(SeparateWorkersJob):
         )
 
     def job_runs(self) -> bool:
-        """Return whether workers train together, on this node or on others."""
+        """Return whether a worker, on this node or another, answers that the job runs.
+
+        The job runs once all workers of its first cluster have joined.
+        """
         cluster = self._clusters[0]
         return ask_workers(cluster, cluster.workers) is not None
 

@@ -49,9 +49,10 @@ class ElasticNodeJob(ElasticJob):
         return self._nodes.is_over or super()._has_success()
 
     def _is_incomplete(self) -> bool:
-        """Return whether this node must check by itself that workers train.
+        """Return whether node 0 is lost, so that workers may be missing unnoticed.
 
-        It must while node 0, which otherwise checks that for all nodes, is lost.
+        If it is, this launcher checks by itself that workers train. Otherwise node 0
+        checks that for all nodes.
         """
         return self._nodes.is_alone
 
@@ -72,9 +73,14 @@ class ElasticAttempts(NodeAttempts):
     _code: int | None = None
 
     def _job(self, clusters: list[Cluster], *, is_late: bool) -> Job:
-        """Return this node's part of an elastic job; see `NodeAttempts._job`.
+        """Create this node's part of an elastic job.
 
-        The connection keeps the ports of its workers, for a join of a new node 0.
+        The rank, attempt and ports of this node's workers are recorded in the
+        connection to node 0, which sends them when it joins node 0 again after a loss.
+
+        Args:
+            clusters: List of `Cluster`, one for each worker of this node.
+            is_late: Bool, whether the workers of other nodes train already.
         """
         own = [address for c in clusters if (address := c.address)]
         self._others.running = {
@@ -107,8 +113,14 @@ class ElasticAttempts(NodeAttempts):
     def _handle(self, message: dict[str, Any]) -> Job | int | None:
         """Handle a message of node 0; its loss does not end the job of this node.
 
-        Nodes that are left without workers cannot start any by themselves: several of
-        them would each begin a job.
+        After the loss, a node whose workers are done exits with 0. Any other, except
+        node 0's own, waits for a new node 0: nodes without workers cannot start any by
+        themselves, since several of them would each begin a job. Everything else is
+        handled by `NodeAttempts._handle`.
+
+        Returns:
+            `Job` to run, int, the exit code of this node, or `None` to wait for a
+            message.
         """
         if message.get("type") == "lost" and self._exit_code is None:
             if self._code == 0:
@@ -119,8 +131,12 @@ class ElasticAttempts(NodeAttempts):
         return super()._handle(message)
 
     def _check_end(self) -> int | None:
-        """Return the exit code if this node must not wait longer, or else `None`.
+        """Return the exit code if this node must stop waiting for node 0's messages.
 
-        If node 0 is lost, it is the exit code of this node's workers.
+        While node 0 is lost, it is that of this node's workers, once they have ended.
+        Otherwise `NodeAttempts._check_end` decides: after a signal or `--timeout`.
+
+        Returns:
+            Int, or `None` to wait further.
         """
         return self._code if self._others.is_alone else super()._check_end()

@@ -82,8 +82,8 @@ class Job:
             requests continues. Defaults to `None`.
 
     Attributes:
-        failed: The `Worker` that failed first, or the lost worker that it names, or
-            `None`.
+        failed: The `Worker` that failed first, or `None`. When this ends the job, the
+            lost worker that it names replaces it, if that one has failed as well.
     """
 
     def __init__(
@@ -243,7 +243,10 @@ class Job:
         )
 
     def _ask_to_save(self, elapsed: float) -> None:
-        """Ask the workers to save once it is time, and repeat that until they exit.
+        """Send running workers `SAVE_SIGNAL` once `save_after_seconds` have passed.
+
+        The signal asks them to save and exit. It is sent again every
+        `_ASK_AGAIN_SECONDS`.
 
         Args:
             elapsed: Float, seconds since the workers were started.
@@ -318,7 +321,11 @@ class Job:
             self._screen.progress(worker.rank, worker.output.unfinished)
 
     def _print(self, worker: Worker, lines: list[str]) -> None:
-        """Print lines of a worker, and record the number of its last line."""
+        """Print lines of a worker, and count them.
+
+        The number of lines of all workers so far is kept as that of this worker's last
+        line, for `_repeat_last_lines`.
+        """
         for line in lines:
             self._screen.line(worker.rank, line)
             self._num_lines += 1
@@ -330,16 +337,29 @@ class Job:
             self._selector.unregister(worker.output)
 
     def _repeat_last_lines(self, failed: Worker) -> None:
-        """Print a failed worker's last lines again, unless they are still visible."""
+        """Print a failed worker's last lines again, unless they are still visible.
+
+        They count as visible if output and messages share a terminal, file or pipe, and
+        at most `TAIL_LINES` lines of any worker were printed since.
+        """
         since = self._num_lines - self._last_line.get(failed.rank, self._num_lines)
         is_seen = since <= TAIL_LINES and self._screen.is_one
         if failed.tail and not is_seen:
             self._screen.repeat_lines(failed.rank, failed.tail)
 
     def _wait_for_lost(self, failed: Worker) -> Worker:
-        """Wait for the end of a lost worker, and return the worker that is the cause.
+        """Wait until the worker that `failed` names as lost ends; return the cause.
 
-        The wait makes the result independent of which of the two ends first.
+        The wait makes the result independent of which of the two ends first. It ends
+        early at a signal, if the lost worker is suspended, or after
+        `LOST_EXIT_SECONDS`.
+
+        Args:
+            failed: `Worker` that failed first.
+
+        Returns:
+            `Worker`, the lost one if it has failed as well, otherwise `failed`. It is
+            also set as `self.failed`.
         """
         end = time.monotonic() + LOST_EXIT_SECONDS
         while (lost := self.lost) and lost.is_running and not lost.is_suspended:
@@ -379,7 +399,11 @@ class Job:
         return shell_code(failed.exit_code)
 
     def _end_by_order(self, code: int, signum: int) -> int:
-        """Stop the workers by order of node 0; if preempted, let them exit first.
+        """Stop the workers by order of node 0.
+
+        If `code` is `PREEMPTED`, the workers first have the grace period to save and
+        exit by themselves. Otherwise they first write their flight records. Those that
+        still run then receive `signum`.
 
         Args:
             code: Int, exit code of the job, which is returned.
@@ -493,7 +517,12 @@ class Job:
             self._poll()
 
     def _spared_pids(self) -> set[int]:
-        """Return the ids of child processes that must not be killed or reaped."""
+        """Return the ids of child processes that must not be killed or reaped.
+
+        They are the guard, which ends the workers if the launcher is killed; children
+        that this process had before it became the launcher; and the process that forks
+        workers, if there is one.
+        """
         return self._other_children | self._starter.helper_pids
 
     def _kill(self) -> None:

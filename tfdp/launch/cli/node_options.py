@@ -127,7 +127,12 @@ class NodeOptions:
             )
 
     def _check_nodes(self) -> None:
-        """Raise a usage error for options that conflict without `--hosts`."""
+        """Raise a usage error for options that conflict in a job without `--hosts`.
+
+        They are `--remote-python`; options of nodes without `--nodes`; several nodes
+        without `--rendezvous`; and a `--node-rank` that is not below `--nodes`, or not
+        0 in an elastic job.
+        """
         nodes, rank = self.nodes, self.node_rank
         if self.remote_python is not None:
             raise click.UsageError(

@@ -235,7 +235,10 @@ class ElasticNodes(OtherNodes):
                 self._link = None
 
     def _rejoin(self) -> None:
-        """Connect to node 0 again, if it answers; queue its messages until its loss."""
+        """Connect to node 0 again, and queue its messages until it is lost again.
+
+        If node 0 does not answer, the method returns, and `_run` calls it again.
+        """
         self._hello = dataclasses.replace(self._hello, **self.running)
         text = f"node 0 at {self._place}"
         with (
@@ -260,8 +263,8 @@ def join_nodes(
     Args:
         where: `NodeOptions` with `nodes` and `rendezvous`.
         settings: `RunSettings` of this node.
-        secret: String, the job's secret, or `None` to read it from the file, or to
-            generate one on node 0.
+        secret: String, the job's secret, or `None` to read it from the file that
+            `TFDP_JOB_SECRET_FILE` names. If that is not set, node 0 generates one.
         screen: `Screen` for messages.
 
     Yields:

@@ -171,7 +171,18 @@ def _levels(text: str, *, above_zero: bool) -> tuple[float, float]:
 
 
 def _algorithm(text: str) -> str | dict[str, str]:
-    """Parse an all-reduce algorithm as the option of `CommunicationOptions`."""
+    """Parse an all-reduce algorithm as the option of `CommunicationOptions`.
+
+    Args:
+        text: String, such as `"ring"` or `"hierarchical:ring,tree"`.
+
+    Returns:
+        Dict with the algorithms `"inner"` and `"outer"` for a hierarchical one, by
+        default `"ring"`; otherwise `text`.
+
+    Raises:
+        ValueError: If the algorithm is unknown.
+    """
     name, _, levels = text.partition(":")
     inner, _, outer = levels.partition(",")
     option: str | dict[str, str] = text

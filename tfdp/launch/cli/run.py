@@ -300,7 +300,12 @@ def _run_as_node(
     def logs_of_node(
         node_rank: int, first_rank: int, num_workers: int
     ) -> tuple[list[LogFile], list[LogFile]]:
-        """Open the logs of this node, and print which workers it starts."""
+        """Open the logs of this node, and print which workers it starts.
+
+        Returns:
+            Tuple of two lists of `LogFile`: the log of each worker of the node, and the
+            log of restarts, empty except on node 0 of a job that may restart.
+        """
         ranks = range(first_rank, first_rank + count)
         has_history = settings.max_restarts > 0 and node_rank == 0
         logs = _open_worker_logs(folder, ranks, screen, has_history)

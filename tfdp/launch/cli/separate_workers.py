@@ -32,7 +32,18 @@ class SeparateWorkersJob(Job):
         return not self._running() and not self._starts_at
 
     def _after_failure(self, failed: Worker) -> int | None:
-        """Handle each new failure of a worker; return `None`, as the job continues."""
+        """Handle all worker failures that have not been handled yet.
+
+        The last lines of each failed worker are printed again if they are not visible,
+        and `_handle_failure` starts the worker again or continues without it.
+
+        Args:
+            failed: `Worker` that failed first. It is ignored, since several may have
+                failed at the same time.
+
+        Returns:
+            `None`: the job continues.
+        """
         del failed  # all workers are checked: several may have failed at the same time
         self.failed = None
         for index, worker in enumerate(self._workers):

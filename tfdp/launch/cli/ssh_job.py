@@ -187,7 +187,10 @@ class SshJob:
             self._print_message(worker, text)
 
     def _send_order(self, worker: SshWorker) -> None:
-        """Send a launcher its order, if it has the same version of tfdp."""
+        """Send a launcher its order; fail the job if it has another version of tfdp.
+
+        A launcher that has been dismissed receives no order.
+        """
         if worker.is_dismissed:
             return
         if worker.version == tfdp.__version__:
@@ -328,7 +331,14 @@ class SshJob:
             worker.stop(signal.SIGTERM)
 
     def _forward_signals(self, clock_seconds: float) -> None:
-        """Forward received signals to all launchers; limit the wait for their ends."""
+        """Forward received signals to all launchers; limit the wait for their ends.
+
+        After the grace period and `_END_SECONDS` more, the launchers are no longer
+        awaited.
+
+        Args:
+            clock_seconds: Float, current time by `time.monotonic()`.
+        """
         for signum in self._signals.received[self._num_signals :]:
             self._num_signals += 1
             self._code = self._code or 128 + signum

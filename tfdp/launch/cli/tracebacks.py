@@ -53,7 +53,12 @@ class _Block:
         self.added_at = time.monotonic()
 
     def is_complete(self) -> bool:
-        """Return whether a traceback has ended, or must be held back no longer."""
+        """Return whether the lines can be shown: all of a traceback, or too many.
+
+        It has ended if its last line is not indented, and no other has followed within
+        `_PAUSE_SECONDS`. Else it is shown as it is once its first line is as old as
+        `_MAX_SECONDS`, by `time.monotonic`, or after `_MAX_LINES` lines.
+        """
         now = time.monotonic()
         if now - self.began_at >= _MAX_SECONDS or len(self.lines) >= _MAX_LINES:
             return True
@@ -138,7 +143,13 @@ class Tracebacks:
         return [line]
 
     def _say_where(self, line: str) -> list[str]:
-        """Return the line about Ctrl-C for the first worker, none for later ones."""
+        """Return `[line]` at the first call, and an empty list at later calls.
+
+        So only the first worker shows where Ctrl-C has interrupted the script.
+
+        Args:
+            line: String, `"tfdp: interrupted"` with the place in the script.
+        """
         if self._has_said_where:
             return []
         self._has_said_where = True
@@ -206,7 +217,11 @@ def _is_message(lines: Sequence[str], index: int) -> bool:
 
 
 def _comparable(line: str) -> str:
-    """Return a line without the parts in which equal tracebacks may differ."""
+    """Return a line without what differs between equal tracebacks of two workers.
+
+    That is addresses, task indices, escape sequences, spaces at the end, and a progress
+    bar before the first line of a traceback.
+    """
     text = _PROCESS_DETAILS.sub("", without_escapes(line)).rstrip()
     return _BEGIN if text.endswith(_BEGIN) else text
 

@@ -166,11 +166,14 @@ class Coordinator:
                 self._saved_code = code
 
     def register_disconnect(self, link: Link, how: str) -> None:
-        """Handle the end of the connection to a node.
+        """Remove the node at the end of a connection, and let the job react.
+
+        While the nodes report ports, the job waits for all nodes again. While workers
+        run, `_lose` handles the loss, unless the workers of the node are done.
 
         Args:
             link: `Link` to the node.
-            how: String, such as `"has ended its connection"`.
+            how: String for messages, such as `"has ended its connection"`.
         """
         node = self._roster.node_of_link(link)
         if node is None or self.is_over:
@@ -202,7 +205,14 @@ class Coordinator:
             )
 
     def _advance_preparing(self, clock_seconds: float) -> None:
-        """Start the workers once all nodes have reported their ports."""
+        """Start the workers once all nodes have reported their ports.
+
+        If two nodes have reported the same address, all are asked again. If a node has
+        not reported after `join_seconds`, the job ends.
+
+        Args:
+            clock_seconds: Float, the present time of the coordinator's `clock`.
+        """
         if all(node.ports is not None for node in self._roster.nodes):
             places = self._places()
             addresses = [(host, port) for host, ports in places for port in ports]
@@ -258,7 +268,14 @@ class Coordinator:
             self.register_disconnect(old.link, "has opened another connection")
 
     def _drop(self, node: Node, seconds: float) -> None:
-        """Drop a connected node that has not stopped its workers within `seconds`."""
+        """Remove a node that has not stopped its workers; the job continues without it.
+
+        The node receives an order to end.
+
+        Args:
+            node: `Node` that is connected.
+            seconds: Float, time since the workers were asked to stop, for messages.
+        """
         text = f"{node} has not stopped its workers within {seconds:.0f} s"
         node.link.send({"type": "end", "code": self._code, "text": text})
         self.register_disconnect(node.link, "has not stopped")

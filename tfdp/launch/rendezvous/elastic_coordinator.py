@@ -113,7 +113,13 @@ class ElasticCoordinator(Coordinator):
             self._update_places()
 
     def _resume_attempt_of(self, hello: Hello) -> None:
-        """Continue the attempt of a reconnected node, whose workers train."""
+        """Set this new node 0 to the attempt in which a reconnected node trains.
+
+        The phase, the number and the id of the attempt change; nothing is sent.
+
+        Args:
+            hello: `Hello` of the node, which has the number and the id.
+        """
         self.phase, self._has_started = Phase.RUNNING, True
         self._started_at = self._clock()
         self._attempt, self._id = hello.attempt, hello.attempt_id
@@ -125,7 +131,15 @@ class ElasticCoordinator(Coordinator):
             node.ports, node.ports_attempt = None, 0
 
     def receive(self, link: Link, message: Mapping[str, Any]) -> None:
-        """Handle a message of a node; notify all nodes when one is done."""
+        """Handle a message of a node, including the end of its workers.
+
+        If they have ended without an error, `"done"` is sent to all nodes. Otherwise
+        the node is removed from the job; but node 0 only if it is leaving.
+
+        Args:
+            link: `Link` to the node.
+            message: Mapping with the type of the message and its content.
+        """
         node = self._roster.node_of_link(link)
         super().receive(link, message)
         is_late = message.get("attempt") != self._attempt
@@ -152,9 +166,14 @@ class ElasticCoordinator(Coordinator):
             self._prepare()
 
     def _advance_running(self, clock_seconds: float) -> None:
-        """Admit nodes that have joined; end the job when no node has workers.
+        """Admit nodes that have joined; end the job when no connected node has workers.
 
-        After a suspension of node 0, no node is connected, and all come back.
+        A node has none before it starts them, and after it has reported their end.
+        While no node is connected, the job continues: after a suspension of node 0 all
+        nodes come back.
+
+        Args:
+            clock_seconds: Float, the present time of the coordinator's `clock`.
         """
         nodes = self._roster.nodes
         if self._decide_at is not None and clock_seconds >= self._decide_at:
@@ -214,9 +233,14 @@ class ElasticCoordinator(Coordinator):
         self._by_rank[node.rank] = self._host_of(node), ports
 
     def _update_places(self) -> Places:
-        """Return the places of all nodes by rank, and let the probe ask the workers.
+        """Return the addresses of all workers, and pass them to the probe.
 
-        A node that an earlier node 0 has lost gets a place at which nothing listens.
+        From now on the probe asks the workers at these addresses whether they train.
+
+        Returns:
+            List of pairs of a node's IP address and its workers' ports, by rank of the
+            node. A node that an earlier node 0 has lost gets ports at which nothing
+            listens.
         """
         host, ports = next(iter(self._by_rank.values()))
         size = len(ports)
@@ -228,7 +252,7 @@ class ElasticCoordinator(Coordinator):
         return places
 
     def _start(self, places: Places) -> None:
-        """Let all nodes start their workers, and let the probe ask these."""
+        """Let all nodes start their workers, and let the probe ask if these train."""
         super()._start(places)
         self._by_rank = dict(enumerate(places))
         self._probe.forget()
@@ -245,9 +269,11 @@ class ElasticCoordinator(Coordinator):
         self._joined_at = self._clock()
 
     def _report(self, node: Node, failure: Failure) -> None:
-        """Handle a failure on a node whose workers find no worker that trains.
+        """Handle a failure that a node reports of one of its workers.
 
-        It is ignored if others train without them, as after a network partition.
+        If the workers train, and the failed one is not among those that were last seen
+        to train, as after a network partition, it is ignored. Otherwise it is recorded,
+        and the workers of all nodes are stopped, as in other jobs.
         """
         if self._trains and self._roster.has_worker(node, failure.rank):
             host, ports = self._by_rank[node.rank or 0]
@@ -257,7 +283,12 @@ class ElasticCoordinator(Coordinator):
         super()._report(node, failure)
 
     def _lose(self, node: Node, how: str) -> None:
-        """Continue without a lost node if workers train, or else stop all workers."""
+        """Continue without a lost node if workers train, or else stop all workers.
+
+        Args:
+            node: The lost `Node`.
+            how: String for messages, such as `"has ended its connection"`.
+        """
         if not node.has_started:
             return
         if not self._trains:
@@ -271,7 +302,17 @@ class ElasticCoordinator(Coordinator):
         )
 
     def _leave(self, node: Node, message: Mapping[str, Any]) -> None:
-        """Let a node that has received a signal leave a job that continues."""
+        """Let a node that has received a signal leave a job that continues.
+
+        The other nodes receive a notice, and their workers continue. The node is
+        removed once its workers have stopped: now, or when it reports that. In phases
+        other than `RUNNING` the effect is that of `Coordinator._leave`.
+
+        Args:
+            node: `Node` that leaves.
+            message: Mapping with `"code"`, an int, the exit code of the node's
+                launcher; and `"why"`, a string for the notice.
+        """
         if self.phase is not Phase.RUNNING or not isinstance(message.get("code"), int):
             super()._leave(node, message)
         elif node.has_stopped:

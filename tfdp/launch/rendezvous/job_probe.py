@@ -36,14 +36,18 @@ def cluster_of_places(
 
 
 class JobProbe:
-    """Asks workers whether they train together, in a thread.
+    """Asks the workers once a second, in a thread, whether they train together.
+
+    It implements the protocol `Probe` of the elastic coordinator, over connections that
+    are authenticated by the secret.
 
     Args:
         secret: String, the job's secret.
 
     Attributes:
-        seen_at: Float, see `Probe`.
-        members: Set of strings, see `Probe`.
+        seen_at: Float, time by `time.monotonic` of the last answer that they train, or
+            `None` if none has come.
+        members: Set of strings, `"host:port"` of the workers that trained then.
     """
 
     def __init__(self, secret: str) -> None:

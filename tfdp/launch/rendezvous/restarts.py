@@ -165,7 +165,11 @@ class Restarts:
         self._bring_back()
 
     def _bring_back(self) -> None:
-        """Use all slots again; those that were left out are on trial."""
+        """Use all slots in the next attempt; those that were left out are on trial.
+
+        If the worker of a slot on trial fails early, and enough workers remain, `after`
+        leaves the slot out again without counting a restart.
+        """
         self._on_trial = frozenset(self._all) - frozenset(self.slots)
         self.slots = self._all
 

@@ -283,7 +283,11 @@ class Roster:
         self.has_assigned_ranks = True
 
     def restore(self) -> None:
-        """Prepare for nodes that return with the ranks that an earlier node 0 gave."""
+        """Reset the roster for nodes that return with ranks of an earlier node 0.
+
+        Each rank gets node 0's number of workers, and the name "a lost node". Connected
+        nodes keep only ranks that they requested.
+        """
         self._sizes = [self._node_0.num_workers] * self._num_nodes
         self._names = ["a lost node"] * self._num_nodes
         self.revoke_ranks()
@@ -419,7 +423,11 @@ class Reports:
         return failure.lost_rank is None or failure.lost_rank in known
 
     def cause(self) -> Failure:
-        """Return the failure that caused the others: each may name a worker as lost."""
+        """Return the failure that caused the others.
+
+        The search begins at the first report. While a failure names a worker as lost,
+        and a failure of that worker was reported, too, the search continues with it.
+        """
         by_rank = {failure.rank: failure for failure in reversed(self._failures)}
         cause = self._failures[0]
         seen = {cause.rank}
@@ -441,9 +449,12 @@ class Reports:
         )
 
     def _because(self, cause: Failure) -> str:
-        """Return the clause about the worker that was lost, or `""`.
+        """Return the clause about the worker that `cause` names as lost.
 
         An example is " since worker 3 on node 1 (host, 10.0.0.2) was lost".
+
+        Returns:
+            String, `""` if `cause` names no other worker.
         """
         lost = cause.lost_rank
         if lost is None or lost == cause.rank:

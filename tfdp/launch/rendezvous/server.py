@@ -106,7 +106,12 @@ class Server(Acceptor):
         self._links[link], link.most_silent_seconds = True, SILENT_SECONDS
 
     def _remove(self, link: Link, how: str) -> None:
-        """Remove a connection that has ended, and notify the coordinator."""
+        """Remove a connection that has ended, and notify the coordinator.
+
+        Args:
+            link: `Link` to a node.
+            how: String for messages, such as `"has closed its connection"`.
+        """
         del self._links[link]
         self._coordinator.register_disconnect(link, how)
 

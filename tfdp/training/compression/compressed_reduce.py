@@ -100,8 +100,10 @@ def reduce_scatter_in_levels(
         inner: `ProcessGroup` of the owners of slices; with two levels, of the owners
             in the node.
         outer: `ProcessGroup` across nodes, or `None` with one level.
-        route: `AlgorithmChoice`. Its compressors, if any, cut buckets.
-        caller: `Caller`.
+        route: `AlgorithmChoice`. The compressor of a level, if it has one, compresses
+            there; it must be able to cut a bucket into slices (`cuts_buckets`).
+        caller: `Caller`, the local replica that reduces, with its channel and the
+            states of its compressors for the bucket.
         is_copied: Bool, whether each node holds the whole state, so that the second
             level is an all-reduce.
 
@@ -178,7 +180,8 @@ def _across_nodes(
         group: `ProcessGroup` of all replicas.
         route: `AlgorithmChoice` whose outer level has a compressor.
         entries: Tuple of `Entry`, the gradients in the bucket.
-        caller: `Caller`.
+        caller: `Caller`, the local replica that reduces, with its channel and the
+            states of its compressors for the bucket.
 
     Returns:
         Tensor like `flat`, the sum over all replicas.
@@ -195,15 +198,17 @@ def _across_nodes(
 def _reduce_scatter_level(
     wire: WireFormat, level: str, flat: tf.Tensor, group: ProcessGroup, caller: Caller
 ) -> tf.Tensor:
-    """Reduce-scatter a bucket on one level, by its compressor or in its dtype.
+    """Reduce-scatter a bucket on one level, by its compressor if it has one.
 
     Args:
-        wire: `WireFormat` of the level.
+        wire: `WireFormat` of the level. Without a compressor, its dtype is the one in
+            which elements are sent.
         level: String, `"inner"` or `"outer"`, the level that the compressor's state
             belongs to.
         flat: Tensor of shape `[bucket_size]`.
         group: `ProcessGroup` of the replicas on this level.
-        caller: `Caller`.
+        caller: `Caller`, the local replica that reduces, with its channel and the
+            states of its compressors for the bucket.
 
     Returns:
         Tensor of shape `[bucket_size // group.size]`, the calling replica's slice.
@@ -260,10 +265,12 @@ def _call_compressor(
         flat: Tensor of shape `[bucket_size]`.
         entries: Tuple of `Entry`, the gradients in the bucket; empty for a part of one.
         members: `ReplicaGroup` that the compressor reduces over.
-        caller: `Caller`.
+        caller: `Caller`, the local replica that reduces, with its channel and the
+            states of its compressors for the bucket.
 
     Returns:
-        Tensor, the sum or the calling replica's slice of it.
+        Tensor of shape `[bucket_size]`, the sum. For `"reduce_scatter"`, the calling
+        replica's slice of it, of shape `[bucket_size // members.size]`.
     """
     compressor = wire.compressor
     assert compressor is not None

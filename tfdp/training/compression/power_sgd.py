@@ -99,9 +99,20 @@ class PowerSGD(Compressor):
     def reduce(
         self, bucket: GradientBucket, state: State, group: ReplicaGroup
     ) -> tuple[tf.Tensor, State]:
-        """Sum a bucket over the replicas, see `Compressor.reduce`.
+        """Sum a bucket over the replicas, with low-rank factors of its matrices.
 
-        It takes two all-reduces, or one in the first `start_step` updates.
+        It takes two all-reduces; or one, without compression, in the first `start_step`
+        updates and for a bucket without matrices.
+
+        Args:
+            bucket: `GradientBucket`.
+            state: Dict of tensors: `"residual"`, this replica's errors; `"factors"`,
+                the Q of each matrix; `"steps"`, the number of updates so far.
+            group: `ReplicaGroup`.
+
+        Returns:
+            Tuple of the sum, a tensor like `bucket.flat` that is equal on all replicas,
+            and a dict, the new state.
         """
         matrices = self._matrices(bucket)
         if not matrices:
@@ -115,7 +126,7 @@ class PowerSGD(Compressor):
             return [group.all_reduce(bucket.flat), residual, factors]
 
         def compressed() -> list[tf.Tensor]:
-            """Return the sum by the factors, the new residual and new factors."""
+            """Return a list: the compressed sum, the new residual, the new factors."""
             return _reduce(bucket, matrices, residual, factors, group)
 
         if self.start_step:

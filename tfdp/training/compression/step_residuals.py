@@ -65,7 +65,12 @@ def step_residuals(
 
 
 def gradient_scale() -> tf.Tensor | None:
-    """Return the factor of this step's gradients, such as the loss scale, or `None`."""
+    """Return the factor of this step's gradients, such as the loss scale.
+
+    Returns:
+        Scalar tensor, or `None` if gradients have no factor, or outside of
+        `step_residuals`.
+    """
     collected = _current()
     return None if collected is None else collected.scale_of()
 

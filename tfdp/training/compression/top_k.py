@@ -126,7 +126,10 @@ def _sum_of(
             the values, then the places.
         num_rows: Int, number of replicas.
         count: Int, number of elements of each replica.
-        bucket: `GradientBucket`.
+        bucket: `GradientBucket`, which gives the size and dtype of the result.
+
+    Returns:
+        Tensor of shape `[bucket.size]`, zero where no replica has sent an element.
     """
     total = tf.zeros([bucket.size], bucket.dtype)
     for number in range(num_rows):

@@ -52,11 +52,14 @@ class BatchChange:
         return -(-num_batches * self.before // self.now)
 
     def fits(self, before: int | None, now: int | None) -> bool:
-        """Return whether an epoch of old batches may have the samples of one of new.
+        """Return whether an old and a new epoch may have the same number of samples.
+
+        The number is not exact, since the last batch may be smaller, or be dropped:
+        they may differ by less than one batch of each.
 
         Args:
             before: Int, number of old batches of an epoch, or `None` if it is not set.
-            now: Int, number of new batches of an epoch; `None` fits only `None`.
+            now: Int, number of new batches, or `None`. `None` fits only `None`.
         """
         if before is None or now is None:
             return before == now

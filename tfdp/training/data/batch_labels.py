@@ -20,10 +20,14 @@ _NUM_KEPT_BATCHES = 1000
 
 
 class LabelRecord:
-    """Record of the labels of the latest batches of a `fit`.
+    """Record of the class labels of the latest batches of a `fit`.
+
+    `ConsistencyCheck` compares them between workers. The labels of a batch are a dict
+    of arrays, as `class_labels` returns it.
 
     Args:
-        restarts: Bool, whether each epoch begins a new pass over the data.
+        restarts: Bool, whether each epoch begins a new pass over the data. A reader
+            needs it to number the batches of a pass; the record only keeps it.
 
     Attributes:
         is_active: Bool, whether labels are kept. Defaults to `False`.

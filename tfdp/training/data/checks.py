@@ -284,7 +284,7 @@ def _check_equal_rows(data_by_name: dict[str, Any]) -> None:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Return whether a leaf of a nest is an array, which has a shape, or `None`."""
+    """Return whether a leaf of a nest is `None`, or has a shape, as arrays have."""
     return leaf is None or hasattr(leaf, "shape")
 
 
@@ -316,7 +316,11 @@ def source_name(source: Any) -> str:
 
 
 def _dataset_name(dataset: tf.data.Dataset) -> str:
-    """Return the name that messages use for a dataset, after its first stage."""
+    """Return the name that messages use for a dataset: by the class of its source.
+
+    An example is "the `tf.data.Dataset` of `RangeDataset`". A dataset that calls Python
+    code is named as such instead.
+    """
     if _compat.calls_python(dataset, counts_pure=True):
         return "the `tf.data.Dataset` that calls Python"
     *_, first = _compat.dataset_inputs(dataset)

@@ -104,7 +104,8 @@ def _nondeterminism_of_dataset(
 
     Args:
         dataset: `tf.data.Dataset` whose seeds and functions are inspected.
-        chosen_seed: Int or `None`, see `nondeterminism_of`.
+        chosen_seed: Int, a global seed that tfdp drew for this run only, so that stages
+            and operations with this seed differ in a rerun; or `None`.
     """
     unseeded = _compat.unseeded_stages(dataset)
     if "ShuffleDataset" in unseeded:

@@ -203,8 +203,14 @@ def _distribute_own_files(
     Args:
         strategy: A tfdp strategy.
         dataset: `tf.data.Dataset` in batches of the global size.
-        shard: `FileShard` that the dataset reads.
+        shard: `FileShard` that the dataset reads. All workers raise unless they read
+            different shards of the same files.
         options: `tf.distribute.InputOptions` or `None`.
+
+    Returns:
+        A distributed dataset. Its steps take this worker's rows, rebatched to its share
+        of a global batch. If a worker cannot rebatch, all have the steps of
+        `_distribute_own_batches`.
     """
     local_batches = _batch_local_rows(strategy, dataset)
     lengths = _check_shards(strategy, shard, dataset, local_batches)
@@ -285,9 +291,16 @@ def _check_shards(
 def _distribute_own_batches(strategy: Any, dataset: Any, options: Any) -> Any:
     """Distribute data that each worker reads alone, in global batches.
 
-    `options` are the user's `tf.distribute.InputOptions`, or `None`.
+    A step takes one part of a batch for each local replica: the rows that one replica
+    has of a global batch. So a batch supplies as many steps as the job has workers.
 
-    Each batch is split into as many steps as there are workers.
+    Args:
+        strategy: A tfdp strategy.
+        dataset: `tf.data.Dataset` of this worker, in batches of the global size.
+        options: The user's `tf.distribute.InputOptions`, or `None`.
+
+    Returns:
+        A distributed dataset.
     """
     num_replicas = strategy.num_replicas_in_sync
     divided = divide_batches(dataset, list(range(num_replicas)), num_replicas)

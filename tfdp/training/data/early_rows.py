@@ -142,9 +142,14 @@ def _divide_arrays(
 
     Args:
         stage: `tf.data.Dataset` that ends in Keras's gathering of array rows.
-        after: List of `Stage`, those of the pipeline after `stage`.
+        after: List of `Stage`, those of the pipeline after `stage`, which are appended
+            to the result again.
         ranks: List of ints, consecutive, the replicas of this worker.
         num_replicas: Int, on all workers.
+
+    Returns:
+        `tf.data.Dataset` of pairs: a tuple with the rows of each rank, and the number
+        of rows of the global batch.
     """
     gather = _compat.python_function_of_map(stage)
 
@@ -174,8 +179,9 @@ def _batch_local_rows(
 
     Returns:
         Tuple of a `tf.data.Dataset` of pairs, this worker's rows of a batch and the
-        number of all its rows, or `None` if nothing is saved; the static number of rows
-        of each global batch or `None`; and why each worker prepares all rows, or `""`.
+        number of all its rows, or `None` if no stage before `batch` can be limited to
+        this worker's rows; the static number of rows of each global batch or `None`;
+        and why each worker prepares all rows, or `""`.
     """
     elements = elements_of(*_compat.dataset_sources(stage))
     size = _compat.size_of_batch_stage(stage)
@@ -251,10 +257,12 @@ def divide_rows(
         num_replicas: Int, on all workers.
         static: Int, number of rows of every global batch, or `None` if it varies.
             Defaults to `None`.
-        is_shared: Bool, see `Part`. Defaults to `True`.
+        is_shared: Bool, whether the rows may share memory with a user's array, so that
+            they are copied. Defaults to `True`.
 
     Returns:
-        `tf.data.Dataset` as `rows.divide_batches` returns it.
+        `tf.data.Dataset` of pairs: a tuple with the rows of each rank, and the number
+        of rows of the global batch, a float32 scalar.
     """
 
     @no_autograph
@@ -307,7 +315,18 @@ def batch_local_rows(
 
 
 def elements_of(dataset: tf.data.Dataset) -> Elements:
-    """Return the raw elements of a pipeline, and its maps of single elements."""
+    """Split a pipeline into its raw elements and the last maps of single elements.
+
+    A stage after the maps that selects or repeats elements is moved before them.
+
+    Args:
+        dataset: `tf.data.Dataset`, the input of `batch`.
+
+    Returns:
+        `Elements`. Up to the last stage of another kind, such as a shuffle or a map
+        with state, the pipeline is raw, including the maps before it. Without maps
+        after that stage, `stages` is empty.
+    """
     kind = _compat.kind_of_stage(dataset)
     if kind == "ZipDataset":
         return _elements_of_zip(dataset)
@@ -333,7 +352,16 @@ def elements_of(dataset: tf.data.Dataset) -> Elements:
 
 
 def _elements_of_zip(dataset: tf.data.Dataset) -> Elements:
-    """Return the `Elements` of a `zip`: raw elements zipped, and one joint map."""
+    """Split a `zip` into the raw elements of its inputs, zipped, and one joint map.
+
+    Args:
+        dataset: `tf.data.Dataset` that ends in `zip`.
+
+    Returns:
+        `Elements`. The elements of an input without maps of single elements are not
+        mapped; if no input has any, the whole `zip` is raw. `obstacle` is the first one
+        of an input.
+    """
     nest = _compat.zipped(dataset)
     parts = [elements_of(part) for part in tf.nest.flatten(nest)]
     obstacle = next((part.obstacle for part in parts if part.obstacle), "")

@@ -42,7 +42,11 @@ def _per_replica_spec(specs: tuple) -> Any:
         return specs[0]
 
     def of_replicas(*own: Any) -> Any:
-        """Merge the specs of one part of an element, one for each local replica."""
+        """Return the per-replica spec of one part of an element.
+
+        `own` are the specs of the part on each local replica. A spec of `None` is
+        returned as it is.
+        """
         # TensorFlow keeps `None` as one object for all replicas.
         is_none = isinstance(own[0], _compat.NoneTensorSpec)
         return own[0] if is_none else _compat.PerReplicaSpec(*own)

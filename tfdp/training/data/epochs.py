@@ -117,7 +117,15 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
 
 
 def _count_reads(strategy: Any, iterator: Any) -> None:
-    """Count the reads of a stock distributed dataset, if read counts are active."""
+    """Count later reads of an iterator's stock distributed dataset.
+
+    The dataset is replaced by one that counts its reads, if `count_reads` was called in
+    this process. It is left alone if a read also waits for other workers.
+
+    Args:
+        strategy: A tfdp strategy.
+        iterator: Epoch iterator of Keras.
+    """
     dataset = _compat.distributed_dataset(iterator)
     is_stock = isinstance(dataset, _compat.DistributedDatasetsFromFunction)
     if not is_counting() or not is_stock or isinstance(dataset, PerReplicaDataset):
@@ -179,7 +187,14 @@ def _agree_on_end(
 def begin_epoch(original: Callable, iterator: Any) -> Any:
     """Record for the watchdog that a loop begins an epoch, and the name of its data.
 
-    `original` is Keras's method that begins the epoch; its result is returned.
+    The name is the one that `source_name` gave the data when the iterator was created.
+
+    Args:
+        original: Callable, Keras's method that begins the epoch.
+        iterator: Epoch iterator of Keras, the argument of `original`.
+
+    Returns:
+        The result of `original`.
     """
     progress.epoch_begins()
     progress.set_source(_source_names.get(iterator, ""))
@@ -255,7 +270,13 @@ def _warn_of_seeds() -> None:
 
 
 def _has_order(iterator: Any) -> bool:
-    """Return whether a rerun can repeat the order in which arrays are shuffled."""
+    """Return whether a rerun can repeat the order in which arrays are shuffled.
+
+    It can if a seed is set: globally, or by tfdp in a `SeededShuffle` of the iterator.
+
+    Args:
+        iterator: Epoch iterator of Keras.
+    """
     is_seeded = isinstance(_compat.dataset_maker(iterator), SeededShuffle)
     return is_seeded or _compat.global_seed() is not None
 
@@ -270,6 +291,9 @@ def _distribute_adapter(
         iterator: Epoch iterator of Keras.
         island: `Island` whose rows are distributed, or `None` for all. Defaults to
             `None`.
+
+    Returns:
+        A distributed dataset. The iterator and its adapter are not changed.
     """
     dataset = iterator.data_adapter.get_tf_dataset()
     if island is not None:
@@ -278,10 +302,17 @@ def _distribute_adapter(
 
 
 def _gather_lengths(strategy: Any, adapter: Any) -> list[Length]:
-    """Gather the length of each worker's data, and compare labels of the first batch.
+    """Gather the length of each worker's data, and compare the first batches.
+
+    Args:
+        strategy: A tfdp strategy.
+        adapter: Keras's data adapter of this worker's data.
+
+    Returns:
+        List of the `Length` of each worker, its number of steps, by rank.
 
     Raises:
-        ValueError: If the first batches have different labels.
+        ValueError: If the class labels of the first batches differ between workers.
     """
     length = length_of(strategy, adapter)
     values = ArrayValues(class_labels(_compat.first_batch_of(adapter)))
@@ -317,10 +348,11 @@ def _warn_of_no_end(strategy: Any, iterator: Any) -> None:
 
 
 def _agree_on_steps(iterator: Any, steps: int | None) -> None:
-    """Set the number of steps of an epoch on which all workers have agreed.
+    """Set the number of steps of an epoch, on which all workers have agreed before.
 
     Args:
-        iterator: Epoch iterator of Keras, whose adapter is replaced if it differs.
+        iterator: Epoch iterator of Keras. If its adapter has another number of batches,
+            the adapter is replaced by one with `steps`, and the iterator is reset.
         steps: Int, or `None` for an unknown number.
     """
     adapter = iterator.data_adapter

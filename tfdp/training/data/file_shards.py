@@ -59,7 +59,12 @@ class FileShard:
 
     @classmethod
     def of_divided_files(cls, dataset: tf.data.Dataset) -> FileShard | None:
-        """Like `of_dataset`, but `None` also if all workers read all files."""
+        """Return the shard that a dataset reads, if workers read different files.
+
+        Returns:
+            `FileShard`, or `None` without `shard_files`, or if all workers read all
+            files.
+        """
         shard = cls.of_dataset(dataset)
         return shard if shard and shard.num_workers > 1 else None
 
@@ -254,7 +259,11 @@ def _check_same_files(
     texts: list[str] = []
 
     def check(gathered: Sequence[list[str]]) -> None:
-        """Raise the problem of the first worker that has one; keep all texts."""
+        """Store the texts of all workers' listings; raise an error for a problem.
+
+        `gathered` has a list of two strings for each worker: the problem of its
+        `Listing`, `""` for none, and the text of the `Listing`.
+        """
         problems = [problem for problem, _ in gathered]
         texts.extend(text for _, text in gathered)
         worker = next((rank for rank, each in enumerate(problems) if each), None)
@@ -337,10 +346,10 @@ def _warn_of_few_files(group: WorkerGroup, num_files: int) -> None:
 def _warn_of_uneven_sizes(
     group: WorkerGroup, sizes: list[int], owners: list[int], num_workers: int
 ) -> None:
-    """Warn if one worker reads many more bytes than the mean.
+    """Warn if one worker reads over 1.25 times as many bytes as the mean worker.
 
     Args:
-        group: `WorkerGroup` of all workers.
+        group: `WorkerGroup` of all workers. Only worker 0 warns.
         sizes: List of ints, number of bytes of each file.
         owners: List of ints, rank of the worker that reads each file.
         num_workers: Int, number of workers.

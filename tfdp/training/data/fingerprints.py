@@ -154,10 +154,17 @@ class ArrayValues:
 
 
 class _ArrayPart:
-    """An array of numbers, strings or objects, or a component of a composite one.
+    """An array of which `ArrayValues` reads all rows, or some evenly spaced ones.
+
+    A composite array, such as a table or a sparse tensor, has one `_ArrayPart` for each
+    of its columns or component tensors.
+
+    Args:
+        array: Array of numbers, strings or objects, of a class that `ArrayValues`
+            accepts.
 
     Attributes:
-        num_read: Int, number of rows that are read: all, or some evenly spaced ones.
+        num_read: Int, number of rows that are read: all, until `choose_rows` lowers it.
     """
 
     def __init__(self, array: Any) -> None:
@@ -199,12 +206,16 @@ class _ArrayPart:
     def describe(self, digest: str) -> Any:
         """Describe the chosen rows: by blocks if rounding may differ, or by the digest.
 
+        Rounding may differ in floats, complex numbers and integers of one byte. A block
+        is a range of the flattened numbers.
+
         Args:
             digest: String, digest of the values.
 
         Returns:
-            List with the projection, the norm and the number of non-finite values of
-            each block, or `digest`.
+            List with, for each block, its dot product with random weights that are the
+            same on all workers, its norm, and its number of non-finite values; or
+            `digest`.
         """
         values = self.read()
         # NumPy's kind V has bfloat16 and float8, and also records, which have names.
@@ -262,7 +273,14 @@ def values_fact(
     """
 
     def explain(fingerprints: dict[int, dict]) -> str:
-        """Return the error if values differ by more than rounding. All call it."""
+        """Return the error if values differ by more than rounding, or else `""`.
+
+        All workers call it, since it may exchange a second message.
+
+        Args:
+            fingerprints: Dict from the rank of each worker to the result of
+                `ArrayValues.fingerprints` there.
+        """
         by_worker = list(fingerprints.values())
         difference = find_difference(worker_group, topic, by_worker, values)
         return difference and (

@@ -79,6 +79,9 @@ class WeightSearch:
     noisy times. If the slowest worker takes longer than with the best weights so far,
     those weights are restored, and the wait before the next change doubles.
 
+    `next` takes, for each worker, the current weight, its rows in a step, and the time
+    in microseconds that it spends on them.
+
     Example:
 
     >>> search = WeightSearch()

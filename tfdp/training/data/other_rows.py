@@ -107,8 +107,10 @@ class _ZippedBatches(NamedTuple):
     """Row counts of the batches of a zipped dataset, as far as known.
 
     Args:
-        sizes: String, JSON of the sizes of the dataset's batches.
-        rows: Description of a part within the dataset, as `_rows_by_stages` returns it.
+        sizes: String, JSON such as `{"size": 8, "last": 5}`, with a suffix if the last
+            batch is smaller. Parts with different strings may differ in row counts.
+        rows: String or `_ZippedBatches`, the description of a part within the zipped
+            dataset, as `_rows_by_stages` returns it for this dataset.
     """
 
     sizes: str
@@ -118,10 +120,13 @@ class _ZippedBatches(NamedTuple):
 def _rows_by_stages(dataset: tf.data.Dataset) -> list:
     """Describe where the row count of each flattened part comes from.
 
-    Each description is `_UNKNOWN_ROWS`, a `_ZippedBatches`, or a text for parts that
-    come from one dataset.
+    `_rows_may_differ` compares the descriptions of two parts: parts with the same one
+    have the same row counts, unless it is `_UNKNOWN_ROWS`.
 
-    `_rows_may_differ` compares the descriptions of two parts.
+    Returns:
+        List with a description for each part: `_UNKNOWN_ROWS` after a `map` that may
+        change the number, a `_ZippedBatches` for a part of a `zip`, or the same text
+        for all parts of one other dataset.
     """
     num_parts = len(tf.nest.flatten(dataset.element_spec))
     kind = _compat.kind_of_stage(dataset)
@@ -140,7 +145,12 @@ def _rows_by_stages(dataset: tf.data.Dataset) -> list:
 def _rows_of_zip(datasets: list[tf.data.Dataset]) -> list:
     """Describe the row count of each flattened part of zipped datasets.
 
-    Each description is a `_ZippedBatches`, see `_rows_by_stages`.
+    Args:
+        datasets: List of the zipped datasets.
+
+    Returns:
+        List of a `_ZippedBatches` for each part: the batch sizes of its dataset, as far
+        as known, and the origin of its row count in that dataset.
     """
     sizes = [sizes_of_batches(each) for each in datasets]
     if None in sizes:  # the length of a dataset is not known

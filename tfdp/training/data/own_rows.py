@@ -41,7 +41,10 @@ _NUMBER_KINDS = "biuf"  # NumPy's dtype kinds of booleans, integers and floats
 
 
 def new_label_record(*, restarts: bool) -> LabelRecord:
-    """Create a record of labels, and attach it to `fit` if the data is for training.
+    """Create the record of a data source's class labels, for comparison by workers.
+
+    If the running loop of Keras is a `fit` that has not read its training data yet, the
+    data is for training, and the record is attached to the loop.
 
     Args:
         restarts: Bool, whether each epoch begins a new pass over the data.
@@ -59,10 +62,14 @@ def distribute_local_rows(
 
     Args:
         strategy: A tfdp strategy of several workers.
-        kind: String, the kind of data, in the plural.
-        describe: Function without arguments, which returns a `tf.data.Dataset` of
-            dicts of `rows` and `total`, and a description that must be the same on all
+        kind: String, the kind of data, in the plural, for messages.
+        describe: Function without arguments, which returns a `tf.data.Dataset` of dicts
+            as `item_of` builds them, with this worker's rows of a batch and the number
+            of rows of the whole batch; and a description, which must be the same on all
             workers.
+
+    Returns:
+        Distributed dataset of the rows of each local replica.
 
     Raises:
         ValueError: On all workers, if `describe` raises one on any worker, or if the
@@ -83,12 +90,13 @@ def distribute_local_rows(
 
 
 def _build_and_compare(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
-    """Build a dataset on all workers, and raise if one fails or descriptions differ.
+    """Build this worker's dataset; raise on all workers if one fails or data differs.
 
     Args:
         strategy: A tfdp strategy of several workers.
         kind: String, the kind of data, in the plural.
-        describe: Callable, see `distribute_local_rows`.
+        describe: Function without arguments that returns the dataset and a description
+            of its batches, which must be the same on all workers.
 
     Returns:
         `tf.data.Dataset` of dicts of this worker's rows and their total.
@@ -221,6 +229,11 @@ def supports_row_reads(source: Any) -> bool:
 
 def describe_batches(dataset: LocalRowsDataset) -> dict[str, Any]:
     """Describe the number of batches and their row counts, for comparison by workers.
+
+    Returns:
+        Dict with "number of batches", an int or `None` for data without end, and with
+        "number of rows" and "digest of the rows of each batch" of the first batches: at
+        most `_COMPARED_BATCHES`, or two without an end.
 
     Raises:
         ValueError: If the number of rows of a batch is not a positive integer.

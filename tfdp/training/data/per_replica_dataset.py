@@ -84,8 +84,10 @@ def divide_and_prefetch(
         batches: `tf.data.Dataset` of global batches.
         ranks: List of ints.
         num_replicas: Int, on all workers.
-        checks: Bool or `None`, see `divide_batches`. Defaults to `None`.
-        others: Collection of ints, see `divide_batches`. Defaults to none.
+        checks: Bool, whether the parts of a batch must have the same number of rows.
+            Defaults to `None`: with several replicas.
+        others: Collection of ints, indices of the flattened parts that are divided by
+            their own number of rows. Defaults to none.
     """
     num_ahead, is_tuned = PREFETCHED_STEPS, True
     if _compat.has_generator(batches):
@@ -116,10 +118,12 @@ class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
             the number of rows of their global batch.
         strategy: A tfdp strategy.
         read_options: `ReadOptions`.
-        batches: `tf.data.Dataset` of the undivided global batches, or `None`. Defaults
-            to `None`.
-        generation: Int, number of clusters of the job before the one whose replicas the
-            rows are for. Defaults to `None`, the present one.
+        batches: `tf.data.Dataset` of the undivided global batches, which replace
+            `dataset` when rows are divided by weight; or `None` if that is impossible.
+            Defaults to `None`.
+        generation: Int, which cluster of the job the rows are divided for, numbered
+            from 0; a new one begins when workers are lost or join. Reads in another
+            cluster raise a `ValueError`. Defaults to `None`, the present one.
     """
 
     def __init__(
@@ -146,10 +150,10 @@ class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
 
     @functools.cached_property
     def _is_deleted_in_background(self) -> bool:
-        """Bool, false if users can observe when an iterator is deleted.
+        """Bool, whether another thread deletes the iterators of this dataset.
 
-        Deletion runs the `finally` of a generator, and closes a file that the pipeline
-        writes.
+        It does not for a pipeline that calls Python or writes files: there users can
+        observe when deletion runs the `finally` of a generator, or closes a file.
         """
         dataset = self.dataset
         return not (_compat.calls_python(dataset) or _compat.writes_while_read(dataset))
@@ -158,7 +162,8 @@ class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
         """Return a dataset of the same batches with other options.
 
         Args:
-            read_options: `ReadOptions`; `by_weight` requires `batches`.
+            read_options: `ReadOptions`. With `by_weight` the elements are the undivided
+                global batches, which this dataset needs to have as `batches`.
         """
         dataset = self.dataset
         if read_options.by_weight:
@@ -266,16 +271,21 @@ class PerReplicaIterator(StepIterator):
         Args:
             parts: Tuple of nests, the rows of each local replica.
             num_rows: Scalar float32 tensor, number of rows of the global batch.
+
+        Returns:
+            Per-replica value, the rows of each local replica; or a `CountedBatch` of it
+            and `num_rows`, if the `ReadOptions` have `counts_rows`.
         """
         batch = self._per_replica(parts)
         return CountedBatch(batch, num_rows) if self._counts_rows else batch
 
     def _per_replica(self, parts: tuple) -> Any:
-        """Return a per-replica value of rows; with `by_weight` divide them first.
+        """Return a per-replica value with the rows of each local replica.
 
         Args:
-            parts: Tuple of nests, the rows of each local replica; with `by_weight` one
-                nest, the whole global batch.
+            parts: Tuple of nests, the rows of each local replica. If the `ReadOptions`
+                have `by_weight`, one nest, the whole global batch, which is divided
+                here by the weights that `--rebalance` currently gives the replicas.
         """
         if self.read_options.by_weight:
             extended = self.strategy.extended
@@ -368,8 +378,12 @@ def distribute_divided(
 def is_read_on_cpus(strategy: Any, options: Any) -> bool:
     """Return whether steps read rows from a `PerReplicaDataset` in host memory.
 
-    The user's `tf.distribute.InputOptions`, if given, need stock distributed data,
-    except in a job that continues after a loss.
+    They do on CPUs, or under `--rebalance`. Options of the user need stock distributed
+    data instead, except in a job that continues after a loss.
+
+    Args:
+        strategy: A tfdp strategy.
+        options: The user's `tf.distribute.InputOptions`, or `None`.
     """
     extended = strategy.extended
     devices = map(_compat.device_type, extended.worker_devices)

@@ -116,7 +116,10 @@ class DataPosition:
         )
 
     def fit_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `fit` that a resumed run must share, by name."""
+        """Return `batch_size`, `steps_per_epoch` and `steps_per_execution`, by name.
+
+        A run that resumes this `fit` must have the same ones.
+        """
         return {
             "batch_size": self._first_batch_size,
             "steps_per_epoch": self.iterator.steps_per_epoch,

@@ -119,7 +119,12 @@ def flatten_local_replicas(divided: tf.data.Dataset) -> tf.data.Dataset:
     """
 
     def of_ranks(parts: tuple, total: tf.Tensor) -> tf.data.Dataset:
-        """Return a dataset with one element for each rank."""
+        """Return a dataset with one element for each rank, the rows of the rank.
+
+        Args:
+            parts: Tuple of nests, the rows of each rank.
+            total: Tensor, number of rows of the global batch; ignored.
+        """
         del total
         joined = tf.data.Dataset.from_tensors(parts[0])
         for part in parts[1:]:
@@ -239,7 +244,15 @@ def named_leaves(nest: Any, name: str = "") -> dict[str, Any]:
 
 
 def _wrap_other_rows(batch: Any, others: Collection[int]) -> Any:
-    """Wrap the parts of a batch with the given flat indices in `OtherRows`."""
+    """Wrap the parts of a batch that have another number of rows in `OtherRows`.
+
+    Args:
+        batch: Nest of tensors, a replica's rows.
+        others: Collection of ints, indices of these parts among the flattened parts.
+
+    Returns:
+        Nest like `batch`, for a step, which unwraps it by `unwrap_other_rows`.
+    """
     if not others:
         return batch
     parts = [
@@ -252,13 +265,20 @@ def _wrap_other_rows(batch: Any, others: Collection[int]) -> Any:
 def _parts_of_equal_rows(
     spec: Any, num_replicas: int, others: Collection[int]
 ) -> dict[str, Any]:
-    """Return the parts that must have the same number of rows as the first one.
+    """Return the parts of a batch that must have as many rows as its first part.
 
     A dense part with another static number of rows, as from zipped datasets with
     different batch sizes, is exempt if both numbers are multiples of `num_replicas`.
 
+    Args:
+        spec: Nest of type specs of a global batch.
+        num_replicas: Int, on all workers.
+        others: Collection of ints, indices of flattened parts that are exempt, too,
+            since they are divided by their own number of rows.
+
     Returns:
-        Dict of specs by name.
+        Dict of type specs by their paths, such as "batch[0]['a']", with that of the
+        first part that has rows.
     """
     without_rows = tf.TensorSpec([])
     flat = [
@@ -396,9 +416,15 @@ def rows_of_worker(num_rows: int, ranks: Sequence[int], num_replicas: int) -> ra
 
 
 def rows_to_read(num_rows: int, ranks: Sequence[int], num_replicas: int) -> range:
-    """Return the range of rows that a worker reads, at least one row for the shapes.
+    """Return the range of rows that a worker reads of a batch, which is never empty.
 
-    Arguments are those of `rows_of_worker`.
+    If a batch has fewer rows than replicas, a worker may have no rows of its own. It
+    then reads one row of another worker, for the shapes of its empty rows.
+
+    Args:
+        num_rows: Int, rows of the global batch, at least 1.
+        ranks: Sequence of ints, consecutive, the worker's replicas.
+        num_replicas: Int, on all workers.
     """
     own = rows_of_worker(num_rows, ranks, num_replicas)
     start = min(own.start, num_rows - 1)

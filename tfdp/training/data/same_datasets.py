@@ -97,7 +97,12 @@ def elements_fact(dataset: tf.data.Dataset) -> SharedFact:
     )
 
     def explain_elements(specs: dict[int, dict]) -> str:
-        """Return the error, or `""` if only sizes that a worker knows differ."""
+        """Return the error, or `""` if only sizes differ that not all workers know.
+
+        Args:
+            specs: Dict from the rank of each worker to the result of `describe_spec`
+                there.
+        """
         parts = without_unknown_sizes(list(specs.values()))
         parts_by_path = [
             {f"batch{where}": part for where, part in described.items()}
@@ -163,8 +168,8 @@ def _shard_calls(shards: list) -> str:
 def stops_at_shortest(strategy: Any) -> bool:
     """Return whether the worker with the least data ends an epoch for all workers.
 
-    True only for training data with `uneven="stop"`: evaluation and prediction need
-    every sample.
+    True only with `uneven="stop"`, while the running loop of Keras is a `fit` that has
+    not read its training data yet: evaluation and prediction need every sample.
     """
     is_for_training = loops.awaiting_training_data() is not None
     return is_for_training and strategy.extended.options.uneven == "stop"
@@ -195,10 +200,12 @@ def _lengths_differ(strategy: Any, lengths: list[int]) -> bool:
 def _have_same_rows(sizes: Sequence[dict[str, Any] | None]) -> bool:
     """Return whether batches are known to have the same size on all workers.
 
-    Warn the user if the sizes are known and differ.
+    The user is warned if sizes are known and differ. If those of a worker are unknown,
+    the result is `False`, without a warning.
 
     Args:
-        sizes: Sequence, what `sizes_of_batches` returned on each worker.
+        sizes: Sequence with a dict for each worker, which `sizes_of_batches` returned
+            and which describes the rows of each batch; or `None` if they are unknown.
     """
     known = [each for each in sizes if each is not None]
     if len(known) < len(sizes):
@@ -301,8 +308,13 @@ def dropped_batches(lengths: Sequence[Length]) -> str:
 def _format_batches(steps: float | None, steps_per_batch: float) -> str:
     """Format a number of steps as a number of batches.
 
+    Args:
+        steps: Float, number of steps, `ENDLESS`, or `None` if it is unknown.
+        steps_per_batch: Float, number of steps that one batch supplies.
+
     Returns:
-        String, such as "4", "endlessly many" or "an unknown number".
+        String: the number, such as "4", "endlessly many" for `ENDLESS`, or "an unknown
+        number" for `None`.
     """
     if steps is None:
         return "an unknown number"

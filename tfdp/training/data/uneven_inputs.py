@@ -100,7 +100,7 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
         return self._kept[0]
 
     def delete_in_background(self) -> None:
-        """Delete this worker's iterator on another thread, when `self` is deleted.
+        """Let another thread delete this worker's iterator once `self` is deleted.
 
         Deletion may take as long as reading has taken, up to a minute: the notification
         of a cancellation can precede the wait of TensorFlow's autotuning, which then
@@ -178,7 +178,11 @@ class StockIterator(StepIterator):
 
 
 class CountedIterator(StockIterator):
-    """Stock iterator whose reads are counted once `count_reads` is called."""
+    """Stock iterator that counts its requested and its received batches.
+
+    The counts show how long a process waits for data. Reads that are traced before
+    `count_reads` is called are not counted.
+    """
 
     def get_next(self) -> Any:
         """Return the next batch; raise `tf.errors.OutOfRangeError` at the end."""
@@ -257,7 +261,11 @@ class ComponentsSpec(tf.TypeSpec):
 
 
 def count_reads() -> None:
-    """Have functions that are traced from now on count their reads of batches."""
+    """Count the batches that this process requests and receives, until it ends.
+
+    `data_wait` compares the two counts. Only functions that are traced after this call,
+    and eager code, count their reads.
+    """
     if not _counts:
         _counts.extend(
             _compat.plain_variable(np.int64(0), tf.int64, "CPU:0") for _ in range(2)
@@ -266,15 +274,20 @@ def count_reads() -> None:
 
 
 def is_counting() -> bool:
-    """Return whether `count_reads` was called in this process."""
+    """Return whether this process counts the batches that it requests and receives.
+
+    It does from the call of `count_reads` on.
+    """
     return bool(_counts)
 
 
 class CountedRead:
-    """Context manager around a read of a batch, which counts the read.
+    """Context manager around a read of a batch, which counts the read for `data_wait`.
 
-    The count of received batches is set to the number of the request, not incremented:
-    at the end of the data TensorFlow raises, and a request is never received.
+    On entry, one is added to the number of requested batches. `count_received` then
+    sets the number of received batches to that number, instead of adding one: at the
+    end of the data TensorFlow raises, and a request is never received. Without
+    `count_reads` nothing is counted.
     """
 
     def __enter__(self) -> CountedRead:
@@ -292,10 +305,11 @@ class CountedRead:
             self._order.__exit__(*error)
 
     def count_received(self, batch: Any) -> None:
-        """Count the batch as received.
+        """Set the number of received batches to that of this request.
 
         Args:
-            batch: Nest of tensors, the result of the read.
+            batch: Nest of tensors, the result of the read. The assignment waits for it
+                by a control dependency.
         """
         if _counts:
             num_received = _counts[1]

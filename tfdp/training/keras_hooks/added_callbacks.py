@@ -115,7 +115,12 @@ class BroadcastRestoredState(keras.callbacks.Callback):
 
 
 class OptimizerProgressCheck(keras.callbacks.Callback):
-    """Stop `fit` if every step overflows; equalize replicas after each epoch."""
+    """Stop `fit` if gradients always overflow, and equalize replicas after each epoch.
+
+    The optimizer's `check_progress` raises after ten overflows in a row at the smallest
+    loss scale. At the end of an epoch, before files are saved, replicas that took local
+    steps get the same weights and statistics, and equal parts of accumulated gradients.
+    """
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Check the progress of the optimizer after every tenth batch."""

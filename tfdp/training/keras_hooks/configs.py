@@ -201,7 +201,11 @@ def _layer_config(layer: Any) -> dict[str, Any]:
 
 
 def _config(thing: Any) -> Any:
-    """Return a comparable form of an object: its config, its value or its name."""
+    """Return a form of an object that workers can compare.
+
+    It is the name of a function or class; a dict of the class and the config of an
+    object with `get_config`, without the config if that fails; otherwise the value.
+    """
     if callable(thing) and hasattr(thing, "__name__"):
         return comparable(thing.__name__)
     if not hasattr(thing, "get_config"):
@@ -215,7 +219,10 @@ def _config(thing: Any) -> Any:
 
 
 def _is_large(layer: Any) -> bool:
-    """Return whether a layer's config would contain a large constant array."""
+    """Return whether a layer has a constant initializer of over `_MAX_ITEMS` elements.
+
+    The layer's config would contain all of them.
+    """
     values = [
         value.value
         for value in vars(layer).values()
@@ -225,7 +232,13 @@ def _is_large(layer: Any) -> bool:
 
 
 def _callback_configs(callbacks: list) -> list[dict[str, Any]]:
-    """Return the settings of callbacks that must be the same on all workers."""
+    """Return the settings of callbacks, which must be the same on all workers.
+
+    Callbacks for which `_compared_settings` returns `None` are left out.
+
+    Returns:
+        List with a dict for each other callback: `"class_name"`, and settings by name.
+    """
     return [
         {
             "class_name": type(callback).__name__,
@@ -238,7 +251,15 @@ def _callback_configs(callbacks: list) -> list[dict[str, Any]]:
 
 
 def _setting(callback: Any, name: str) -> Any:
-    """Return a setting of a callback in a comparable form."""
+    """Return a setting of a callback in a form for JSON that workers can compare.
+
+    An object with `get_config` becomes a dict of its class name and config, a function
+    its name, and any other value what `comparable` returns. `min_delta` loses its sign.
+
+    Args:
+        callback: Keras callback.
+        name: String, name of an attribute of the callback.
+    """
     value = _config(getattr(callback, name))
     # Keras changes the sign of `min_delta` at the end of the first epoch.
     return abs(value) if name == "min_delta" else value

@@ -185,7 +185,17 @@ def load_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
 
 
 def _accumulators_of_replicas(optimizer: Any) -> list:
-    """Return a Keras optimizer's accumulators; an empty list with one replica."""
+    """Return the variables in which each replica accumulates its gradients.
+
+    Their values differ between replicas: the accumulated gradient is the sum of all.
+
+    Args:
+        optimizer: Keras optimizer.
+
+    Returns:
+        List of Keras variables; empty without accumulation, or with one replica, whose
+        values are the sum already.
+    """
     if num_replicas_of(optimizer) == 1 or not _compat.has_accumulators(optimizer):
         return []
     return _compat.accumulators(optimizer)

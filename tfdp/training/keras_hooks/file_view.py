@@ -216,7 +216,11 @@ class AccumulatedGradients:
             return np.asarray(updates * self.steps + int(count.numpy()))
 
         def write(value: Any) -> None:
-            """Set the counts of updates and of micro-batches since the last update."""
+            """Set the counters from the number of all micro-batches so far.
+
+            With `steps` micro-batches in each update, the quotient is the number of
+            updates, and the remainder that of micro-batches since the last one.
+            """
             updates, rest = divmod(int(np.asarray(value)), self.steps)
             iterations.assign(updates)
             count.assign(rest)
@@ -227,9 +231,10 @@ class AccumulatedGradients:
 def accumulated_gradients_of(
     distributed: Any, full_state: FullState
 ) -> AccumulatedGradients | None:
-    """Return the accumulated gradients of a `DistributedOptimizer`, or `None`.
+    """Return the accumulated gradients of a `DistributedOptimizer`.
 
-    `full_state` has the gathered values of gradients that are accumulated in shards.
+    It is `None` if the optimizer does not accumulate gradients. `full_state` has the
+    gathered values of gradients that are accumulated in shards.
     """
     features, shards = distributed.features, distributed.shards
     accumulation, slices = features.accumulation, None
@@ -267,11 +272,15 @@ def _view_with_accumulation(
 def _view_of_part_with_accumulation(
     outer: Any, optimizer: Any, steps: int, sums: AccumulatedGradients | None
 ) -> Any:
-    """Create a view of an optimizer with Keras's accumulators.
+    """Create a view of one optimizer as if Keras accumulated its gradients.
+
+    With `sums`, the view's counter and accumulators convert the counts and sums of
+    tfdp. All its other variables are those of the optimizer.
 
     Args:
-        outer: The user's optimizer, `optimizer` or a `MultiOptimizer` around it.
-        optimizer: Keras optimizer without parts.
+        outer: The user's optimizer, `optimizer` or a `MultiOptimizer` around it; its
+            order of variables is that of `sums`.
+        optimizer: Keras optimizer without inner optimizers.
         steps: Int, number of micro-batches of an update.
         sums: `AccumulatedGradients` of `outer`, or `None` if there are none.
     """

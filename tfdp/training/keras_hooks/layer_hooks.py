@@ -57,12 +57,27 @@ def reduce_values(
 
 
 def scale_loss(original: Callable, value: Any) -> Any:
-    """Scale a loss for distribution, unless a program of one device is traced."""
+    """Divide a loss by the number of replicas, by Keras's function.
+
+    While the program of one device is traced, the loss is returned unchanged.
+
+    Args:
+        original: Callable, `scale_loss_for_distribution` of Keras.
+        value: Tensor, the loss.
+    """
     return original(value) if program_trace.current() is None else value
 
 
 def unscale_loss(original: Callable, value: Any) -> Any:
-    """Undo the scaling of a loss, if any; record the end of the forward pass."""
+    """Multiply a loss by the number of replicas, by Keras's function.
+
+    While the program of one device is traced, the loss is returned unchanged. The time
+    at which the loss is computed is recorded as the end of the replica's forward pass.
+
+    Args:
+        original: Callable, `unscale_loss_for_distribution` of Keras.
+        value: Tensor, the loss.
+    """
     if (trace := program_trace.current()) is not None:
         trace.add([value], lambda given: step_events.record_loss(given[0]), "as is")
         return value
@@ -224,7 +239,12 @@ def pad_empty_batch(original: Callable, inputs: Any, *args: Any, **kwargs: Any) 
 
 
 def _may_be_empty(inputs: Any) -> bool:
-    """Return whether inputs may have no rows where that fails: on CPUs, without XLA."""
+    """Return whether inputs may have no rows, and convolution or pooling would fail.
+
+    They fail on CPUs without XLA. Inputs may have no rows on one of several replicas,
+    unless their static number of rows is positive, or the program of one device is
+    traced.
+    """
     context = replica_context()
     if context is None or context.num_replicas_in_sync == 1 or xla.is_tracing():
         return False
@@ -250,10 +270,13 @@ def draw_seed(original: Callable, seed: Any) -> Any:
 
 
 def _seed_of_group(trace: Any, dtype: tf.DType) -> tf.Tensor:
-    """Return an offset of seeds for the group of replicas that runs a program.
+    """Return an offset of seeds, by which groups of replicas draw different numbers.
+
+    Groups are those that update independently with local steps. The offset is a
+    multiple of the first rank of the group, so zero for the group of rank 0.
 
     Args:
-        trace: `ProgramTrace`.
+        trace: `ProgramTrace` of the program that the replicas of the group run.
         dtype: `tf.DType` of seeds.
 
     Returns:
@@ -282,7 +305,12 @@ def _moments_per_replica(
 
     @tf.custom_gradient
     def enter(rows: tf.Tensor) -> Any:
-        """Mark rows as a replica's own, and their gradients as those of all rows."""
+        """Mark rows as a replica's own, and their gradients as row-sharded again.
+
+        A mark is an attribute of an identity operation. When `tfdp.training.program`
+        plans the program, tensors after the first mark are values of one replica, and
+        a gradient after the second holds a replica's rows of the global batch.
+        """
         own = _compat.marked(rows, "rows of a replica")
         return own, lambda upstream: _compat.marked(upstream, "rows of all")
 

@@ -46,8 +46,13 @@ def _logs_of_eager_step(strategy: Any, model: Any, outputs: Any) -> Any:
 
     With local steps they are weighted means of the logs of the replicas.
 
+    Args:
+        strategy: A tfdp strategy.
+        model: The Keras model.
+        outputs: Nest of per-replica values, the logs that the step has returned.
+
     Returns:
-        Nest of the same structure, with one tensor for each value.
+        Nest with the structure of `outputs`, with one tensor for each value.
     """
     local = [_local_values(strategy, x) for x in tf.nest.flatten(outputs)]
     is_alone = loops.loop_uses_local_steps()
@@ -119,7 +124,16 @@ def _local_values(strategy: Any, value: Any) -> list:
 
 
 def _weighted_by_rows(local_values: list) -> list[tf.Tensor]:
-    """Multiply local replicas' means by their shares of the worker's rows: float64."""
+    """Multiply local replicas' means by their shares of this worker's rows.
+
+    The shares are computed from the running loop's `batch_weights`.
+
+    Args:
+        local_values: List with the mean of one log on each local replica, a tensor.
+
+    Returns:
+        List of the products, float64 tensors.
+    """
     # Only steps of a loop have logs, so the loop is not `None`.
     loop: Any = loops.current()
     total = tf.add_n(loop.batch_weights)

@@ -149,7 +149,12 @@ def _settings_of(model: Any, bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def _model_settings(model: Any) -> dict[str, Any]:
-    """Return the settings of a model and of the process that affect its steps."""
+    """Return the settings of a model and of the process that affect its steps.
+
+    Returns:
+        Dict of values that workers can compare, by the names in `_MODEL_ATTRIBUTES` and
+        `_PROCESS_SETTINGS`, such as "run_eagerly" and "keras.config.max_epochs".
+    """
     settings = {
         name: configs.comparable(getattr(model, name)) for name in _MODEL_ATTRIBUTES
     }
@@ -159,8 +164,13 @@ def _model_settings(model: Any) -> dict[str, Any]:
 def _describe_data(arguments: dict[str, Any]) -> list[dict[str, Any] | None]:
     """Describe the arrays for a loop and for its validation.
 
+    Args:
+        arguments: Dict, the arguments of the loop's method, such as `fit`, by name.
+
     Returns:
-        List of two dicts; `None` takes the place of data that is not arrays.
+        List of two dicts, for the loop and for its validation: rows, shape and dtype of
+        each array by its name. The first one also has "batch_size". `None` takes the
+        place of data that is not arrays.
     """
     arrays = describe_arrays({name: arguments.get(name) for name in _DATA_ARGUMENTS})
     if arrays is not None:
@@ -220,7 +230,16 @@ def _compare_workers(
     created = strategy.extended.new_variables.take()
 
     def before(gathered: Sequence[dict[str, Any]]) -> None:
-        """Synchronize new variables, even if the workers differ in other facts."""
+        """Synchronize new variables, and raise the problem of worker 0, if it has one.
+
+        `compare` calls it before it compares the facts. The new variables get worker
+        0's values.
+
+        Args:
+            gathered: Sequence of each worker's `extra`: "created" is a summary of the
+                variables that the worker has created since the last exchange, and
+                "problem", if present, a string about its callbacks.
+        """
         synchronize_created(strategy, created, [each["created"] for each in gathered])
         if problem := gathered[0].get("problem"):
             raise ValueError(problem)
@@ -262,7 +281,14 @@ def _array_facts(name: str, arrays: list[dict[str, Any] | None]) -> list[SharedF
     """Return a `SharedFact` of each part of arrays: names, rows, shapes, dtypes."""
 
     def explain_arrays(parts: dict[int, Any]) -> str:
-        """Return the error, unless a worker has a dataset, which is compared later."""
+        """Return the error about different arrays, or `""` if a worker has a dataset.
+
+        Datasets are compared later.
+
+        Args:
+            parts: Dict from the rank of each worker to the description of its arrays,
+                or to `None` for a dataset.
+        """
         return "" if None in parts.values() else explain(problem, parts)
 
     problem = (
@@ -295,7 +321,8 @@ def _check_assignments(
     Args:
         worker_group: `WorkerGroup` between the workers.
         topic: String, the name of the all-gather in messages.
-        gathered: List of dicts, what `_compare_workers` has gathered.
+        gathered: List with a dict for each worker; `"assigned"` is the result of
+            `_digest_of_assignments` there.
         model: The Keras model.
     """
     if not any(each["assigned"] for each in gathered):

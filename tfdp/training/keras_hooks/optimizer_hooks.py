@@ -78,7 +78,15 @@ def apply_or_defer(
 ) -> None:
     """Update by a `LossScaleOptimizer`, which is moved into the scope and built first.
 
-    In the compiled part of a step, or in a traced program, the update is deferred.
+    The update is deferred in the compiled part of a step, or in a traced program.
+
+    Args:
+        original: Callable, `LossScaleOptimizer.apply`, called last unless deferred.
+        optimizer: The `LossScaleOptimizer`. In a replica, and with
+            `trainable_variables`, it is moved into the active strategy's scope, and
+            built if it is not.
+        grads: Sequence of gradients.
+        trainable_variables: Sequence of Keras variables, or `None`. Defaults to `None`.
     """
     if defer(optimizer, grads, trainable_variables):
         return

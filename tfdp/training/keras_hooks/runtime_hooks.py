@@ -95,9 +95,14 @@ def cache(
 
 
 def seeds_of_operation(original: Callable, op_seed: Any) -> Any:
-    """Return an operation's seeds; ignore a global seed from tfdp if it has its own.
+    """Return an operation's two seeds; its own seed overrides tfdp's global seed.
 
-    `stand_in_seed` is the global seed that tfdp sets where the user sets none.
+    `stand_in_seed` is the global seed that tfdp sets where the user sets none. An
+    operation with its own seed gets the pair that it would have without a global seed.
+
+    Args:
+        original: Callable, `get_seed` of TensorFlow.
+        op_seed: Int, the operation's own seed, or `None`.
     """
     seeds = original(op_seed)
     if op_seed is not None and seeds[0] == stand_in_seed.seed():

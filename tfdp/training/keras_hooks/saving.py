@@ -61,7 +61,11 @@ def save_atomically(
 def _save(
     strategy: Any, original: Callable, model: Any, path: Any, *rest: Any, **options: Any
 ) -> Any:
-    """Save as `save_atomically` does, without setting the state of the thread."""
+    """Save to a temporary path, and move the result, without setting `is_saving`.
+
+    Arguments and result are those of `save_atomically`, which sets it for its thread
+    around the call.
+    """
     worker_group = strategy.extended.worker_group
     target = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     arguments = (

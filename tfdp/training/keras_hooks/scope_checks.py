@@ -67,6 +67,14 @@ def move_metrics_into_scope(arguments: dict[str, Any]) -> None:
 def bring_into_scope(optimizer: Any) -> None:
     """Move an optimizer that was created outside the active scope into it, in place.
 
+    It then belongs to the active strategy, and its counter and learning rate are
+    created again in the scope. Inner optimizers are moved as well. Outside of a scope
+    nothing is moved. Of an optimizer from the scope, only the inner optimizer of a
+    `LossScaleOptimizer` may be moved.
+
+    Args:
+        optimizer: Keras optimizer, or `None`.
+
     Raises:
         ValueError: If it has been built outside, or if a step is running.
     """

@@ -176,7 +176,20 @@ def chosen_xla(original: Callable, model: Any) -> bool:
 def build_symbolically(
     original: Callable, model: Any, iterator: Any = None, data_batch: Any = None
 ) -> Any:
-    """Build a model from the data's spec; Keras would take a batch out of the data."""
+    """Build a model from the data's spec; Keras would take a batch out of the data.
+
+    Args:
+        original: Callable, Keras's method. It builds a model without a tfdp strategy or
+            without an iterator, or if the rank of a tensor in the data is unknown.
+        model: The Keras model.
+        iterator: Epoch iterator of Keras, whose distributed dataset has the spec, or
+            `None`. Defaults to `None`.
+        data_batch: Batch for `original` without a tfdp strategy or iterator, or `None`.
+            Defaults to `None`.
+
+    Returns:
+        The result of `original`, or `None`.
+    """
     if strategy_of(model) is None or iterator is None:
         return original(model, iterator=iterator, data_batch=data_batch)
     dataset = _compat.distributed_dataset(iterator)
@@ -219,6 +232,14 @@ def reduce_per_replica(
 
     Keras interleaves the rows of several workers in the order of stock sharding. Here
     rows are concatenated in the order of ranks.
+
+    Args:
+        original: Callable, the function of Keras. It is called for one replica, outside
+            of Keras's loops, and for the rows of a single worker.
+        values: Nest of per-replica values, the outputs.
+        strategy: The strategy of the model.
+        reduction: String, `"concat"` if the outputs are rows, as in `predict`. For any
+            other value they are logs, and become those of the global batch.
     """
     if not is_tfdp(strategy):
         return original(values, strategy, reduction)

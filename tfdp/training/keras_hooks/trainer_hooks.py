@@ -71,7 +71,7 @@ def run_loop(
 def _begin_loop(
     name: str, original: Callable, model: Any, bound: inspect.BoundArguments
 ) -> Any:
-    """Run a loop in the contexts that record its progress and explain its errors.
+    """Run a whole loop of Keras, record its progress, and explain its errors.
 
     For backup callbacks in `fit`, the position in the data is recorded, too.
 
@@ -79,7 +79,9 @@ def _begin_loop(
         name: String, `"fit"`, `"evaluate"` or `"predict"`.
         original: Callable, the method of Keras.
         model: The Keras model.
-        bound: `inspect.BoundArguments` of the call, which are changed in place.
+        bound: `inspect.BoundArguments` of the call. Its callbacks are replaced in place
+            by those that this worker runs, and `verbose` is set to 0 except on the
+            first worker.
 
     Returns:
         The result of `original`.
@@ -172,7 +174,11 @@ def _complete_fit(model: Any) -> None:
 
 
 def _register_model(model: Any) -> None:
-    """Register a model with its optimizer, if the optimizer shards parameters."""
+    """Give a `DistributedOptimizer` a weak reference to its model.
+
+    When the optimizer shards state, it takes the order of parameters, and the
+    parameters of frozen layers, from the model.
+    """
     optimizer: Any = getattr(model, "optimizer", None)
     if hasattr(optimizer, "register_model"):
         optimizer.register_model(model)
@@ -233,7 +239,11 @@ def _check_data(
 
 
 def _set_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> None:
-    """Set the callbacks argument, and pass the other callbacks to backup callbacks.
+    """Set the callbacks of a call, and prepare the backup callbacks of a `fit`.
+
+    Backup callbacks, which save the state of `fit`, are moved to the end. Each receives
+    the position in the data and the list of all callbacks that are not backup
+    callbacks.
 
     Args:
         arguments: Dict, the arguments of the call by name; changed in place.
@@ -365,7 +375,12 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
 def save(
     original: Callable, model: Any, filepath: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Save a model on all workers, each into a temporary file that is then moved."""
+    """Save or export a model; all workers call it.
+
+    Each worker writes a temporary file in the folder of `filepath`, which then replaces
+    `filepath`, so that it is whole at any time. Into an object store, or as several
+    files, only worker 0 writes.
+    """
     strategy = strategy_of(model)
     if strategy is None:
         return original(model, filepath, *args, **kwargs)

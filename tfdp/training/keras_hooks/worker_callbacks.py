@@ -152,10 +152,12 @@ def describe_mismatch(names: dict[int, list[str]]) -> str:
 
 
 def add_optimizer_check(model: Any, callbacks: Any) -> Any:
-    """Prepend the `OptimizerProgressCheck` that `fit` needs for some optimizers.
+    """Prepare the optimizer for `fit`; prepend an `OptimizerProgressCheck` if needed.
 
-    Also reset features that an interrupted `fit` has left active, and drop a trace with
-    outdated settings.
+    Features that an interrupted `fit` has left active are reset, and a step that was
+    traced with outdated settings is dropped. The check is needed if the optimizer has
+    `check_progress`, as `DistributedOptimizer` has, or if a callback will wrap it in
+    one.
 
     Args:
         model: The Keras model.
@@ -223,9 +225,15 @@ def _is_sharded(model: Any, callbacks: list) -> bool:
 
 
 def _saving_participants(callback: Any) -> list:
-    """Return another worker's participants in the saves of worker 0's callback.
+    """Return callbacks by which another worker takes part in the saves of worker 0.
 
-    Saving sharded state requires all workers. The participants write no files.
+    Saving sharded state requires all workers. These callbacks write no files.
+
+    Args:
+        callback: Keras callback that worker 0 runs.
+
+    Returns:
+        List of callbacks to run in its place; empty if it does not save sharded state.
     """
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         return [_compat.backup_without_files(callback, TemporaryFolder("backup"))]

@@ -63,14 +63,15 @@ def agreed_steps(accumulation_steps: Any, own_steps: int) -> int:
 
 
 def check_accumulation(optimizer: Any) -> None:
-    """Raise if a built optimizer accumulates gradients itself.
+    """Raise if a built optimizer accumulates gradients, as only the wrapper should.
 
     Args:
         optimizer: Keras optimizer that a `DistributedOptimizer` wraps.
 
     Raises:
-        ValueError: For a `MultiOptimizer` that creates its optimizers when it is built,
-            so that the setting could not be moved to the wrapper before.
+        ValueError: If `gradient_accumulation_steps` is set. The setting of other
+            optimizers was moved to the wrapper before; that of a `MultiOptimizer` could
+            not, if it creates its optimizers when it is built.
     """
     if any(part.gradient_accumulation_steps for part in innermost(optimizer)):
         raise ValueError(

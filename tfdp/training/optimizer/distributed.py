@@ -224,10 +224,15 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             self._take_step(grads, trainable_variables)
 
     def _apply_with_loss(self, tensors: Sequence[Any], variables: Any) -> None:
-        """Accumulate or apply the gradients of a micro-batch, and pass on its loss.
+        """Accumulate or apply a micro-batch's gradients; features read its loss.
 
-        `tensors` are the gradients and, last, the loss. Deferred to the replicas like a
-        gradient, the loss becomes a part of a sum over replicas.
+        The loss is passed on to the step. Deferred to the replicas like a gradient, it
+        becomes a part of a sum over replicas.
+
+        Args:
+            tensors: Sequence of the gradients and, last, the loss.
+            variables: Sequence of variables, or `None` for those that the optimizer was
+                built for.
         """
         if not defer(self, tensors, variables, self._apply_with_loss):
             *gradients, loss = tensors
@@ -288,7 +293,12 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         self._traces.run(self, name, function)
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """Overwrite variables with their moving averages, if used, after training."""
+        """Overwrite variables with their moving averages, after training.
+
+        Args:
+            var_list: Sequence of Keras variables. Those that no inner optimizer with
+                `use_ema` trains stay unchanged.
+        """
         if self.is_sharded:
             if any(part.use_ema for part in innermost(self.inner_optimizer)):
                 self.overwrite_with_averages(var_list)
@@ -464,9 +474,14 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
 
 
 def _first_traced(gradients: list) -> list:
-    """Return a list of the gradient that was traced first, for control dependencies.
+    """Return the gradient that was traced first, for control dependencies.
 
-    The list is empty in eager mode and on a replica.
+    Args:
+        gradients: List of tensors or `tf.IndexedSlices`.
+
+    Returns:
+        List of one tensor, a component of that gradient; empty in eager mode, in
+        replica context, or without gradients.
     """
     if tf.executing_eagerly() or replica_context() is not None:
         return []

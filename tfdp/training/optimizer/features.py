@@ -27,7 +27,11 @@ def installed(optimizer: Any, kind: type) -> Any:
 
 
 class Features:
-    """Settings of the features in use; once the optimizer is built, also their state.
+    """Features of a `DistributedOptimizer`: settings and, once built, their state.
+
+    Features are the accumulation of micro-batches, loss scaling, and each `StepFeature`
+    that is installed. They can be changed at any time; `build` creates their variables,
+    as does a change after it.
 
     Args:
         optimizer: `DistributedOptimizer`.
@@ -52,12 +56,16 @@ class Features:
 
     @property
     def traced_parts(self) -> tuple:
-        """Tuple of the state that a traced step uses; a change requires a new trace."""
+        """Tuple of objects that a traced step uses; a change requires a new trace.
+
+        They are the `AccumulationState` and the `LossScale`, each `None` if not in use,
+        and every active `StepFeature`.
+        """
         return self.accumulation, self.scale, *self.active
 
     @property
     def active(self) -> list:
-        """List of the installed features that have a part in the next steps."""
+        """List of each installed `StepFeature` whose `is_active` is true."""
         return [feature for feature in self.installed.values() if feature.is_active]
 
     @property
@@ -88,7 +96,9 @@ class Features:
             self._build_feature(feature)
 
     def accumulate(self, accumulated: Sequence[Any]) -> None:
-        """Replace the accumulators; accumulated gradients are dropped.
+        """Create the variables in which gradients are accumulated, in place of others.
+
+        Gradients that the others have accumulated are lost.
 
         Args:
             accumulated: Sequence of objects with a path, a shape and a dtype, one for
@@ -177,12 +187,19 @@ class Features:
         return tf.reduce_sum(tf.cast(loss, tf.float32))
 
     def schedule(self, group: ParamGroup) -> Schedule:
-        """Return the learning rate of a parameter group in an update."""
+        """Return the `Schedule` of a parameter group, for an update.
+
+        It has the learning rate, and a factor of the momentum. It is that of the first
+        active feature that has one; otherwise the optimizer's own rate is used.
+        """
         found = (feature.schedule(group) for feature in self.active)
         return next((item for item in found if item is not None), Schedule())
 
     def reset(self) -> None:
-        """Return all features to their state outside of `fit`."""
+        """Call `reset` of each installed `StepFeature`, which ends its part in a `fit`.
+
+        Local steps, for example, become inactive, and keep their variables.
+        """
         for feature in self.installed.values():
             feature.reset()
 

@@ -58,7 +58,14 @@ class OptimizerSettings:
 
     @accumulation_steps.setter
     def accumulation_steps(self, steps: int) -> None:
-        """Set the number of micro-batches of an update, after a check."""
+        """Set the number of micro-batches of an update; accumulated gradients are kept.
+
+        Args:
+            steps: Int, at least 1.
+
+        Raises:
+            ValueError: If `steps` is not such an integer.
+        """
         self.features.set_steps(arguments.checked_steps(steps))
 
     @property
@@ -144,9 +151,14 @@ class OptimizerSettings:
 
 
 class Traces:
-    """Features and variables of the last trace, and traced functions.
+    """What the last step was traced with, and functions traced to run on all replicas.
 
-    They are in an object of their own since Keras tracks attributes of an optimizer.
+    They are in a separate object since Keras tracks attributes of an optimizer.
+
+    Attributes:
+        features: Tuple of the features and the sharded state that the last step was
+            traced with, to detect a later change; or `None` before the first trace.
+        variables: List of the Keras variables that this step updates, or `None`.
     """
 
     def __init__(self) -> None:

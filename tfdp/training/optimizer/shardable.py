@@ -72,7 +72,11 @@ class ShardableOptimizer(OptimizerSettings):
 
     @property
     def per_replica_variables(self) -> list:
-        """List of variables whose values differ between replicas: sharded sums."""
+        """List of the variables whose values differ between replicas.
+
+        They are the sums of accumulated gradients, a different shard on each replica.
+        The list is empty without accumulation, or if it is not sharded.
+        """
         accumulation = self.features.accumulation
         if accumulation is None or not self.accumulates_sums:
             return []
@@ -202,7 +206,7 @@ class ShardableOptimizer(OptimizerSettings):
         """
 
         def on_replica() -> None:
-            """Run the action for the parameter groups of the calling replica."""
+            """Call `action` for each parameter group with averages on this replica."""
             assert self.shards is not None
             layout = self.shards.on_replica()
             trained = _compat.trained_by(self)
@@ -243,7 +247,11 @@ class ShardableOptimizer(OptimizerSettings):
             )
 
     def _can_shard(self) -> bool:
-        """Return whether the state is to be sharded now, over several replicas."""
+        """Return whether the state is to be sharded now, over several replicas.
+
+        That is so if `sharding` is set, the state is not sharded yet, and the
+        optimizer's strategy is a tfdp strategy with several replicas.
+        """
         strategy = self._distribution_strategy
         wanted = self.sharding != "none" and self.shards is None
         return wanted and is_tfdp(strategy) and strategy.num_replicas_in_sync > 1
@@ -311,5 +319,9 @@ class ShardableOptimizer(OptimizerSettings):
 
     @property
     def _traced_parts(self) -> tuple:
-        """Tuple of the state that a traced step uses, sharded state included."""
+        """Tuple of the state that a traced step uses; a change requires a new trace.
+
+        It has accumulated gradients, loss scale, active features and sharded state, in
+        this order; `None` for what is not in use.
+        """
         return (*self.features.traced_parts, self.shards)

@@ -95,6 +95,9 @@ class BackwardGathers:
     def gather_until(self, age: int) -> None:
         """Gather the units that operations up to an age use, and prefetch others.
 
+        These are the next units; the option `prefetch` of the last used one says how
+        many.
+
         Collectives of one channel run in the order in which they are traced, so a
         reduction must be traced after the gathers that its gradients need.
 

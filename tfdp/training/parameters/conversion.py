@@ -45,7 +45,7 @@ def num_conversions() -> int:
 
 
 def _count_conversion() -> None:
-    """Count a conversion, see `num_conversions`."""
+    """Count a conversion of variables, so that steps traced before it are outdated."""
     global _num_conversions
     _num_conversions += 1
 

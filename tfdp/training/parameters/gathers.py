@@ -188,7 +188,11 @@ class Gathers:
 
 @contextlib.contextmanager
 def backward_pass() -> Iterator[None]:
-    """Mark operations traced inside as a backward pass of the replica's step."""
+    """Record the operations traced inside as a backward pass of the replica's step.
+
+    Sharded parameters that these operations use, and that were freed after the forward
+    pass, are gathered a second time.
+    """
     steps = _steps_of_replica()
     for step in steps:
         step.begin_backward_pass()
@@ -210,7 +214,12 @@ def regather_used_units() -> None:
 
 
 def _steps_of_replica() -> list[StepGathers]:
-    """Return the `StepGathers` of the running replica's step, if it is traced."""
+    """Return the `StepGathers` of the running replica's step.
+
+    Returns:
+        List with one for each `Gathers` whose parameters the step has read; empty in
+        eager mode, outside of a replica, or without sharded parameters.
+    """
     context = replica_context()
     graph = None if tf.executing_eagerly() else _compat.step_graph()
     if context is None or graph is None:
@@ -221,11 +230,19 @@ def _steps_of_replica() -> list[StepGathers]:
 
 @contextlib.contextmanager
 def marked_backward_pass(trace: ProgramTrace) -> Iterator[None]:
-    """Mark operations of a traced program as a backward pass of each replica."""
+    """Run `backward_pass` on each replica around operations of a traced program.
+
+    The operations traced in the block are the program's. When a replica builds its step
+    from the program, it enters `backward_pass` before its copies of them, and exits it
+    after them.
+    """
     passes: list[contextlib.ExitStack] = []
 
     def begin(_: list) -> None:
-        """Begin a backward pass in the step of the calling replica."""
+        """Record a backward pass of the calling replica until `end` is called.
+
+        The list of tensors, which every effect of a program receives, is empty.
+        """
         passes.append(contextlib.ExitStack())
         passes[-1].enter_context(backward_pass())
 

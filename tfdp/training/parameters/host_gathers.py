@@ -50,9 +50,13 @@ def gather_parameter(
 def serve_parameter(
     parameter: ShardedParameter, owners: Sequence[int], host_group: ProcessGroup
 ) -> None:
-    """Take part in `gather_parameter` without keeping more than one message.
+    """Take part in the `gather_parameter` of other workers; keep no result.
 
-    The arguments are those of `gather_parameter`.
+    Args:
+        parameter: `ShardedParameter`.
+        owners: Sequence of ints: for each replica on all workers, by rank, which part
+            of the parameter it owns.
+        host_group: `ProcessGroup` with one member for each worker.
     """
     for _ in _messages(parameter, owners, host_group):
         pass
@@ -63,9 +67,17 @@ def _messages(
 ) -> Iterator[tf.Tensor]:
     """Yield the elements of a parameter, gathered from its owners, in messages.
 
-    Each message is a tensor of shape `[num_owners, columns]`, or of shape
-    `[1, columns]` if one owner has all elements. The arguments are those of
-    `gather_parameter`.
+    Args:
+        parameter: `ShardedParameter`.
+        owners: Sequence of ints: for each replica on all workers, by rank, which part
+            of the parameter it owns.
+        host_group: `ProcessGroup` with one member for each worker.
+
+    Yields:
+        Tensor of shape `[num_owners, columns]`: in each row the next elements of one
+        owner's part, with zeros after its end; or of shape `[1, columns]` if one owner
+        has all elements. A message has about `MESSAGE_BYTES`, the last one fewer; on a
+        single worker the only message has all columns.
     """
     sizes = [stop - start for start, stop in parameter.ranges]
     bucket = unit_bucket([0], [parameter.ranges], parameter.dtype.name)

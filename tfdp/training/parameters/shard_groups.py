@@ -138,8 +138,10 @@ class ShardGroups:
         """Sum a bucket over all replicas, and keep the calling replica's slice.
 
         Args:
-            bucket: `ShardBucket`. A lopsided one is all-reduced, which moves less.
-            flat: Tensor, the elements in the layout of `bucket.moved`.
+            bucket: `ShardBucket`. If it is lopsided, so that slices would be mostly
+                padding, it is all-reduced, which moves fewer bytes.
+            flat: Tensor, the elements in the layout of `bucket.moved`: by owner, padded
+                to `slice_size`; or without padding if the bucket is lopsided.
             route: `AlgorithmChoice`; not used by an all-reduce.
             caller: `Caller`.
 

@@ -150,7 +150,10 @@ class ShardedParameter(MirroredVariable):
         if (trace := program_trace.current()) is not None:
 
             def run(values: list) -> None:
-                """Update the part of the replica that runs the program."""
+                """Apply `update` to the part of the replica that runs the program.
+
+                `values` has one tensor: `value`, whole, on that replica.
+                """
                 self._update_parts(update, values[0])
 
             trace.add([value], run)

@@ -85,9 +85,10 @@ class GatheredUnit:
     Args:
         unit: `Unit`.
         dtypes: Tuple of `tf.DType`, the dtype in which each parameter is read.
-        values: Dict from the `id` of a parameter to its whole value.
-        pieces: Dict from `GatherFormat` to the result of
-            `ShardGroups.gather_across_nodes` on the replica.
+        values: Dict from the `id` of a parameter to its whole value, which layers read.
+        pieces: Dict from `GatherFormat` to the slices that this replica has gathered
+            from all nodes. With them a second gather, for the backward pass, can stay
+            inside of the node.
         age: Int, position in the graph of the last operation before the first read.
     """
 
@@ -153,7 +154,10 @@ class StepGathers:
             del self._current[key]
 
     def begin_backward_pass(self) -> None:
-        """Mark all operations that are traced from now on as a backward pass."""
+        """Record that a backward pass begins; operations traced from now on are in it.
+
+        For recorded passes, `BackwardGathers` gathers the units that they use again.
+        """
         self._open_passes.append(self.order.newest())
 
     def end_backward_pass(self) -> None:
@@ -169,8 +173,11 @@ class StepGathers:
     def between_backward_passes(self) -> Iterator[bool]:
         """End the backward passes that are being traced, and begin them again on exit.
 
+        What has been traced so far is recorded as whole passes, for
+        `take_backward_passes` inside the context.
+
         Yields:
-            Bool, whether a backward pass was being traced.
+            Bool, whether a backward pass was being traced; if not, nothing is recorded.
         """
         depth = len(self._open_passes)
         for _ in range(depth):
@@ -204,13 +211,14 @@ class StepGathers:
             self._current[id(parameter), dtype.name] = found
 
     def _gate(self, before: int) -> list[tf.Operation]:
-        """Return the gate of a gather.
+        """Return the operation that a gather waits for, so that it does not run early.
 
-        It is the last operation that computes before the first read of an earlier unit.
+        It is the last operation that computes before the first read of an earlier unit,
+        so that the gather does not begin before that unit is about to compute.
 
         Args:
-            before: Int, number of the earlier unit's gather; if negative, the gate is
-                empty.
+            before: Int, number of the earlier unit's gather; if negative, the gather
+                waits for no operation.
 
         Returns:
             List of one operation or none.
@@ -281,12 +289,13 @@ def _gather_members(
         unit: `Unit`.
         members: List of `ShardedParameter` of the unit.
         gather_format: `GatherFormat` of the members.
-        piece: Tensor, the result of an earlier gather across nodes; or `None`.
+        piece: Tensor, the result of an earlier gather across nodes, so that only the
+            gather in the node runs; or `None` to run both.
 
     Returns:
         Tuple of the list of whole parameters, and the result of the gather across
-        nodes; `None` for a lopsided bucket, which is gathered at once. Quantized rows
-        are padded instead, which still takes fewer bytes.
+        nodes. The latter is `None` if slices would be mostly padding (a lopsided
+        bucket, not quantized): one all-reduce then gathers over all replicas.
     """
     caller: dict[str, int] = {"replica": step.replica, "channel": unit.number}
     ranges = [parameter.ranges for parameter in members]
@@ -362,7 +371,10 @@ _INSTANT_OPS = frozenset(
 
 
 class ComputeOrder:
-    """Order of the operations that depend on gathered parameters, in a traced step.
+    """Operations of a traced step that depend on gathered parameters, by their age.
+
+    The age of an operation is its position in the graph. Later gathers wait for the
+    last of these operations before some age, which `last_until` returns.
 
     Args:
         graph: The graph of the step.

@@ -65,7 +65,11 @@ def batch_placeholders(
     own = None if first is None else first.shape[0]
 
     def is_other(position: int, part: Any) -> bool:
-        """Return whether a part may have another number of rows than the first."""
+        """Return whether a part may have another number of rows than the first.
+
+        It may if `others` has its position, or if its static number of rows and that of
+        the first part are known and differ.
+        """
         if position in others or own is None:
             return position in others
         is_dense = tf.is_symbolic_tensor(part) and part.shape.rank
@@ -93,12 +97,14 @@ def _of_other_num_rows(part: Any) -> BatchPlaceholder:
 
 
 def placeholder_of(part: Any, num_replicas: int) -> BatchPlaceholder:
-    """Create the placeholder for one part of the batch; other values are kept as is.
+    """Create the placeholder for one part of the batch.
 
     Args:
-        part: Dense, ragged or sparse tensor, or another value, on one replica.
-        num_replicas: Int, number of replicas with the same static number of rows; or 0
-            to leave the number of rows of the placeholder open.
+        part: Dense, ragged or sparse tensor, or another value, on one replica. Another
+            value becomes the `value` of the result, without a placeholder.
+        num_replicas: Int, number of replicas if all have the same static number of
+            rows: a dense placeholder then has their static total. Or 0 if the number of
+            rows of the placeholder is not static.
     """
     if isinstance(part, tf.RaggedTensor):
         return _of_ragged(part)
@@ -199,8 +205,9 @@ def _gather_sparse(part: tf.SparseTensor, replica: Replica) -> list[tf.Tensor]:
         replica: `Replica` that gathers.
 
     Returns:
-        List of indices, values, a bool for each row of this replica, and the dense
-        shape on this replica.
+        List of the indices and the values of all replicas; a tensor with `True` for
+        each row of this replica, from whose shape the program reads the number of rows;
+        and the dense shape on this replica.
     """
     before = tf.cast(replica.rows.first, tf.int64)
     shift = tf.one_hot(0, part.shape.rank or 2, before, dtype=tf.int64)

@@ -139,9 +139,10 @@ class Builder:
         return self.replica.rows.may_be_empty and is_plain
 
     def fact(self, tensor: Any) -> Fact:
-        """Return the `Fact` of a tensor of the program, or that of a whole tensor.
+        """Return the `Fact` of a tensor of the program.
 
-        The tensor may be of a graph around this one, such as a tensor of an update.
+        The tensor may be of a graph around this one, such as a tensor of an update. A
+        tensor without a recorded `Fact` counts as whole.
         """
         found = self.plan.facts.get(id(tensor))
         if found is None and self.parent and tensor.graph is not self.plan.graph:
@@ -255,11 +256,15 @@ class Builder:
         return _pack(parts, tf.int32)
 
     def item_shape(self, fact: Fact, shape_input: Any) -> Any:
-        """Return the shape of a list's item on this replica.
+        """Return the shape of an item of a `TensorList` on this replica.
 
         Args:
             fact: `Fact` of the item, a tensor of the program.
-            shape_input: Tensor, the operation's input with the shape of the item.
+            shape_input: Tensor, the input of the operation with the shape of the item.
+
+        Returns:
+            For an item sharded by rows, an int32 tensor with this replica's number of
+            rows, and -1 for unknown sizes. Otherwise `shape_input`.
         """
         known = fact.sizes
         if known is None or not fact.is_rows:
@@ -305,7 +310,12 @@ class Builder:
             self._build_now(op)
 
     def _build_now(self, op: Any) -> None:
-        """Build an operation, or delay it if it assigns statistics of this replica."""
+        """Build an operation, or delay an assignment of statistics of own rows.
+
+        Such statistics differ between replicas. The assignment waits for the next
+        operation that uses the variable, or the end of the step. Then all delayed ones
+        are averaged over replicas together, see `_assign_statistics`.
+        """
         is_assigned = op.type == "AssignVariableOp"
         if is_assigned and self.fact(op.inputs[1]).form is Form.LOCAL:
             self._delayed.append(op)
@@ -377,7 +387,12 @@ class Builder:
             self._inherit_multiple(tensor)
 
     def _inherit_multiple(self, tensor: Any) -> None:
-        """Register the entries per row of a tensor: those of an input, if computed."""
+        """Set the entries per row of a tensor to those of an input of its operation.
+
+        Entries per row are those along the axis of rows for each row of the batch, see
+        `multiple`. Nothing is set if they were computed for no input, or for a reshape,
+        which may change them.
+        """
         if tensor.op.type == "Reshape":
             return
         for source in tensor.op.inputs:
@@ -452,7 +467,15 @@ class Builder:
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
     def _as_partial_sum(self, gradient: Any) -> Any:
-        """Return this replica's addend of a gradient's sum, or `None` for `None`."""
+        """Return this replica's addend of a gradient, which is summed over replicas.
+
+        Args:
+            gradient: Gradient of the program: a tensor, `tf.IndexedSlices`, or `None`.
+
+        Returns:
+            Partial sum for a tensor, in whatever form the replica has it; this
+            replica's `tf.IndexedSlices` for sparse rows; `None` for `None`.
+        """
         if gradient is None:
             return None
         if not isinstance(gradient, tf.IndexedSlices):
@@ -670,6 +693,8 @@ class Builder:
 
     def _build_sizes(self, op: Any, *, of_all: bool) -> None:
         """Build an operation on sizes, for this replica or for the whole batch.
+
+        Its outputs are kept for `sizes_of`, separately for each value of `of_all`.
 
         Args:
             op: `tf.Operation` of the program whose outputs are integers.

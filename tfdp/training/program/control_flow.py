@@ -38,14 +38,24 @@ def build(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
 
 
 def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
-    """Build an `If` or a `Case`.
+    """Build an `If` or a `Case` on a replica.
 
-    The arguments and the result are those of `build`.
+    Args:
+        builder: `Builder` of the graph around the operation.
+        op: `tf.Operation` of the program.
+        decision: `Decision` for the operation, with a plan for each branch.
+        inputs: List of this replica's tensors, the condition or index first.
+
+    Returns:
+        List of this replica's outputs.
     """
     needs: Sequence[Need] = decision.details
 
     def branch(plan: Any) -> Callable:
-        """Return a function that builds the branch with this plan."""
+        """Return a function without arguments that builds the branch with this plan.
+
+        It returns the branch's results on the replica: a list of tensors.
+        """
 
         def compute() -> list:
             """Build the branch, and return its results in the needed forms."""
@@ -75,7 +85,15 @@ def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> 
 def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
     """Build a `While` with only those of its loop variables that change and are needed.
 
-    The arguments and the result are those of `build`.
+    Args:
+        builder: `Builder` of the graph around the loop.
+        op: `tf.Operation` of the program, the loop.
+        decision: `Decision` for the loop, with the plans of its condition and its body.
+        inputs: List of this replica's tensors, the initial loop variables.
+
+    Returns:
+        List of this replica's loop variables after the loop. Those that are left out
+        are returned as in `inputs`, except the counter of passes.
     """
     cond_plan, body_plan = decision.plans
     is_same: Sequence[bool] = decision.details
@@ -92,7 +110,11 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
     changed = changed[1:] if is_counter else changed
 
     def run_inside(plan: Any, values: Sequence[Any]) -> Any:
-        """Build the condition or the body for values of the changed variables."""
+        """Build the condition or the body, and return its `Builder`.
+
+        `plan` is the plan of either, and `values` are this replica's values of the loop
+        variables in `changed`.
+        """
         values_by_input = {
             id(plan.graph.inputs[index]): value
             for index, value in zip(changed, values, strict=True)

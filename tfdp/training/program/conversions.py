@@ -103,7 +103,10 @@ class Replica:
         ]
 
     def gather(self, rows: tf.Tensor, axis: int) -> tf.Tensor:
-        """All-gather the rows of all replicas along an axis, 0 for strings."""
+        """All-gather the rows of all replicas along an axis.
+
+        For strings the axis must be 0.
+        """
         if self._group.size == 1:
             return rows
         if rows.dtype == tf.string:
@@ -178,7 +181,11 @@ class Replica:
         return own
 
     def take_equal_share(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Slice this replica's share of a whole tensor's first axis, cut equally."""
+        """Slice this replica's share of a whole tensor's first axis, cut equally.
+
+        The shares of two replicas differ by at most one element. They do not depend on
+        the replicas' numbers of rows.
+        """
         size = self._group.size
         length = tf.shape(tensor)[0]
         own = tensor[length * self.rank // size : length * (self.rank + 1) // size]

@@ -89,7 +89,10 @@ class EagerProgram(ProgramTrace):
             run(tensors)
 
     def record_assigned(self, variable: Any) -> None:
-        """Register a distributed variable that the step has assigned."""
+        """Register a distributed variable that the step has assigned.
+
+        `copy_assigned` then copies its value to the other local replicas.
+        """
         self._assigned[id(variable)] = variable
 
     def copy_assigned(self, replica: int) -> None:
@@ -144,7 +147,15 @@ class EagerStep:
                 component.assign(value if is_first else tf.zeros_like(value))
 
     def __call__(self, *args: Any) -> Any:
-        """Run the step of the running replica, and return its rows or the logs."""
+        """Run the step on the running replica.
+
+        `args` are the replica's arguments. They are used only if its group has one
+        replica; otherwise the step takes the rows of all replicas from `local`.
+
+        Returns:
+            The step's result: with `returns_rows` the rows of the running replica,
+            else the logs.
+        """
         group = training_group(self.strategy)
         with batch_weight.use(self.parts[group.replica]):
             if group.size == 1:
@@ -177,7 +188,13 @@ class EagerStep:
         return result
 
     def _follow(self, group: TrainingGroup) -> None:
-        """Run the first local replica's jobs on this one; copy assigned variables."""
+        """Run the jobs of the first local replica on the running one, in its thread.
+
+        Then copy the variables that the step has assigned from the first local replica.
+
+        Args:
+            group: `TrainingGroup` of the running replica.
+        """
         program = self._program
         assert program is not None
         # The first replica appends jobs while this loop runs: its thread continues
@@ -187,7 +204,13 @@ class EagerStep:
         program.copy_assigned(group.replica)
 
     def _own_result(self, group: TrainingGroup) -> Any:
-        """Return the step's result for a replica of a group: its rows, or the logs."""
+        """Return the step's result for the running replica.
+
+        It is its rows of the result if `returns_rows`, else the logs of all rows.
+
+        Args:
+            group: `TrainingGroup` of the running replica, with its rank.
+        """
         assert self._program is not None
         result, counts = self._program.result, self._program.row_counts
         if not self.returns_rows:

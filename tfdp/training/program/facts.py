@@ -44,10 +44,11 @@ class Fact:
             is not known.
         value: Array of `Size`, the elements of a tensor of integers, or of each item of
             a list; or `None` if they are not known.
-        axes: Frozenset of ints, elements that a tensor of axes has for certain; or
-            `None` if they are not known.
-        maybe_axes: Frozenset of ints, elements that a tensor of axes may have apart
-            from `axes`. Defaults to none.
+        axes: For a tensor that lists axes to sum over, as the gradient of a broadcast
+            does: frozenset of ints, the axes that it always has. `None` for another
+            tensor, or if they are not known.
+        maybe_axes: Frozenset of ints, axes apart from `axes` that such a tensor may
+            have, depending on sizes that are not known yet. Defaults to none.
     """
 
     form: Form

@@ -100,7 +100,11 @@ def conversions_before_update(
 
 
 def _is_statistic(conversion: Conversion) -> bool:
-    """Return whether a conversion is the average of an assigned moving statistic."""
+    """Return whether a conversion averages a value that is assigned to a variable.
+
+    Each replica computes the value from its own rows, as BatchNormalization does its
+    moving mean.
+    """
     is_assigned = conversion.op.type == "AssignVariableOp"
     return is_assigned and conversion.fact.form is Form.LOCAL
 
@@ -135,7 +139,10 @@ def _needs(
 
 
 def _live_operations(plan: Plan) -> Iterator[tuple[Plan, Any]]:
-    """Yield the needed operations, each with its plan, also those of inner graphs."""
+    """Yield the operations that results or effects need, with the plan of their graph.
+
+    An operation with inner graphs is followed by theirs, each with its inner plan.
+    """
     for op in in_order(plan.graph):
         if op in plan.live and op in plan.decisions:
             yield plan, op

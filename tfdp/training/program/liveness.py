@@ -27,7 +27,11 @@ PRUNED = operations(
 
 
 def find_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
-    """Set `live` and `needed` of a plan: what outputs and effects depend on.
+    """Find what outputs and effects depend on: `live` and `needed` of a plan.
+
+    `live` is set to the operations that must be built, `needed` to the `id`s of the
+    tensors of the graph that they read, without those that follow from the number of
+    rows.
 
     Args:
         plan: `Plan` that is changed.
@@ -74,7 +78,10 @@ def _must_run(op: Any) -> bool:
 
 
 def _follows_from_rows(fact: Fact | None) -> bool:
-    """Return whether a tensor can be computed from the number of rows alone."""
+    """Return whether all elements of a tensor are sizes that follow from the rows.
+
+    `fact` is what is known about the tensor; for `None` the result is `False`.
+    """
     return fact is not None and fact.form is Form.SIZES and is_known(fact)
 
 

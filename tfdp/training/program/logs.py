@@ -28,8 +28,10 @@ class LogTail:
 
     Args:
         results: Nest of tensors of the program and other values, the logs.
-        cuts: List of triples of a tensor at which the program is cut, which each
-            replica returns; whether it is a partial sum; and `SUM`, `MEAN` or `SAME`.
+        cuts: List of triples: a tensor at which the program is cut, which each replica
+            returns; whether it is returned as a partial sum, not whole; and how the
+            replicas' values are merged: by a sum, `SUM`; by a mean weighted by rows,
+            `MEAN`; or not, since they are equal, `SAME`.
         operations: List of operations from these tensors to the logs, in order.
     """
 

@@ -229,6 +229,9 @@ class _Planner:
     def _level(self, op: Any) -> int:
         """Return the index of the first loop or stage in which an operation can run.
 
+        It is a loop's index for an operation on rows of micro-batches, and a stage's
+        for another one. Stage `i` runs just before loop `i`.
+
         The tensors of loops that the operation needs are added to `_frontier`. If it
         can run in no loop, a `CannotDivideError` is raised.
         """
@@ -255,7 +258,12 @@ class _Planner:
         return min(level, _MOST_LOOPS)
 
     def _set_loops(self) -> None:
-        """Set `results`, `loops` and `stages` of the plan from the found levels."""
+        """Set `results`, `loops` and `stages` of the `MicroPlan`.
+
+        `results` are the tensors that each loop returns, `loops` the operations of each
+        loop, and `stages` the stage of each operation outside of loops. They follow
+        from an operation's level: the index of the first loop or stage that can run it.
+        """
         levels, micro = self._levels, self._micro
         num_loops = 1 + max((levels[t.op] for t in self._frontier.values()), default=-1)
         for level in range(num_loops):

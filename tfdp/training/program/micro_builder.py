@@ -64,8 +64,9 @@ class StagedBuilder(Builder):
     def _gate(self, stage: int) -> tf.Operation:
         """Create the operation after which the results of a stage's loop may be used.
 
-        A replica that waited in a collective while another one of its process runs out
-        of memory would leave the collective unusable.
+        It runs once all local replicas have run the loop: the caller of `run` connects
+        `gates` of all. A replica that waited in a collective while another one of its
+        process runs out of memory would leave the collective unusable.
         """
         results = [self.tensors[id(tensor)] for tensor in self.micro.results[stage]]
         with tf.control_dependencies(results):
@@ -161,7 +162,11 @@ class MicroBatchBuilder(Builder):
     begin: Any
 
     def get(self, tensor: Any, need: Need = AS_IS) -> Any:
-        """Return a tensor like `Builder.get`, but totals from outside of the loop."""
+        """Return a tensor like `Builder.get`, for the rows of this micro-batch.
+
+        A tensor that is needed whole, but that replicas have in parts, is returned for
+        the whole batch, from outside of the loop.
+        """
         is_total = need.kind is Kind.WHOLE and self.parent is None
         if is_total and is_conversion(self.fact(tensor), need):
             return self.around.get(tensor, WHOLE)
@@ -170,7 +175,12 @@ class MicroBatchBuilder(Builder):
     def multiple(self, tensor: Any) -> Any:
         """Return the number of entries along the axis of rows for each row.
 
-        No replica communicates in the loop. Without rows the number does not matter.
+        Replicas do not communicate in the loop, so an unknown number is computed from
+        this micro-batch alone.
+
+        Returns:
+            Int if it is known before the step runs, or else a scalar int32 tensor. The
+            latter is 1 in a micro-batch without rows.
         """
         known = self.fact(tensor).multiple
         if known is not None:

@@ -329,7 +329,10 @@ def _plan_marker(view: View, marker: str) -> Decision:
 
     Args:
         view: `View` of the marker, an `Identity` operation.
-        marker: String, the text by which the marker is known, such as `"whole"`.
+        marker: String: `"whole"` makes the tensor whole; `"rows of a replica"` gives
+            each replica its own rows, as a separate value; `"rows of all"` makes such
+            values rows again; `"part of a replica"` keeps a partial sum as a separate
+            value. Others leave the form as it is.
     """
     fact = view.facts[0]
     if marker == "whole":
@@ -497,7 +500,13 @@ def _without_value(fact: Fact) -> Fact:
 
 
 def converts(plan: Plan, effects: Mapping[Any, Sequence[Any]]) -> bool:
-    """Return whether a planned graph without effects gathers or sums over replicas."""
+    """Return whether a planned graph gathers or sums over replicas.
+
+    Args:
+        plan: `Plan` of the graph.
+        effects: Dict from a graph to its effects, such as updates. If `plan.graph` has
+            any, the result is false.
+    """
     if effects.get(plan.graph):
         # A graph with effects is not counted as one with conversions: an update in it
         # reduces gradients itself, and raises an error where a loop does not allow it.

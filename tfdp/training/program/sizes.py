@@ -112,7 +112,11 @@ class Size:
         return _free_or_unknown(self, other)
 
     def minimum(self, other: Size) -> Size:
-        """Return the smaller size, or `FREE` or `UNKNOWN` if it is not known."""
+        """Return the smaller size if both are numbers, or the common one if equal.
+
+        Otherwise it is `FREE` if neither size depends on the number of rows, and
+        `UNKNOWN` if one does, as for a multiple of the rows and a number.
+        """
         if self.kind == other.kind == "number":
             return number(min(self.number, other.number))
         return self if self == other else _free_or_unknown(self, other)

@@ -105,7 +105,10 @@ class DividedStep:
 
     @property
     def tail(self) -> LogTail | None:
-        """`LogTail` that computes logs from the replicas' results, or `None`."""
+        """`LogTail` that computes logs from the replicas' results.
+
+        It is `None` before the step is traced, and in `predict`, which returns rows.
+        """
         return None if self._traced is None else self._traced.tail
 
     def __call__(self, args: tuple, group: TrainingGroup, rows: Rows) -> Any:
@@ -196,8 +199,10 @@ class DividedStep:
         The loops are those over micro-batches.
 
         Args:
-            builder: `StagedBuilder` of a local replica, which has run. The call for the
-                last local replica connects the gates of all.
+            builder: `StagedBuilder` of a local replica, which has run. Each loop has a
+                gate: an operation before which no result of the loop is used. Once the
+                method has been called for each local replica, it lets the gates of all
+                wait until all have run the loop.
         """
         self._gates.append(builder.gates)
         if len(self._gates) < self._strategy.extended.num_local:
@@ -348,7 +353,11 @@ class DividedStep:
         }
 
     def _outermost(self, tensor: Any) -> Any:
-        """Return the outermost value that a tensor captures, or the tensor itself."""
+        """Return the value outside of all graphs that a placeholder stands for.
+
+        A function's graph has a placeholder for each tensor that it captures from the
+        graph around it. A tensor that is not such a placeholder is returned itself.
+        """
         while tf.is_symbolic_tensor(tensor):
             if tensor.graph not in self._captures:
                 self._captures[tensor.graph] = {

@@ -74,7 +74,12 @@ class CannotDivideError(Exception):
 
 
 class Kind(enum.Enum):
-    """Kind of form in which an operation needs an input, see `Need`."""
+    """Form in which an operation needs an input.
+
+    AS_IS: as the replica holds it, with sizes for its own rows. WHOLE: the tensor of
+    the whole batch, with sizes for it. ROWS: the replica's own rows. PART: a partial
+    sum. NOTHING: not needed at all.
+    """
 
     AS_IS = "as is"
     WHOLE = "whole"
@@ -110,7 +115,10 @@ NOTHING = Need(Kind.NOTHING)
 def rows_along(axis: int = 0, *, may_broadcast: bool = False) -> Need:
     """Return the `Need` for a replica's own rows along an axis.
 
-    The arguments are those of `Need`.
+    Args:
+        axis: Int, the axis of rows. Defaults to 0.
+        may_broadcast: Bool, whether an axis of size one is not sliced, since it
+            broadcasts. Defaults to `False`.
     """
     return Need(Kind.ROWS, axis, may_broadcast)
 
@@ -219,7 +227,14 @@ class View:
         )
 
     def _shape_from_input(self) -> Any:
-        """Return the shape of the output if it follows from an input, or `None`."""
+        """Return the shape of the output if an input determines it, or `None`.
+
+        Either the operation, such as `Softmax`, keeps the shape of its first input; or
+        an input is the shape, as of `Reshape`, of known value and without a -1.
+
+        Returns:
+            Tuple of `Size`, or `None`.
+        """
         if self.type in _LIKE_FIRST:
             return self.facts[0].sizes
         index = _SHAPE_INPUT.get(self.type)

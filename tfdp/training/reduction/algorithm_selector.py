@@ -145,9 +145,11 @@ class AlgorithmSelector:
         Args:
             num_bytes: Int, size of the bucket in bytes.
             dtype: String, dtype of the bucket.
-            may_compress: Bool, see `select_for`. Defaults to `True`.
-            bucket: `Bucket` with its entries, or `None` for a part of a bucket.
-                Defaults to `None`.
+            may_compress: Bool, whether the bucket has gradients, which may be
+                compressed and combined by Adasum; other tensors are summed exactly.
+                Defaults to `True`.
+            bucket: `Bucket`, whose entries a compressor may need to predict the sent
+                bytes; or `None` for a part of a bucket. Defaults to `None`.
 
         Returns:
             `AlgorithmChoice` with the predicted time.
@@ -282,7 +284,8 @@ def _adasum_of_nodes(
         topology: `Topology` of all replicas.
 
     Returns:
-        Tuple of an `Algorithm`, and a string: the warning, or `""` for none.
+        Tuple of an `Algorithm`, here never `None`, and a string: the warning, or `""`
+        for none. It is `wanted` if there are several nodes, else `RING`.
 
     Raises:
         ValueError: If nodes have different numbers of replicas.

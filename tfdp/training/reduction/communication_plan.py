@@ -338,7 +338,10 @@ def plan_of_backward_pass(
     sparse: list[str] = []
 
     def backward(*batch: tf.Tensor) -> None:
-        """Plan the buckets of the gradients that this trace computes from a batch."""
+        """Append the `BucketPlan` of a traced backward pass to `plans`.
+
+        The paths of variables with sparse gradients are appended to `sparse`.
+        """
         dense, names = [], []
         gradients = gradients_of_outputs(model, batch)
         for gradient, variable in zip(gradients, variables, strict=True):

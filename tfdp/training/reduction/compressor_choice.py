@@ -32,8 +32,9 @@ class LevelCompressors:
     """Wire formats inside and across nodes, of which at least one is a compressor.
 
     Args:
-        inner: `Compressor`, name of a dtype, or `None`: format inside nodes.
-        outer: `Compressor`, name of a dtype, or `None`: format across nodes.
+        inner: Format inside nodes: `Compressor`, name of the dtype to convert to, or
+            `None` for uncompressed messages.
+        outer: Format across nodes, of the same kinds.
     """
 
     inner: Any
@@ -66,7 +67,9 @@ class LevelCompressors:
     def are_both_compressed(self) -> bool:
         """Bool, whether one hierarchical reduction can apply both formats.
 
-        With the same compressor on both levels, its `all_gather` must compress, too.
+        With different formats it can. With the same one on both levels it can only if
+        the `all_gather` of the compressor compresses, too; otherwise all replicas
+        reduce in one level.
         """
         return not self.is_uniform or self.inner.compresses_gathers
 
@@ -108,7 +111,10 @@ def _carriers(
 ) -> Iterator[Algorithm]:
     """Yield the algorithms by which a bucket can be reduced with the compressors.
 
-    Each candidate is replaced by at most one such algorithm; none is yielded twice.
+    A candidate is kept if the levels have one compressor that needs whole buckets.
+    Otherwise it is replaced: one with levels by the hierarchical algorithm, if that can
+    apply both formats, or else by the ring, if both levels have the same format. If
+    neither is possible, it is dropped. No algorithm is yielded twice.
     """
     carriers: dict[Algorithm, None] = {}
     for algorithm in candidates:

@@ -54,9 +54,12 @@ def make_plan(
 def bucket_bytes_of(entries: Sequence[Entry], options: CommunicationOptions) -> int:
     """Return the limit on the size of a bucket in bytes.
 
+    It is that of the options. With the default size it is less for a small model, by
+    the total size of the gradients, see `effective_bucket_bytes`.
+
     Args:
         entries: Sequence of `Entry`, one for each gradient.
-        options: `CommunicationOptions`, with a limit or the wish to adapt it.
+        options: `CommunicationOptions`.
     """
     if not options.adapts_buckets:
         return options.bucket_bytes

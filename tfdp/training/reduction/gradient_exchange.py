@@ -22,7 +22,10 @@ class GradientExchange:
     label = ""
 
     def begin_step(self, args: tuple, total: tf.Tensor | None) -> tuple:
-        """Return the arguments of a step, with the rows that the step will use.
+        """Return the arguments with which a step runs.
+
+        It is called for each step, before replicas take their rows of the batch. An
+        exchange may drop rows, for example all rows of a worker that is behind.
 
         Args:
             args: Tuple of nests of per-replica values, the rows of the local replicas.
@@ -51,8 +54,9 @@ class GradientExchange:
         """Sum a tensor of each worker, such as its part of a mean over all rows.
 
         Args:
-            share: Scalar float64 tensor, rows of this worker as a fraction of all.
-            tensor: Tensor of shape `[size]`, on the host.
+            share: Scalar float64 tensor, rows of this worker as a fraction of all; for
+                an exchange that scales a sum which lacks workers.
+            tensor: Tensor of shape `[size]`, on the host, already weighted by rows.
 
         Returns:
             Tensor of the same shape, the same on all workers.

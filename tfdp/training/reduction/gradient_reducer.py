@@ -177,7 +177,17 @@ class ReplicaReducer(GradientReducer):
     def gather_rows(
         self, gradients: list, variables: list[Any], *, may_sum: bool
     ) -> list:
-        """Gather rows of sparse gradients; arguments are those of `GradientReducer`."""
+        """Gather the rows of sparse gradients from the replicas of the group.
+
+        Args:
+            gradients: List of `tf.IndexedSlices`.
+            variables: List of Keras variables, one for each gradient.
+            may_sum: Bool, whether rows with the same index may be added up, so that
+                fewer bytes are sent; the optimizer must be linear in the gradient.
+
+        Returns:
+            List of `tf.IndexedSlices` with the rows of all replicas.
+        """
         if not gradients:
             return []
         if self._must_reduce_across_replicas():
@@ -199,7 +209,11 @@ class ReplicaReducer(GradientReducer):
         return _compat.local_replica_id(self._context)
 
     def _check_adasum(self) -> None:
-        """Raise a `ValueError` if Adasum cannot have each replica's own gradient."""
+        """Raise a `ValueError` if Adasum is to combine the gradients of an eager step.
+
+        Eager replicas of one process run one after another, and an eager step on the
+        whole batch has no gradients of single replicas.
+        """
         is_whole = tf.executing_eagerly() and batch_weight.is_part_of_sum()
         if self._reducer.combines_means and (
             is_whole or self._must_reduce_across_replicas()

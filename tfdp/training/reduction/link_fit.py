@@ -115,9 +115,11 @@ def fit_links(samples: Sequence[Sample], default: Links | None = None) -> Links:
 
 
 def _initial_guesses(default: Links) -> list[Links]:
-    """Return a `Links` for each combination: slower link, and whether it is shared.
+    """Return the six `Links` from which fits begin.
 
-    From one starting point the fit may converge to a wrong answer, so each is tried.
+    The links inside and across nodes are both those of `default`, or one of them costs
+    nothing, so that the other one is slower. In each case the links inside a node are
+    shared or not. From a single starting point the fit may converge to a wrong answer.
     """
     levels = [
         (default.inside, default.across),
@@ -132,7 +134,19 @@ def _initial_guesses(default: Links) -> list[Links]:
 
 
 def _fit_alternately(samples: Sequence[Sample], links: Links) -> list[Links]:
-    """Alternate between a fit and a choice of the slower link; return all fits."""
+    """Fit constants and choose the slower level of links, alternately.
+
+    It ends when a fit recurs, after `_MAX_ROUNDS` fits, or if the samples do not
+    determine the constants.
+
+    Args:
+        samples: Sequence of `Sample`.
+        links: `Links`, the start: whether those inside or those across nodes are slower
+            determines to which of them the first fit attributes a sample.
+
+    Returns:
+        List of the `Links` of all fits, in order; empty if there was none.
+    """
     fits: list[Links] = []
     weights = np.ones(len(samples))  # [num_samples]
     for _ in range(_MAX_ROUNDS):
@@ -161,7 +175,13 @@ def _design_row(sample: Sample, links: Links) -> list[float]:
 
     Args:
         sample: `Sample`.
-        links: `Links`, which tell what link is slower.
+        links: `Links`. Where an exchange uses links inside and across nodes at the same
+            time, only the slower of the two by these constants counts, unless
+            `is_inside_shared`: then both count.
+
+    Returns:
+        List of five floats, the factors of the constants in this order: alpha and beta
+        inside nodes, alpha and beta across nodes, and the cost of an operation.
     """
     counts = [0.0] * _NUM_CONSTANTS
     for transfer in transfers_of(sample.algorithm, sample.topology):
@@ -190,13 +210,14 @@ def _fit_constants(rows: np.ndarray, weights: np.ndarray) -> list[float] | None:
     """Fit all constants, or all but the cost of an operation if not determined.
 
     Args:
-        rows: Array of shape `[num_samples, num_constants]`, of `_design_row`s; its last
-            column is set to 0 if that constant is not determined.
+        rows: Array of shape `[num_samples, num_constants]`, of `_design_row`s, which
+            are divided by measured times: constants are fitted to `rows @ constants`
+            of 1. Its last column is set to 0 if that constant is not determined.
         weights: Array of shape `[num_samples]`, the weight of each error.
 
     Returns:
-        List of floats, or `None` if the samples do not determine the constants even
-        without the cost of an operation.
+        List of floats, the constants in the order of `_design_row`; or `None` if the
+        samples do not determine them even without the cost of an operation.
     """
     constants = _non_negative_least_squares(rows, weights)
     if constants is None:
@@ -241,7 +262,8 @@ def _non_negative_least_squares(
 def _with_default(links: Links, default: Links) -> Links:
     """Replace a level that no sample depends on by that of `default`.
 
-    Inside nodes, the constants are at most those across nodes.
+    If it is the level inside nodes, alpha and beta are reduced to those across nodes
+    where the default is larger.
     """
     inside, across = links.inside, links.across
     if across == _ZERO_LINK:
@@ -271,7 +293,14 @@ def _loss(ratios: np.ndarray) -> float:
 
 
 def _weights(ratios: np.ndarray) -> np.ndarray:
-    """Return weights by which least squares of `ratios - 1` minimize the loss."""
+    """Return weights by which least squares of `ratios - 1` minimize `_loss`.
+
+    Args:
+        ratios: Array of shape `[num_samples]`, predicted over measured times.
+
+    Returns:
+        Array of shape `[num_samples]`.
+    """
     differences, errors = ratios - 1, np.log(ratios)
     # Near 1 the logarithm of a ratio is approximately the ratio minus 1. Their quotient
     # is set to 1 there, because it is computed as 0 / 0 for a ratio of exactly 1.

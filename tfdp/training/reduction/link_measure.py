@@ -130,7 +130,12 @@ def num_fit_steps(arguments: dict[str, Any]) -> int | None:
 
 
 def _try_fit(samples: list[Sample], backend: str) -> dict[str, Any] | None:
-    """Fit links to samples; return a dict, or `None` if they are undetermined."""
+    """Fit links to samples, and return them as a dict for `Links.from_dict`.
+
+    Returns:
+        Dict with the fields of `Links`, or `None` if the samples do not determine alpha
+        and beta, see `fit_links`.
+    """
     try:
         links = fit_links(samples, DEFAULT_LINKS[backend])
     except ValueError:

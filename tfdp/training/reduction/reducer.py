@@ -80,13 +80,20 @@ class Reducer:
 
     @property
     def combines_means(self) -> bool:
-        """Bool, whether Adasum combines gradients; else they are summed."""
+        """Bool, whether Adasum combines mean gradients, of replicas or of nodes.
+
+        Otherwise gradients are summed.
+        """
         selector = self.algorithm_selector
         return selector is not None and selector.combines_means
 
     @property
     def num_means(self) -> int:
-        """Int, number of gradients that Adasum combines, of replicas or of nodes."""
+        """Int, number of gradients that Adasum combines.
+
+        It is the number of nodes if buckets are reduced inside nodes first, else of
+        replicas. It has no meaning unless `combines_means`.
+        """
         selector = self.algorithm_selector
         of_nodes = selector is not None and selector.is_hierarchical
         return len(self.group.nodes) if of_nodes else self.group.size
@@ -308,7 +315,16 @@ class Reducer:
         self.plans.make_latest(variables, self.options_of(variables))
 
     def tuned_of(self, variables: Sequence[Any] | None) -> Tuned | None:
-        """Return the tuned options of a model's variables; `None` if it has none."""
+        """Return the latest tuned options that apply to variables of a model.
+
+        Args:
+            variables: Sequence of Keras variables, all or some of the model's; or
+                `None` for tensors that are not gradients, which have no tuned options.
+
+        Returns:
+            `Tuned`, the options and their algorithm selector; or `None` if the model
+            uses the strategy's.
+        """
         if variables is None:
             return None
         wanted = set(map(id, variables))

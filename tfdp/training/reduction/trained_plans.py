@@ -39,7 +39,9 @@ class _TrainedSet:
 class TrainedPlans:
     """Plans and algorithms of the sets of variables that were trained together.
 
-    Variables that were trained by several options have one plan for each of them.
+    A plan is stored when a step is traced, by the variables and the
+    `CommunicationOptions` from which it follows: a model whose options were tuned has
+    several. The latest one is what `communication_plan` shows.
     """
 
     def __init__(self) -> None:
@@ -89,9 +91,12 @@ class TrainedPlans:
     ) -> None:
         """Make the plans from some options the latest plans of a model's variables.
 
+        `plan_of` without options and `plans_of_subsets` return the latest plans first.
+
         Args:
             variables: Sequence of Keras variables, those of the model.
-            options: `CommunicationOptions` from which the plans follow.
+            options: `CommunicationOptions` from which the plans follow. Without a plan
+                from these options nothing changes.
         """
         wanted = set(map(id, variables))
         for key in list(self._plans):

@@ -105,5 +105,8 @@ def merging_group(strategy: Any) -> ProcessGroup:
 
 
 def _local_updates() -> Any:
-    """Return the feature with which the running loop's replicas update alone."""
+    """Return the `LocalUpdates` feature of the optimizer that the running loop trains.
+
+    Call it only in a loop with local steps, where the optimizer has one.
+    """
     return loops.local_updates(loops.current().model)  # type: ignore[union-attr]

@@ -58,7 +58,13 @@ def common_values() -> Iterator[None]:
 
 
 class AssignedValues:
-    """Record of a worker's assignments to one weight since the last comparison."""
+    """Record of a worker's assignments to one weight since the last comparison.
+
+    It keeps no values, but their number, and a hash of the last one that replaced the
+    weight and of those added since. Workers compare the number and the hash, `digest`,
+    and `is_mixed`: whether an earlier comparison has found a difference, and the weight
+    was not replaced since.
+    """
 
     def __init__(self) -> None:
         self._count = 0

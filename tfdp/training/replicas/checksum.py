@@ -75,7 +75,9 @@ def _tensor_checksum(value: tf.Tensor, factors: Sequence[tf.Tensor]) -> tf.Tenso
 
     Args:
         value: Tensor of static shape.
-        factors: Sequence of int64 tensors `[_ROW]`, the weights of each level.
+        factors: Sequence of int64 tensors `[_ROW]`, the weights of elements in a row of
+            `_ROW` elements, of rows in a chunk, and of chunks in the tensor. A shorter
+            row uses the first weights only.
 
     Returns:
         Scalar tensor, int64.

@@ -171,7 +171,8 @@ def _raise_drift(
         strategy: A tfdp strategy.
         weights: Sequence of Keras variables.
         when: String, the point in training, for the message.
-        totals: Sequence with a checksum of all weights of each replica.
+        totals: Sequence with one checksum, of all weights, for each replica of all
+            workers, by rank.
         tables: List with, for each local replica, the checksum of each weight.
     """
     all_tables = _all_gather(strategy, "replicas that differ", tables)
@@ -250,7 +251,11 @@ def replica_names(strategy: Any) -> list[str]:
 
 
 def _is_replicated(value: Any) -> bool:
-    """Return whether every replica should hold the same value of a variable."""
+    """Return whether every replica should hold the same value of a variable.
+
+    Sharded parameters, variables that are not mirrored, and those of strings, resources
+    or variants are not replicated. `value` is the `value` of a Keras variable.
+    """
     is_mirrored = isinstance(value, _compat.MirroredVariable)
     if getattr(value, "has_parts", False):
         return False

@@ -65,8 +65,9 @@ class DriftProbe:
     def update_assigned(self) -> None:
         """Let the next check cover what this worker assigned outside of steps so far.
 
-        A checksum of the records of assignments to sharded weights is stored in a
-        variable. Call it before each step; it does nothing without new assignments.
+        A checksum of all assignments to sharded weights is stored in a variable, which
+        the check adds to the checksum of each local replica's weights. Call it before
+        each step; it does nothing without new assignments.
         """
         if self._num_assigned == num_assigned():
             return

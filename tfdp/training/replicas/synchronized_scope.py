@@ -53,7 +53,11 @@ class NewVariables:
         return len(self._records)
 
     def add(self, variable: Any) -> None:
-        """Record a newly created variable, unless the context of `local` is open."""
+        """Record a newly created variable, for the next broadcast.
+
+        In a `with` block of `local` it is not recorded: this worker may be the only one
+        to create it.
+        """
         if not self._are_local:
             self._records.append((weakref.ref(variable), signature_of(variable)))
 
@@ -73,7 +77,8 @@ class NewVariables:
     def in_step(self) -> Iterator[None]:
         """Open a context for a step, with earlier new variables set aside in `before`.
 
-        One worker may have created these variables alone, for example by a callback.
+        One worker may have created these variables alone, for example by a callback. On
+        exit they become records again, before those that the step has added.
         """
         outer = self.before
         self.before, self._records = self._records, []
@@ -341,12 +346,14 @@ def synchronize_created(
 ) -> None:
     """Broadcast the variables that all workers have created. All workers call it.
 
-    Variables that one worker has created alone, or has collected already, are left out.
+    If all have created the same ones, those that some worker has garbage-collected are
+    left out. If not, those that still exist must be the same, and are broadcast.
 
     Args:
         strategy: A tfdp strategy of several workers.
         created: `CreatedVariables` of this worker.
-        summaries: List of the `summary` of each worker.
+        summaries: List of the `CreatedVariables.summary` of each worker: a dict, or
+            `None` for a worker without new variables.
 
     Raises:
         ValueError: On every worker, if some have other variables.

@@ -263,6 +263,13 @@ def aggregation_of(kwargs: dict[str, Any]) -> Any:
     `ONLY_FIRST_REPLICA`. It broadcasts the first replica's value on every assignment,
     by a collective that cannot run inside a conditional. All replicas count the same,
     so each may assign its own copy: for these counters the result is `NONE`.
+
+    Args:
+        kwargs: Dict, the arguments of the variable's creator.
+
+    Returns:
+        `tf.VariableAggregation`; for other variables, that of `kwargs`, or `NONE`
+        without one.
     """
     aggregation = kwargs.get("aggregation", tf.VariableAggregation.NONE)
     dtype = kwargs.get("dtype")

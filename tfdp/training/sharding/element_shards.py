@@ -222,7 +222,14 @@ def _segment_value(segment: Segment, variables: Sequence[Any]) -> tf.Tensor:
 def _decayed_segment(
     optimizer: Any, segment: Segment, variables: Sequence[Any], rate: Any
 ) -> tf.Tensor:
-    """Return a segment's elements, after weight decay if its variable has it."""
+    """Return a segment's elements, after weight decay if its variable has it.
+
+    Args:
+        optimizer: Keras optimizer with the settings of the decay.
+        segment: `Segment` of the variable at `segment.index` in `variables`.
+        variables: Sequence of the Keras variables of the plan.
+        rate: Scalar tensor, the learning rate.
+    """
     value = _segment_value(segment, variables)
     # The exclusion of variables from weight decay compares names. Only replica 0's copy
     # is called like the variable: the names of other copies end in the replica's

@@ -106,7 +106,10 @@ def _redistribute_sum(
     """Set the local replicas' parts of a sum to the mean of all replicas' parts."""
 
     def mean(values: list[tf.Tensor]) -> tf.Tensor:
-        """Return the mean over all replicas of a tensor for each local one."""
+        """Return one mean, over all replicas of all workers.
+
+        `values` has a tensor of the same shape for each local replica.
+        """
         total = tf.reshape(tf.add_n(values), [-1])
         if host_group.size > 1:
             total = Member(host_group, 0).all_reduce(total)

@@ -280,9 +280,11 @@ class _FlatBuffer:
 
 
 def _buffer_of(variable: Any) -> _FlatBuffer | None:
-    """Return a `_FlatBuffer` of a flat variable, or `None`.
+    """Return a buffer that writes ranges of a flat variable to its memory.
 
-    A variable on another device than a CPU, or with elements of one byte, has none.
+    Returns:
+        `_FlatBuffer`; or `None` for a variable on another device than a CPU, or with
+        elements of one byte, whose ranges are assigned as slices instead.
     """
     on_cpu = _compat.device_type(variable.device) == "CPU"
     return _FlatBuffer(variable) if on_cpu and variable.dtype.size > 1 else None

@@ -109,7 +109,11 @@ class ShardCollectives:
         return unpack_rows(plan, flats)
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Sum a small tensor over the owners; of several copies, one counts."""
+        """Sum a small tensor over the owners of slices; return the sum to all replicas.
+
+        If several replicas hold copies of the same slices, the tensor of the first of
+        them counts.
+        """
         with timing.labelled("norms"):
             return self.groups.all_reduce(tensor, self.replica)
 
@@ -202,7 +206,11 @@ class EagerShardCollectives(WholeGradientCollectives):
         return unpack_rows(dataclasses.replace(plan, buckets=joined), flats)
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Sum a small tensor over the owners; of several copies, one counts."""
+        """Sum a small tensor over the owners of slices.
+
+        Where several replicas have copies of the same slices, only the first adds its
+        tensor; the others add zeros.
+        """
         return self.reducer.sum([self._counted_once(tensor)])[0]
 
     def _counted_once(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -216,6 +224,10 @@ def collectives_class(extended: Any) -> type[ShardCollectives]:
 
     Args:
         extended: Extended class of a tfdp strategy.
+
+    Returns:
+        `EagerShardCollectives` in an eager step; in a graph `WholeGradientCollectives`
+        if Adasum or a compressor needs whole buckets, otherwise `ShardCollectives`.
     """
     if tf.executing_eagerly():
         return EagerShardCollectives

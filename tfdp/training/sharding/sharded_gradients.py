@@ -229,13 +229,17 @@ def own_squares(
 def _squares_and_flags(
     group: ShardedParamGroup, sums: ShardedGradients, owner: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Measure the gradients in an owner's slices, variable by variable.
+    """Compute squared norms and count non-finite elements in an owner's slices.
 
-    The arguments are those of `own_squares`.
+    Args:
+        group: `ShardedParamGroup`.
+        sums: `ShardedGradients` of the group.
+        owner: Int, the owner of the slices. Sparse gradients, whose rows all replicas
+            have, count for owner 0 only.
 
     Returns:
-        Tuple of two tensors `[num_variables]`: the owner's addend of each variable's
-        squared norm, and the number of non-finite elements in its slices.
+        Tuple of two tensors `[num_variables]`, for each variable over its elements in
+        these slices: the sum of squares, and the number of infinite or NaN elements.
     """
     elements = sums.parts(group.plan, owner)
     # Every replica has the rows of all sparse gradients, so only owner 0 counts them.

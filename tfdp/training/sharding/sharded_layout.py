@@ -150,8 +150,15 @@ class ShardedLayout(StateLayout):
         """Measure the norms and finiteness of gradients by one small all-reduce.
 
         It also carries the loss, unless several replicas have the same slices. It is
-        left out if the step needs none of these. The arguments are those of
-        `StateLayout.examine`.
+        left out if the step needs none of these.
+
+        Args:
+            groups: Sequence of `ParamGroup`.
+            sums: List of `ShardedGradients`, the reduced gradients of each group.
+            checks: Bool, whether the step needs to know if the sums are finite.
+            measures: Bool, whether the step needs their norm.
+            loss: `CarriedScalar`, this replica's part of the loss, if the step needs
+                its sum; or `None`. Defaults to `None`.
         """
         needed = checks or measures or any(_clips_by_norm(p.optimizer) for p in groups)
         sharded_groups = [self._sharded(group) for group in groups]
@@ -212,7 +219,15 @@ class ShardedLayout(StateLayout):
     def update(
         self, group: ParamGroup, gradients: ShardedGradients, variables: list, rate: Any
     ) -> None:
-        """Update the elements that this replica owns; all-gather them by bucket."""
+        """Update the elements that this replica owns; all-gather them by bucket.
+
+        Args:
+            group: `ParamGroup`.
+            gradients: `ShardedGradients`, the reduced gradients of the group.
+            variables: List of Keras variables; not used, since the group's state has
+                its own list.
+            rate: Scalar tensor, the learning rate, or `None` for the optimizer's own.
+        """
         sharded_group = self._sharded(group)
         optimizer, rate = with_schedule(group.optimizer, rate)
         news = self._state(sharded_group).update(
@@ -223,7 +238,16 @@ class ShardedLayout(StateLayout):
     def update_without_gradients(
         self, group: ParamGroup, variables: list, rate: Any
     ) -> None:
-        """Decay weights on every replica, and advance state that has no variable."""
+        """Run the parts of an update that need no gradients, in a step without data.
+
+        Weights decay on every replica, and state that belongs to no trained variable
+        advances, such as the product of momenta of Nadam.
+
+        Args:
+            group: `ParamGroup`.
+            variables: List of the Keras variables of the group.
+            rate: Scalar tensor, the learning rate, or `None` for the optimizer's own.
+        """
         singles = self._state(self._sharded(group)).singles
         decay_without_gradients(group.optimizer, variables, rate, singles)
 
@@ -290,7 +314,11 @@ class ShardedLayout(StateLayout):
     ) -> None:
         """Assign new values to this replica's parts of sharded parameters.
 
-        The arguments are those of `_assign_gathered`.
+        Args:
+            group: `ShardedParamGroup`.
+            slices: List with this replica's new values of each bucket, or `None` for a
+                bucket without new values.
+            present: Frozen set of ints, the positions of the variables to assign.
         """
         owner = self._collectives.owner
         for bucket, piece in zip(group.plan.buckets, slices, strict=True):

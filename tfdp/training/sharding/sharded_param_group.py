@@ -51,15 +51,23 @@ class OwnedState:
             self._build(optimizer, variables, replica)
 
     def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
-        """Create the state, on the device; subclasses set `slots` and `singles`."""
+        """Create the state on `device`. The constructor calls it once.
+
+        A subclass sets the attributes `slots` and `singles`, see the class.
+
+        Args:
+            optimizer: Keras optimizer, the user's.
+            variables: List of the Keras variables of the plan.
+            replica: Int, the local replica that holds the slices.
+        """
         raise NotImplementedError
 
     def set_averages(self, values: list[tf.Tensor]) -> None:
         """Set the moving averages that this replica owns.
 
         Args:
-            values: List of tensors, one for each of their slots: those that the method
-                `own_values` of the subclass returns.
+            values: List of tensors, one for each slot of moving averages, in the order
+                and with the shapes of the result of the subclass's `own_values`.
         """
         for average, value in zip(self._own_averages, values, strict=True):
             average.assign(value)

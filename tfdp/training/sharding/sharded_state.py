@@ -156,7 +156,9 @@ class ShardedState:
     def _layout_fact(
         self, options: ShardingOptions, parts: list[Any], plans: dict[int, ShardPlan]
     ) -> SharedFact:
-        """Return a `SharedFact` of the options, optimizers and plans.
+        """Return how this worker shards the optimizer, for a comparison of workers.
+
+        If the result differs between workers, `compare` raises an error on all of them.
 
         Args:
             options: `ShardingOptions`.

@@ -21,7 +21,15 @@ from tfdp.training.sharding.sharded_param_group import OwnedState
 class VariableShards(OwnedState):
     """Slots of whole variables, for optimizers that are not elementwise.
 
-    Arguments and methods are those of `ElementShards`.
+    The methods have the arguments and results of those of `ElementShards`.
+
+    Args:
+        optimizer: Keras optimizer, the user's.
+        variables: List of the Keras variables of the plan.
+        plan: `ShardPlan`, in which each variable has one owner.
+        owner: Int, the owner of the slices.
+        replica: Int, the local replica that holds the slices.
+        device: String, the device that stores and updates the slices.
     """
 
     def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
@@ -123,7 +131,13 @@ class VariableShards(OwnedState):
         _compat.move_averages(self._clone_with_settings(optimizer, variables), owned)
 
     def own_values(self, variables: list[Any]) -> list[tf.Tensor]:
-        """Return the values of the owned variables, one tensor for each average."""
+        """Return the whole values of the variables that the replica owns.
+
+        They are in the order of `owned`, which is also that of the moving averages.
+
+        Args:
+            variables: List of the Keras variables of the plan.
+        """
         parts = [_compat.local_part(variables[index]) for index in self.owned]
         return [part.read_value() for part in parts]
 
@@ -146,7 +160,16 @@ class VariableShards(OwnedState):
         return variables[index] if replacement is None else replacement
 
     def _pack_slice(self, bucket: ShardBucket, values: dict[int, Any]) -> tf.Tensor:
-        """Pack the owner's slice of a bucket, of values by variable position."""
+        """Pack the slice of a bucket that this state owns.
+
+        Args:
+            bucket: `ShardBucket`.
+            values: Dict from the position of a variable to its value; missing ones
+                count as zeros.
+
+        Returns:
+            Tensor of shape `[slice_size]`, padded with zeros.
+        """
         return pack_row(bucket, self.owner, values, tf.as_dtype(bucket.dtype))
 
     def _refresh(self, variables: list[Any]) -> None:

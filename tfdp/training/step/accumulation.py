@@ -75,9 +75,10 @@ class Accumulator:
         """Handle a step without data, see `tfdp.training.step.empty_step`.
 
         Returns:
-            Tuple of a callable that resets the sums, and a scalar bool tensor, whether
-            Keras would make an update without gradients. By default accumulated
-            gradients are kept for the next batches.
+            Tuple of a callable that resets the sums, and a bool or scalar bool tensor.
+            If the latter is true, Keras would make an update without gradients here:
+            the caller then calls the former, and makes that update. By default it is
+            false, and accumulated gradients are kept for the next batches.
         """
         return lambda: None, False
 
@@ -98,9 +99,15 @@ class NoAccumulation(Accumulator):
     """Accumulator of a single micro-batch: every one leads to an update."""
 
     def take(self, gradients: list | None) -> tuple[Callable[[], Totals], None]:
-        """Return a callable that returns the gradients, and `None`: an update is due.
+        """Pass on the gradients of a micro-batch, for an update of them alone.
 
-        Its `Totals` have the weight of the replica, which the reduction applies.
+        Args:
+            gradients: List of gradients, one for each variable of the step. It is never
+                `None` here, since no earlier gradients are accumulated.
+
+        Returns:
+            Tuple of a callable that returns `Totals` of the gradients, with the weight
+            of the replica, which the reduction applies; and `None`: an update is due.
         """
         return lambda: Totals(gradients, weight=self._weight), None
 

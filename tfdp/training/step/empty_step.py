@@ -24,7 +24,9 @@ from tfdp.training.step.step import Step
 class Updates:
     """Updates of a traced step, by optimizer, for the empty step.
 
-    The empty step is Keras's step without data at the end of data of unknown length.
+    For each optimizer it has a callable that creates the `Step` of its latest traced
+    update. `record_update` fills it, and `take_without_data` runs the empty step of all
+    optimizers: Keras's step without data at the end of data of unknown length.
     """
 
     def __init__(self) -> None:
@@ -121,7 +123,11 @@ def record_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
 
 
 def record_changes_without_data(model: Any, operations: list, data: list) -> None:
-    """Record a model's variable that a step changes independently of its batch.
+    """Record a non-trainable variable that a step changes independently of its batch.
+
+    It is assigned a value that depends neither on the batch nor on variables that
+    depend on it, such as a counter of steps. The last such variable is recorded in the
+    innermost `recording`, whose empty step warns of it.
 
     Args:
         model: The Keras model.

@@ -98,6 +98,8 @@ class FlatParameter:
 class TensorView(FlatParameter):
     """Tensor that an optimizer updates like a variable.
 
+    The caller takes the updated tensor by `read_value`; no variable is changed.
+
     Args:
         value: Flat tensor.
     """

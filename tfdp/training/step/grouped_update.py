@@ -58,12 +58,15 @@ def decay_without_gradients(
 ) -> None:
     """Run the parts of an optimizer's update that need no gradients.
 
+    They are weight decay, and changes of state that belongs to no trained variable,
+    such as the product of momenta of Nadam.
+
     Args:
         optimizer: Keras optimizer without inner optimizers.
         variables: Sequence of the Keras variables that weight decay may change.
         rate: Scalar tensor, the learning rate, or `None` for the optimizer's own.
-        singles: Dict from names of the optimizer's attributes to the variables of
-            sharded state that replace them and belong to no trained variable.
+        singles: Dict from the name of an attribute of the optimizer to the variable of
+            sharded state that replaces it in this update. Empty for whole state.
     """
     optimizer, rate = with_schedule(optimizer, rate)
     _compat.apply_weight_decay(optimizer, list(variables))
@@ -71,11 +74,16 @@ def decay_without_gradients(
 
 
 def with_schedule(optimizer: Any, rate: Any) -> tuple[Any, Any]:
-    """Return an optimizer with a fixed rate that reads its counter once, and the rate.
+    """Return the optimizer and the learning rate for one update.
 
     Args:
         optimizer: Keras optimizer without inner optimizers.
-        rate: Scalar tensor, or `None` for the optimizer's own.
+        rate: Scalar tensor, the learning rate, or `None` for the optimizer's own.
+
+    Returns:
+        Tuple of an optimizer and a scalar tensor, the rate. The optimizer is a shallow
+        copy that has `rate`, if given, and that reads its counter once, if it is
+        elementwise; otherwise it is `optimizer` itself.
     """
     is_by_elements = is_elementwise(optimizer)
     if rate is None:
@@ -88,6 +96,9 @@ def with_schedule(optimizer: Any, rate: Any) -> tuple[Any, Any]:
 def _update(optimizer: Any, gradients: list, variables: list, rate: Any) -> None:
     """Update variables one by one, or all in a function that XLA compiles.
 
+    XLA compiles it if the step is to be compiled, and the gradients are dense and
+    large enough, see `gains_from_xla`.
+
     Args:
         optimizer: Keras optimizer without inner optimizers.
         gradients: List of tensors and `tf.IndexedSlices`.
@@ -96,7 +107,11 @@ def _update(optimizer: Any, gradients: list, variables: list, rate: Any) -> None
     """
 
     def update(gradients: list, rate: Any) -> None:
-        """Decay and update the variables; in XLA the arguments are its tensors."""
+        """Decay and update `variables`.
+
+        The arguments are those of `_update`; if XLA compiles the function, they are the
+        corresponding tensors inside of it.
+        """
         _compat.apply_weight_decay(optimizer, variables)
         _compat.update_variables(optimizer, gradients, variables, rate)
 

@@ -60,9 +60,12 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
 
 
 def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
-    """Take a step that no feature has refused.
+    """Take a step that no feature has refused by its hook `admit`.
 
-    The arguments are those of `take_step`.
+    Args:
+        step: `Step`.
+        gradients: Sequence of tensors and `tf.IndexedSlices`, one for each of the
+            step's variables, or `None` to update with the accumulated gradients.
     """
     for feature in step.features:
         feature.begin(has_batch=gradients is not None)
@@ -114,7 +117,9 @@ def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
 def take_empty_step(step: Step) -> None:
     """Make the changes that Keras makes in its step without data, after the last batch.
 
-    See `tfdp.training.step.empty_step`.
+    If the accumulator says that an update is due, sums of gradients are reset, weights
+    decay, and the optimizers' counters increase, unless they count micro-batches. With
+    a loss scale or local updates nothing changes. See `tfdp.training.step.empty_step`.
 
     Args:
         step: `Step`.
@@ -138,7 +143,13 @@ def take_empty_step(step: Step) -> None:
 
 
 def _reduce(step: Step, totals: Totals) -> list:
-    """Sum each group's gradients over all replicas, unless `totals` has sums."""
+    """Return the gradients of each parameter group, summed over all replicas.
+
+    If sums are accumulated, they are reduced already: the result is `totals.sums`.
+
+    Returns:
+        List of reduced gradients, one item of `StateLayout.reduce` for each group.
+    """
     if totals.sums is not None:
         return totals.sums
     assert totals.gradients is not None
@@ -288,8 +299,10 @@ def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) 
 
     Args:
         step: `Step`.
-        is_updated: Scalar bool tensor, or bool, whether an update was made.
-        is_kept: Scalar bool tensor, or bool, false if an update was skipped.
+        is_updated: Scalar bool tensor, or bool, whether an update was made; false
+            after a micro-batch that is only accumulated.
+        is_kept: Scalar bool tensor, or bool, false if an update was due, but skipped;
+            true after a micro-batch that is only accumulated.
     """
     counts = is_kept if step.counts_micro_batches else is_updated
     for optimizer in step.optimizers:
@@ -313,7 +326,11 @@ def _update_if(
         return is_updated, is_updated
 
     def run() -> tuple[tf.Tensor, tf.Tensor]:
-        """Run the update; return both results as tensors, as `tf.cond` needs."""
+        """Run the update, and return whether it was made, twice.
+
+        The results are those of `_update_if`, which are equal if an update is due, as
+        scalar bool tensors, which `tf.cond` needs.
+        """
         is_updated = tf.convert_to_tensor(update())
         return is_updated, is_updated
 

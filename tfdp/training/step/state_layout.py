@@ -122,7 +122,9 @@ class StateLayout:
         return self._reducer.sum([loss.value])[0]
 
     def own_squares(self, groups: Sequence[ParamGroup], sums: list) -> tf.Tensor:
-        """Compute this replica's part of the squared norm; all parts sum to the norm.
+        """Compute this replica's addend of the squared norm of all reduced gradients.
+
+        The sum of the addends over all replicas is the squared norm.
 
         Args:
             groups: Sequence of `ParamGroup`.
@@ -155,7 +157,7 @@ class StateLayout:
         slots = [_compat.local_part(m) for m in self._momentums(group) if m is not None]
 
         def scale() -> None:
-            """Multiply the momentum slots by the factor."""
+            """Assign to each momentum slot its product with `factor`."""
             for slot in slots:
                 slot.assign(slot * tf.cast(factor, slot.dtype), read_value=False)
 

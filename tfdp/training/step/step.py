@@ -89,10 +89,18 @@ class StepFeature:
         """Create what depends on the trained variables, once these are known."""
 
     def reset(self) -> None:
-        """Return to the state outside of `fit`, before one begins."""
+        """End what the feature changes in the steps of a `fit`, such as local steps.
+
+        Called before each `fit`, since an earlier one may have failed, and at the end
+        of a `fit` with local steps.
+        """
 
     def equalize_replicas(self, optimizer: Any) -> None:
         """Give all replicas the same state, outside a step; all workers call it.
+
+        `DistributedOptimizer.equalize_replicas` calls it, for example before evaluation
+        and saving. A feature with which weights and slots differ between replicas, such
+        as local steps, averages them. By default nothing is done.
 
         Args:
             optimizer: `DistributedOptimizer`.
@@ -179,7 +187,12 @@ class StepFeature:
 
 
 class RowDivider(StepFeature, abc.ABC):
-    """Feature with which replicas compute their rows in micro-batches."""
+    """Feature with which replicas compute their rows in micro-batches.
+
+    A subclass gives the number of micro-batches, keeps the batch before replicas take
+    their rows, and marks when the step can no longer be repeated, for example with more
+    micro-batches after a replica ran out of memory.
+    """
 
     @abc.abstractmethod
     def num_parts(self) -> tf.Tensor:
@@ -229,7 +242,9 @@ class LocalUpdates(StepFeature, abc.ABC):
 class LoopFeature(StepFeature):
     """Feature of the steps of a loop of Keras, whatever optimizers they have.
 
-    It belongs to the steps that are traced while it is among `active`.
+    It takes part in the steps that are traced while it is active: from
+    `active.activate(feature)` until it is deactivated, where `active` is the module's
+    list of active features.
     """
 
     def take_batch(self, args: tuple) -> tuple:
@@ -240,7 +255,15 @@ class LoopFeature(StepFeature):
         return args
 
     def regroup(self, group: TrainingGroup) -> TrainingGroup:
-        """Return the group that replaces that of the running replica's step."""
+        """Return the group with which the running replica's step is built.
+
+        It is called in each replica's training step while the step is traced, before
+        collectives are built. A feature may return a group that, for example, records
+        what collectives receive. By default it is the same group.
+
+        Args:
+            group: `TrainingGroup` of the running replica.
+        """
         return group
 
 
@@ -293,7 +316,10 @@ class Step:
 
     @property
     def grouped_positions(self) -> list[int]:
-        """List of `positions`, in the order in which statistics have the gradients."""
+        """List of `positions` by parameter group, one group after another.
+
+        `GradientStatistics` lists the gradients in this order.
+        """
         return [
             item for group in self.param_groups for item in group.of(self.positions)
         ]
@@ -302,17 +328,25 @@ class Step:
         """Add the loss of a micro-batch to `loss_sum`, if a feature reads the loss.
 
         Args:
-            is_due: Scalar bool tensor, or `None` if every micro-batch has an update.
+            is_due: Scalar bool tensor, whether an update follows; its value changes
+                nothing here, since `take_loss` reads and resets the sum. `None` if
+                every micro-batch has an update: nothing is added then.
         """
         if self.loss is not None and is_due is not None:
             total = _compat.local_part(self.loss_sum)
             total.assign_add(self.loss, read_value=False)
 
     def take_loss(self, totals: Totals) -> tf.Tensor | None:
-        """Return this replica's part of an update's loss, or `None`; reset `loss_sum`.
+        """Return this replica's part of the loss of an update.
+
+        With accumulation it is the mean over the micro-batches, whose losses
+        `add_loss` has added to `loss_sum`. That variable is set to zero.
 
         Args:
             totals: `Totals` of the update.
+
+        Returns:
+            Scalar tensor, or `None` if no feature reads the loss.
         """
         if totals.count is None or self.loss_sum is None:
             return self.loss

@@ -91,7 +91,14 @@ class CompiledStep:
         return self.strategy.extended.worker_devices[replica]
 
     def _record_compiled(self, traced: _Traced | None) -> None:
-        """Record for `communication_plan` whether XLA compiles the backward pass."""
+        """Record for `communication_plan` whether XLA compiles the backward pass.
+
+        Args:
+            traced: `_Traced`, the compiled part of the step, or `None` if XLA cannot
+                compile it. The loop's model is put into the strategy's
+                `compiled_models` if it has updates that run after that part, or else
+                removed.
+        """
         compiled_models = self.strategy.extended.compiled_models
         if traced is not None and traced.updates:
             compiled_models.add(self.loop.model)
@@ -135,7 +142,11 @@ class CompiledStep:
             part: `BatchWeight` of the replica, or `None`.
             numbers: List of the two tensors of `part`, inputs of the compiled function;
                 empty without a `BatchWeight`.
-            is_whole: Bool, whether the updates are compiled, too.
+            is_whole: Bool, whether the updates are compiled, too. Otherwise they are
+                deferred: the function returns their gradients.
+
+        Returns:
+            `_Traced`, whose list of updates is empty if `is_whole`.
 
         Raises:
             CannotCompileError: If XLA cannot compile the step.
@@ -146,7 +157,15 @@ class CompiledStep:
         updates: list[Update] = []
 
         def compiled(args: tuple, numbers: list) -> Any:
-            """Run the step; return logs and the gradients of the updates taken out."""
+            """Run the step, without the updates unless `is_whole`.
+
+            `numbers` has the weight and the number of samples of `part`, as inputs of
+            the compiled function; it is empty without `part`.
+
+            Returns:
+                Tuple of the step's result and a list with the gradients of each update
+                that was taken out.
+            """
             weights = None
             if part is not None:
                 weight, num_samples = numbers

@@ -234,7 +234,7 @@ class ReplicaExtended:
         return variable
 
     def _register(self, variable: Any) -> None:
-        """Record a variable by the handle of each replica's component."""
+        """Record a variable, so that `variable_of` finds it by a component's handle."""
         known = vars(self).setdefault("_variables", {})
         for component in getattr(variable, "values", ()):
             known[id(component.handle)] = weakref.ref(variable)
@@ -323,6 +323,9 @@ class ReplicaExtended:
         weight: Callable[[], tf.Tensor] | None = None,
     ) -> None:
         """Record that a replica has assigned moving statistics.
+
+        At the end of the step, `step_scope` averages them over all replicas. Outside of
+        a step nothing is recorded.
 
         Args:
             variables: Sequence of mirrored variables.

@@ -124,9 +124,13 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
             self.worker.membership.facts = self.facts
 
     def _check_transport(self) -> None:
-        """Raise a `ValueError` if training with MPI is to continue after a loss.
+        """Prepare the transport for the loss of a worker, if there are several workers.
 
-        With TensorFlow's collectives, let the watchdog abort them after a loss.
+        TensorFlow's collectives may wait for a lost worker indefinitely, so the
+        watchdog is set to abort them.
+
+        Raises:
+            ValueError: If training with MPI is to continue after a loss.
         """
         if self.worker.membership is None or self.worker_group.num_workers == 1:
             return
@@ -152,7 +156,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         return self.worker.min_workers is not None
 
     def applicants(self) -> list[str]:
-        """Return the processes that apply to join the job, see `Membership`."""
+        """Return the addresses of the processes that apply to join the job."""
         membership = self.worker.membership
         return [] if membership is None else membership.applicants()
 
@@ -234,7 +238,16 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
     ) -> tuple[tuple[str, ...], str]:
-        """Return the worker's GPUs or logical CPUs; the stock method has one CPU."""
+        """Return the worker's GPUs or logical CPUs; the stock method has one CPU.
+
+        Args:
+            cluster_resolver: Not used.
+            worker_device: String, the prefix of the devices' names, this worker's task.
+
+        Returns:
+            Tuple of the tuple of the devices' full names, and their type, `"GPU"` or
+            `"CPU"`.
+        """
         del cluster_resolver
         devices = resolve_devices(self.worker.devices)
         full = tuple(f"{worker_device}/device:{device}" for device in devices)

@@ -35,13 +35,20 @@ _LIBRARIES = ("keras", "tensorflow", "tfdp")
 def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tuple]:
     """Prepare a step that Keras passes to `strategy.run`; leave other calls alone.
 
+    A call is a step if a loop of Keras with a model of this strategy is running, and
+    the arguments have data. In a graph, each of several replicas then runs its part of
+    the program that one device would run; an eager step runs on the rows of all
+    replicas. A traced step waits for its data, and is compiled by XLA if that is
+    wanted.
+
     Args:
         strategy: A tfdp strategy.
         fn: Callable, the replica function.
         args: Tuple of the function's arguments.
 
     Returns:
-        Tuple of a function and its arguments.
+        Tuple of the function that replicas run in place of `fn`, and its arguments
+        without the wrappers that tfdp puts around batches.
     """
     loop = loops.current()
     divider = _divider_of_rows(strategy, loop, args)
@@ -106,6 +113,9 @@ def run_after(operations: list, fn: Callable) -> Callable:
 
 def _warn_of_former_batch(strategy: Any, args: tuple) -> None:
     """Warn of a batch that was probably read for workers that have changed since.
+
+    The sign is that a loop of the user's own has read data before, but none since the
+    workers changed.
 
     Args:
         strategy: A tfdp strategy.
@@ -174,7 +184,16 @@ def _divided_step(
         rows = rows_of_replica(group, args, total, counts, are_alike=are_alike)
 
         def run(args: tuple, part: BatchWeight | None) -> Any:
-            """Run the step with a replica's arguments and batch weight."""
+            """Run the calling replica's step.
+
+            Args:
+                args: Tuple, the arguments of the replica.
+                part: `BatchWeight` of the replica, or `None` if batches are not
+                    weighted.
+
+            Returns:
+                This replica's result of the step.
+            """
             replica_rows = rows
             if xla.is_tracing() and not are_alike:
                 # XLA needs static shapes: inside the compiled function the number of
@@ -207,6 +226,11 @@ def _divider_of_rows(
         strategy: A tfdp strategy.
         loop: `Loop` of Keras that is running, or `None`.
         args: Tuple of the arguments of the function that runs on replicas.
+
+    Returns:
+        `RowDivider` that is active in the model's `DistributedOptimizer`. `None` if
+        none is, or if the step is eager, has no data, or does not train a model of the
+        strategy.
     """
     if loop is None or not loop.trains or strategy_of(loop.model) is not strategy:
         return None
@@ -220,12 +244,17 @@ def _divider_of_rows(
 def _taken_by_features(
     loop: loops.Loop | None, divider: RowDivider | None, args: tuple
 ) -> tuple:
-    """Return the arguments of a step after features have taken or changed its batch.
+    """Pass the arguments of a step through the features that keep or replace its batch.
 
     Args:
-        loop: `Loop` of Keras that is running, or `None`.
-        divider: `RowDivider` that divides the rows of the step, or `None`.
+        loop: `Loop` of Keras that is running, or `None`. In one that trains, each
+            active `LoopFeature` may replace the arguments.
+        divider: `RowDivider` that keeps the batch, so that the step can be repeated; or
+            `None`.
         args: Tuple of the arguments of the function that runs on replicas.
+
+    Returns:
+        Tuple like `args`, with which the step runs.
     """
     if divider is not None:
         args = divider.keep_batch(args)
@@ -247,7 +276,12 @@ def _eager_step(
 ) -> Callable:
     """Return a replica's step for eager execution.
 
-    The arguments are those of `_divided_step`.
+    Args:
+        strategy: A tfdp strategy.
+        loop: `Loop` of Keras that the step belongs to.
+        fn: Callable, the replica function that Keras has passed.
+        local: List of the arguments of each local replica.
+        parts: List of the `BatchWeight` of each local replica.
     """
     loop.batch_weights = [part.weight for part in parts]
     step = EagerStep(
@@ -274,11 +308,15 @@ def _none_for_optional(part: Any) -> Any:
 
 
 def record_count_read(strategy: Any, reader: types.FrameType) -> None:
-    """Record a user's read of the number of replicas: a loss may be divided by it.
+    """Record the name that a user's line gives to the number of replicas.
+
+    The name is kept in the strategy's `names_of_count`. Steps that are traced later
+    warn of a loss that is divided by the number.
 
     Args:
         strategy: A tfdp strategy.
-        reader: Frame that reads the number.
+        reader: Frame that reads `num_replicas_in_sync`. Frames of Keras, TensorFlow and
+            tfdp are ignored.
     """
     module = reader.f_globals.get("__name__", "")
     if module.partition(".")[0] in _LIBRARIES:
@@ -290,7 +328,10 @@ def record_count_read(strategy: Any, reader: types.FrameType) -> None:
 
 
 def _wait_for_data(model: Any, fn: Callable) -> Callable:
-    """Return a step whose operations wait for its data, with the hooks of features.
+    """Return a step that runs `fn`, whose operations wait for the step's data.
+
+    In a training loop it also runs the hooks `around_step` of features: before `fn`,
+    and the callables that they return after it.
 
     At the end of the data the iterator fails, and operations that did not wait for it,
     such as the counter of iterations, would already have run.

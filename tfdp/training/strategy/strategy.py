@@ -38,7 +38,11 @@ from tfdp.training.strategy.multi_worker_extended import MultiWorkerReplicaExten
 
 
 class _Strategy:
-    """Mixin of both strategies, with the methods that Keras calls."""
+    """Mixin of both strategies: what Keras and the user call.
+
+    It defines `scope`, `run`, `num_replicas_in_sync`,
+    `experimental_distribute_dataset` and `communication_plan`.
+    """
 
     extended: Any
 
@@ -260,7 +264,10 @@ def _prepare_process() -> None:
 
 
 def _warn_of_slow_kernels(strategy: Any) -> None:
-    """Warn, on the first worker, if CPUs train with unnecessarily slow kernels."""
+    """Warn, on the first worker, if TensorFlow trains on CPUs without oneDNN's kernels.
+
+    It does so only if gradients are slow for that reason.
+    """
     device = strategy.extended.worker_devices[0]
     if strategy.extended.worker_group.is_chief and _compat.device_type(device) == "CPU":
         warn_of_slow_kernels()
@@ -277,10 +284,11 @@ def _warn_of_processes_apart(cluster: Cluster | None) -> None:
 
 
 def _remedy() -> str:
-    """Return how to make the processes of a launcher known to each other.
+    """Return what to do if a launcher's processes are not connected by a cluster.
 
     Returns:
-        String, a sentence without its period, for a warning.
+        String, an instruction without its period, for a warning: to install mpi4py or
+        set TF_CONFIG in an MPI job, and to set TF_CONFIG otherwise.
     """
     if mpi_rank() is not None:
         return (

@@ -82,7 +82,14 @@ def new_transport(
 
 
 def watch_transports(watchdog: Watchdog) -> None:
-    """Let a watchdog close all connections after a loss, and explain failures."""
+    """Let a watchdog close this process's transports after the loss of a worker.
+
+    They are closed, too, when this worker leaves the job. The watchdog reports why a
+    collective has failed by `reason_of_failure`.
+
+    Args:
+        watchdog: `Watchdog` of this worker.
+    """
     if not watchdog.closers:
         watchdog.closers = [close_transports]
         watchdog.membership.leaving.append(close_transports)
@@ -206,6 +213,9 @@ def _agree_on_transport(
 ) -> tuple[str, tuple[str | None, ...]]:
     """Agree on the transport; raise on every worker if one worker has no address.
 
+    Workers that have chosen `"direct"` and `"mpi"` use `"direct"`; with other
+    differences all use `"ring"`.
+
     Args:
         name: String, the backend that this worker has chosen.
         options: `CommunicationOptions`.
@@ -213,7 +223,8 @@ def _agree_on_transport(
         host: String, this worker's host as the cluster names it.
 
     Returns:
-        Tuple of the transport's name and the tuple of all workers' interfaces.
+        Tuple of the transport's name and the tuple of all workers' interfaces, by rank:
+        the option `interface`, or `None` for a worker that has not set it.
     """
     error = _address_error(host, options.interface) if name == "direct" else ""
     gathered = worker_group.all_gather("transport", [name, options.interface, error])

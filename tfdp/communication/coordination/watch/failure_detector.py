@@ -192,7 +192,10 @@ class FailureDetector:
         return f"no sign of life for {silent:.0f} s; {what}"
 
     def cause_of_exit(self, rank: int) -> str:
-        """Return a clause about a worker whose script or process has ended, or `""`."""
+        """Return a clause about how a worker's script or process has ended.
+
+        It is `""` if neither has ended, as far as this worker knows.
+        """
         status = self.status(rank)
         if not status.has_left and status.refusals < _REFUSALS:
             return ""

@@ -136,12 +136,15 @@ class Heartbeat(threading.Thread):
 
     @property
     def idle_seconds(self) -> float:
-        """Float, time for which this process has used hardly any CPU."""
+        """Float, seconds since this process last used the CPU noticeably."""
         return self._idle.seconds
 
     @property
     def call_seconds(self) -> float:
-        """Float, time that the main thread has spent in one call of TensorFlow."""
+        """Float, seconds that the process has been idle in its present TensorFlow call.
+
+        The call is that of the main thread; without one, this is 0.0.
+        """
         return self._idle.call_seconds
 
     @property
@@ -174,7 +177,14 @@ class Heartbeat(threading.Thread):
         )
 
     def _report(self) -> dict[str, Any]:
-        """Build this worker's report to the others, a dict that JSON supports."""
+        """Build this worker's report to the others, a dict that JSON supports.
+
+        Returns:
+            Dict with `"progress"`, `"process"` and `"failure"`, the fields of
+            `WorkerProgress`, `ProcessIdentity` and `WorkerFailure` (or `None`); and
+            with `"num_record_requests"`, `"has_left"`, `"last_error"` and
+            `"idle_seconds"`.
+        """
         return {
             "progress": dataclasses.asdict(self.progress),
             "process": self._process,

@@ -170,7 +170,12 @@ class Watchdog(threading.Thread):
             raise
 
     def _report_error(self, error: BaseException) -> None:
-        """Raise `WorkerLost` if a lost worker caused an error; else publish it."""
+        """Raise `WorkerLost` if a lost worker caused an error; else publish the error.
+
+        Its text is sent to the other workers with the heartbeat. They name it if this
+        worker ends. A `ClusterChanges`, and the exit on a preemption notice, are not
+        published.
+        """
         if isinstance(error, _ERRORS_OF_OTHERS):
             place = progress.current.name
             has_tried = isinstance(error, NotConnected)
@@ -203,7 +208,11 @@ class Watchdog(threading.Thread):
             self._recorder.record_failure(cause, self._rank)
 
     def _explain(self, error: BaseException) -> None:
-        """Print which lost worker has caused an uncaught error, or publish it."""
+        """Print which lost worker has caused an uncaught error; else publish the error.
+
+        Its text is sent to the other workers with the heartbeat. They name it if this
+        worker ends.
+        """
         is_own = isinstance(error, Exception) and not isinstance(error, WorkerLost)
         text = _describe(error)
         if not is_own or text == self._heartbeat.last_error:
@@ -241,7 +250,13 @@ class Watchdog(threading.Thread):
 
         The main thread still has to raise an error of its own.
 
-        The arguments are those of `check`.
+        Args:
+            rank: Int, the worker that this worker waits for.
+            is_over: Bool, whether the wait has reached its limit.
+            call: String, the call in which this worker waits.
+
+        Raises:
+            WorkerLost: If that worker, or another one, is lost.
         """
         self._look_for_failure(rank, is_over)
         if self._failure is not None:

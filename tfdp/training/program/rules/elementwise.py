@@ -81,9 +81,10 @@ _NOT_BROADCASTING = frozenset(("AddN", *_UPSTREAM_INPUT))
 
 
 def decide_zeros(view: View) -> Decision | None:
-    """Decide how replicas build zeros or ones that follow from the number of rows.
+    """Decide how replicas build `OnesLike` or `ZerosLike` without the input's value.
 
-    The input is then not needed, so that a loop does not keep it for its gradient.
+    It applies if each size of the input is a number or a known multiple of the number
+    of rows. A loop then does not keep the input for its gradient.
     """
     if view.type not in ("OnesLike", "ZerosLike") or view.op.outputs[0].dtype in (
         tf.variant,
@@ -127,9 +128,12 @@ def decide_linear(view: View) -> Decision | None:
 def _sizes_of_partial_sum(view: View) -> Any:
     """Return the shape of a partial sum, with multiples of the number of rows.
 
-    The shape is a tuple of `Size`, or `None` if only TensorFlow may know it. With
-    static sizes alone, the axis of rows of a batch of one row would look like one that
-    broadcasts.
+    A static shape does not suffice: with a batch of one row, the axis of rows would
+    look like one that broadcasts.
+
+    Returns:
+        Tuple of `Size`; or `None` if the shapes of the inputs do not determine it, so
+        that the static shape of TensorFlow is used.
     """
     if view.type in ("BroadcastTo", "Reshape", "Tile"):
         return _shape_from_second_input(view)
@@ -140,7 +144,12 @@ def _sizes_of_partial_sum(view: View) -> Any:
 
 
 def _shape_from_second_input(view: View) -> Any:
-    """Return the shape of the output if it follows from the second input, or `None`."""
+    """Return the output shape of a `BroadcastTo`, `Reshape` or `Tile`.
+
+    Returns:
+        Tuple of `Size`; or `None` if the second input, the shape or the multiples, is
+        not known or has a -1.
+    """
     data, target = view.facts[0].sizes, view.facts[1].value
     if target is None or any(size == number(-1) for size in target):
         return None
@@ -152,11 +161,17 @@ def _shape_from_second_input(view: View) -> Any:
 
 
 def _linear_inputs(view: View, parts: list[int]) -> list[int]:
-    """Return the indices of the inputs in which an operation is linear.
+    """Return the index of an input in which an operation is linear by itself.
+
+    The operation is linear in it while all other inputs are constant. It is divided
+    only if this input is the only partial sum.
 
     Args:
         view: `View` of the operation.
         parts: List of ints, indices of the inputs that are partial sums.
+
+    Returns:
+        List of one int, which need not be in `parts`, or an empty list.
     """
     kind, dtype = view.type, view.op.outputs[0].dtype if view.op.outputs else tf.bool
     if kind in ("Cast", "Mean") and not dtype.is_floating:
@@ -281,7 +296,9 @@ def decide_local(view: View) -> Decision | None:
 def _decide_parts_by_local(view: View) -> Decision | None:
     """Decide how replicas build a linear operation on partial sums and local values.
 
-    An example is the gradient of a product with a value of this replica alone.
+    An example is the gradient of a product with a value of this replica alone. Local
+    values are used as they are, and the results are partial sums. The decision is
+    `None` if the operation is not linear in its partial sums.
     """
     facts = [
         whole(fact.sizes) if fact.form is Form.LOCAL else fact for fact in view.facts

@@ -102,7 +102,10 @@ def _squeeze(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
     axis = input_fact.axis - sum(other < input_fact.axis for other in taken)
 
     def build(builder: Any, op: Any, replica_inputs: list) -> list:
-        """Remove the axes in `taken` only: here the axis of rows may have size one."""
+        """Remove the axes that the program removes, whose indices are in `taken`.
+
+        On a replica the axis of rows may have size one, too, and must stay.
+        """
         return [tf.squeeze(replica_inputs[0], sorted(taken))]
 
     return Decision([AS_IS], [own_rows(shape, axis)], build)

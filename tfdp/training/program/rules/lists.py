@@ -89,7 +89,7 @@ def _add_item(view: View) -> Decision:
 
 
 def _get_item(view: View) -> Decision | None:
-    """Decide how replicas build a read of an item of a list."""
+    """Decide how replicas build a read of an item; `None` for a list without items."""
     listed = view.facts[0]
     if listed.form is Form.EMPTY:
         return None
@@ -98,10 +98,10 @@ def _get_item(view: View) -> Decision | None:
 
 
 def _shape_need(listed: Fact) -> Need:
-    """Return the needed form of the input that has the shape of the items.
+    """Return the `Need` of the last input of a read: the shape of the list's items.
 
-    `listed` is the `Fact` of the list. For row-sharded items the shape is that on the
-    replica.
+    For row-sharded items it is `AS_IS`, since `_build_with_item_shape` sets the number
+    of rows on the replica; otherwise `WHOLE`. `listed` is the `Fact` of the list.
     """
     return AS_IS if listed.is_rows else WHOLE
 
@@ -143,7 +143,17 @@ def _fact_of_item(view: View, listed: Fact, index: int) -> Fact:
 
 
 def _build_with_item_shape(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build a read of one item or all, with the items' shape on this replica."""
+    """Build a read of one item of a list, or of all of them, on this replica.
+
+    Args:
+        builder: `Builder` of the graph.
+        op: `tf.Operation` of the program, whose last input is the shape of an item.
+        replica_inputs: List of this replica's tensors, the inputs. In the shape, the
+            size of the axis of rows is replaced by that on this replica.
+
+    Returns:
+        List of this replica's only output.
+    """
     (fact,) = builder.facts_of(op.outputs)
     item = fact
     if op.type == "TensorListStack":
@@ -154,7 +164,17 @@ def _build_with_item_shape(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _build_pop(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build the removal of the last item, with its shape on this replica."""
+    """Build the removal of a list's last item on this replica.
+
+    Args:
+        builder: `Builder` of the replica's program.
+        op: `tf.Operation` of the program, a `TensorListPopBack`.
+        replica_inputs: List of this replica's inputs of `op`. The first one is the
+            list. The second, the item's shape, is replaced by that on this replica.
+
+    Returns:
+        List of this replica's shorter list and its item.
+    """
     fact = builder.facts_of(op.outputs)[1]
     known = builder.own_static_shape(op.outputs[1], fact)
     # The shape is passed as a constant, from which Grappler removes operations that
@@ -165,7 +185,11 @@ def _build_pop(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _stack(view: View) -> Decision | None:
-    """Decide how replicas build a stack of all items of a list."""
+    """Decide how replicas build a stack of all items of a list.
+
+    The stack has the items' form, with the axis of rows shifted by one. The decision is
+    `None` if the list is empty or its items' shape is not known.
+    """
     listed = view.facts[0]
     if listed.form is Form.EMPTY or listed.sizes is None:
         return None
@@ -188,7 +212,11 @@ def _from_tensor(view: View) -> Decision | None:
 
 
 def _build_from_tensor(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build a list of slices on this replica, which may have any number of rows."""
+    """Build the list of a tensor's slices along its first axis, on this replica.
+
+    Inputs are the tensor and the shape of a slice. The shape is replaced by one with -1
+    for each axis, since slices may have any number of rows on a replica.
+    """
     # The gradient of a loop needs the rank of items. So if the rank is known, the shape
     # is given as -1 for each axis.
     rank = replica_inputs[0].shape.rank
@@ -214,7 +242,16 @@ def _optional_value(view: View) -> Decision | None:
 
 
 def _build_optional_value(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build a read of an optional value, with its shape on this replica."""
+    """Build a read of an optional value on this replica.
+
+    Args:
+        builder: `Builder` of the replica's program.
+        op: `tf.Operation` of the program, an `OptionalGetValue`.
+        replica_inputs: List with this replica's optional.
+
+    Returns:
+        List with the value. Its static shape has this replica's number of rows.
+    """
     (fact,) = builder.facts_of(op.outputs)
     shape = builder.own_static_shape(op.outputs[0], fact)
     (value,) = tf.raw_ops.OptionalGetValue(

@@ -142,7 +142,13 @@ def _may_mix_rows(input_fact: Fact, after: Size, inner: Size, size: Size) -> boo
 def _open_size(input_fact: Fact, after: Size, inner: Size, size: Size) -> Size:
     """Return the size that replaces a -1 on another axis than that of rows.
 
-    The arguments are those of `_multiple`.
+    It is `FREE` unless all sizes that determine it are known numbers.
+
+    Args:
+        input_fact: `Fact` of the tensor before the reshape.
+        after: `Size`, product of the sizes after the axis of rows, before the reshape.
+        inner: `Size`, product of the known sizes after it in the target shape.
+        size: `Size` of the axis of rows in the target shape.
     """
     known = None not in (input_fact.multiple, size.number)
     if known and after.kind == inner.kind == "number" and inner.number:

@@ -202,10 +202,16 @@ def build_or_use_zero_row(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _with_own_rows_in_shape(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Return an operation's inputs, with this replica's number of rows in the shape.
+    """Return a replica's inputs of an operation, with its own number of rows.
 
-    That shape is a constant of all rows in a step that has a fixed number of rows, such
-    as one that creates noise.
+    Only gradients whose first input is the shape of their output, such as
+    `Conv2DBackpropInput`, are changed, if this shape is a constant of all rows. It is
+    so in a step with a fixed number of rows, such as one that creates noise.
+
+    Args:
+        builder: `Builder` of the replica's program.
+        op: `tf.Operation` of the program.
+        replica_inputs: List of the replica's inputs of `op`; the last has its rows.
     """
     form = builder.fact(op.inputs[0]).form
     if op.type not in _SHAPE_IS_INPUT or form is Form.SIZES:

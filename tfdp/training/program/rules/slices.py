@@ -82,9 +82,10 @@ def _can_slice(view: View, item: int, input_fact: Fact, *, is_rows: bool) -> boo
 
     Args:
         view: `View` of the slice.
-        item: Int, position of the axis in the bounds.
+        item: Int, index of the axis in `begin`, `end` and `strides` of the slice.
         input_fact: `Fact` of the sliced tensor.
-        is_rows: Bool, whether the axis is that of rows.
+        is_rows: Bool, whether the axis is that of rows, which must be taken whole. The
+            bounds of another axis must not depend on the number of rows.
     """
     begin, end, strides = view.facts[1].value, view.facts[2].value, view.numbers(3)
     if not is_rows:

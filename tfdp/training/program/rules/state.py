@@ -58,6 +58,9 @@ def decide_variable(view: View) -> Decision | None:
 def _decide_shared_read(view: View) -> Decision:
     """Decide how replicas build a read of a state that a worker's replicas share.
 
+    One replica of each worker reads it, and the value of the first replica counts.
+    Others have zeros, so that the results are partial sums.
+
     Raises:
         CannotDivideError: If the value cannot be summed over replicas.
     """
@@ -244,8 +247,17 @@ def _build_python(builder: Any, op: Any, replica_inputs: list) -> list:
 def _build_shared_read(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build a read of a state that the replicas of a worker share and the step writes.
 
-    Only one replica reads it. TensorFlow orders all operations on one state, so that
-    other replicas would read the value after the first one's write.
+    Only one replica of a worker reads it. TensorFlow orders all operations on one
+    state, so that other replicas would read the value after the first one's write. They
+    return zeros. Where the value is needed whole, a sum over replicas gives it to all.
+
+    Args:
+        builder: `Builder` of the replica's program.
+        op: `tf.Operation` of the program, the read.
+        replica_inputs: List of the replica's inputs of `op`.
+
+    Returns:
+        List of this replica's partial sums, one for each output of `op`.
     """
     if not builder.replica.is_writer:
         return [tf.zeros(tensor.shape, tensor.dtype) for tensor in op.outputs]

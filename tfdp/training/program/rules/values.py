@@ -59,7 +59,10 @@ def _moved(move: Callable, data: slice = slice(1)) -> Callable:
     """
 
     def value(view: View) -> np.ndarray | None:
-        """Return the result as an array of `Size`, or `None` if not known."""
+        """Return the result of `move` on the operation's inputs, as an array of `Size`.
+
+        It is `None` if an input or the result is not known, or if `move` fails.
+        """
         moved = range(len(view))[data]
         inputs = [
             fact.value if index in moved else view.numbers(index)
@@ -100,9 +103,16 @@ def _slice(view: View, data: Any, begin: Any, size: Any) -> Any:
 
 
 def _gather(view: View, data: Any, indices: Any, axis: Any) -> Any:
-    """Return the result of `tf.gather`, or `None` if it takes entries of each row.
+    """Return the result of `tf.gather`, or `None` if it is not known.
 
-    A negative index does not count from the end: it fails, and is 0 with XLA.
+    It is not known with `batch_dims`, or with a negative index, which does not count
+    from the end: it fails, and is 0 with XLA.
+
+    Args:
+        view: `View` of the operation.
+        data: Array of `Size`, the elements to take from.
+        indices: Array of numbers.
+        axis: Array of one number.
     """
     if view.attribute("batch_dims") or (indices < 0).any():
         return None
@@ -110,7 +120,10 @@ def _gather(view: View, data: Any, indices: Any, axis: Any) -> Any:
 
 
 def _squeeze(view: View, data: Any) -> Any:
-    """Return the result of `tf.squeeze`."""
+    """Return the result of `tf.squeeze` on `data`, an array of `Size`.
+
+    `data` has the elements of the input, `view` the attributes of the operation.
+    """
     return np.squeeze(data, tuple(view.attribute("squeeze_dims")) or None)
 
 
@@ -122,7 +135,13 @@ def _select(view: View, condition: Any, one: Any, other: Any) -> Any:
 
 
 def _fill(view: View, dims: Any, value: Any) -> Any:
-    """Return the result of `tf.fill`, or `None` if it is large."""
+    """Return the result of `tf.fill`, or `None` if it has over 64 elements.
+
+    Args:
+        view: `View` of the operation.
+        dims: Array of numbers, the shape of the result.
+        value: Array of rank 0 of `Size`, the element.
+    """
     if np.prod(dims) > _MAX_ELEMENTS:
         return None
     return np.full(dims.astype(int), value[()], object)
@@ -304,7 +323,11 @@ def decide_values(view: View) -> Decision | None:
 
 
 def _can_follow(value: np.ndarray) -> bool:
-    """Return whether an array of `Size` is small, and known well enough to be used."""
+    """Return whether an array of `Size` is small, and known well enough for a plan.
+
+    It is with at most `_MAX_ELEMENTS` elements, none of the kind `"unknown"`, and not
+    both of the kinds `"rows"` and `"splits"`.
+    """
     kinds = {size.kind for size in value.ravel()}
     is_mixed = {"rows", "splits"} <= kinds
     return value.size <= _MAX_ELEMENTS and "unknown" not in kinds and not is_mixed
@@ -381,6 +404,11 @@ def _build_axes(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _allowed_axes(axes: tf.Tensor, fact: Fact) -> tf.Tensor:
-    """Keep only the axes that, according to the `Fact`, a tensor of axes may have."""
+    """Remove the axes that the plan does not expect to be summed over.
+
+    Args:
+        axes: Tensor of shape `[num_axes]`, the axes to sum a broadcast gradient over.
+        fact: `Fact` of this tensor; its `axes` and `maybe_axes` are kept.
+    """
     may = tf.constant(sorted((fact.axes or frozenset()) | fact.maybe_axes), axes.dtype)
     return tf.boolean_mask(axes, tf.reduce_any(axes[:, tf.newaxis] == may, 1))
