@@ -334,7 +334,11 @@ class BackupAndRestore(StrategyCallback):
             self._end()
 
     def _end(self) -> None:
-        """Wait for the last backup, and delete what is not needed any more."""
+        """Wait for the last backup; delete saved states, unless a worker is preempted.
+
+        These are the states in memory and, with `delete_at_end`, the backups in the
+        directory. A worker is preempted if it has received a preemption notice.
+        """
         self._backups.finish()
         is_preempted = self._watch.is_given(self._total, must_ask=True)
         if self._memory is not None and not is_preempted:

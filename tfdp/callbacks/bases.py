@@ -30,7 +30,13 @@ class StrategyCallback(keras.callbacks.Callback):
 class OptimizerCallback(keras.callbacks.Callback):
     """Callback that enables a feature of its model's `DistributedOptimizer`.
 
-    The feature is enabled in `set_model`, which `fit` calls before it traces the step.
+    A subclass enables the feature in `switch_on`. `set_model` calls it, which `fit`
+    calls before it traces the step. This class does not disable the feature when `fit`
+    ends.
+
+    Attributes:
+        is_in_fit: Bool, whether `fit` is running: from `on_train_begin` to
+            `on_train_end`, so not in an `evaluate` outside of `fit`.
     """
 
     def __init__(self) -> None:
@@ -86,7 +92,7 @@ class OptimizerCallback(keras.callbacks.Callback):
         self.is_in_fit = True
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Record that `fit` has ended."""
+        """Set `is_in_fit` to `False`, for hooks that only act within `fit`."""
         self.is_in_fit = False
 
     @property

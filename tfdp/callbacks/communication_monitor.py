@@ -175,7 +175,15 @@ class CommunicationMonitor(MeasuringCallback):
         self._epoch = epoch
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Store a reading, and report the window when it is full."""
+        """Store a reading; at the end of a window, pass it to the reporting thread.
+
+        That thread sends the window to the first worker; the steps of no worker wait
+        for it. The first worker also prints what it has found about stragglers.
+
+        Args:
+            num_steps: Int, steps of the execution that has ended.
+            reading: `Reading` of the execution, or `None` if it was not timed.
+        """
         if reading is not None:
             self._window.append(reading)
             self._recent.append(reading)

@@ -171,7 +171,11 @@ class ConsistencyCheck(StrategyCallback):
             self._check_labels(self._labels)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Compare the final weights, and print the cost of replays."""
+        """Compare the final weights; on worker 0, print the cost of replayed steps.
+
+        A replayed step is one that two replicas have computed, with `replay`. The cost
+        is the number of these steps, and their part of the training time.
+        """
         if self._probe is not None:
             self._probe = None
             self._check("after the last step")

@@ -84,7 +84,13 @@ class InputProbe(MeasuringCallback):
         self._write()
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Record the times of a step, and raise `EnoughSteps` after the last one."""
+        """Record the times of a step, and raise `EnoughSteps` after the last one.
+
+        Args:
+            num_steps: Int, steps of the execution that has ended; not used.
+            reading: `Reading` of the step; or `None` if it was not timed, and does not
+                count.
+        """
         if reading is None or self.meter is None:
             return
         sample = self.meter.sample(reading)
@@ -186,7 +192,16 @@ def pipeline_of(data: Any, strategy: Any) -> Pipeline:
 
 
 def _obstacle_of_py_dataset(dataset: Any, strategy: Any) -> str:
-    """Return how to keep each worker from preparing all rows, or `""`."""
+    """Return advice on how each worker could prepare only its own rows.
+
+    Args:
+        dataset: `PyDataset` that a script trains on.
+        strategy: The model's tfdp strategy, or `None`.
+
+    Returns:
+        String, a clause; `""` if there is one worker, or workers already read only
+        their own rows.
+    """
     if not _has_other_workers(strategy) or supports_row_reads(dataset):
         return ""
     return (

@@ -103,7 +103,12 @@ class LearningRateWarmup(OptimizerCallback):
             warmup.start(optimizer, self._options(self.steps or 1, self._updates))
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Check that the length of an epoch is known."""
+        """Check that the length of an epoch is known, if the warmup is given in epochs.
+
+        Raises:
+            ValueError: If the warmup is given in `epochs`, and `fit` does not know the
+                number of batches of an epoch.
+        """
         super().on_train_begin(logs)
         if self.epochs is not None and self.params.get("steps") is None:
             raise ValueError(

@@ -47,7 +47,13 @@ class ResumedBatches:
         """Return the metadata of the batches for a backup.
 
         Args:
-            epoch: Int, the epoch in which a resumed run continues.
+            epoch: Int, the epoch in which a resumed run continues, from 0.
+
+        Returns:
+            Dict: `"identity"`, classes of optimizers and arguments of `fit`; `"rates"`,
+            the result of `rate_factors`; and `"accumulation"`, a dict of `"steps"`, the
+            micro-batches of an update in `epoch`, and `"waiting"`, those accumulated
+            since the last update.
         """
         return {
             "identity": self._identity(),
@@ -212,7 +218,10 @@ def rate_factors(model: Any) -> dict[str, Any]:
         model: Compiled Keras model.
 
     Returns:
-        Dict: the configs of the script's schedules, and the warmup that scales them.
+        Dict: `"schedules"`, a list with the config of each optimizer's schedule as
+        JSON, or `None` for a rate in a variable; and `"warmup"`, a dict of the fields
+        of `WarmupOptions`, whose factor multiplies the rate, or `None` without a
+        warmup.
     """
     options = warmup.options_of(model.optimizer)
     return {
@@ -224,14 +233,16 @@ def rate_factors(model: Any) -> dict[str, Any]:
 
 
 def restore_rate_factors(model: Any, saved: dict[str, Any] | None) -> None:
-    """Restore the warmup that `rate_factors` collected, for learning-rate schedules.
+    """Set the warmup of an interrupted run, if a learning rate is a schedule.
 
-    It is not needed if the rate is a variable: its restored value contains the factor,
-    or `LearningRateWarmup` has restored its own state.
+    A warmup multiplies the rate by a factor. A rate that is a variable needs none: its
+    restored value contains the factor, or `LearningRateWarmup` has restored its own
+    state.
 
     Args:
-        model: Compiled Keras model.
-        saved: Dict, the result of `rate_factors` in the interrupted run, or `None`.
+        model: Compiled Keras model, whose optimizer gets the warmup.
+        saved: Dict, the result of `rate_factors` in the interrupted run; with `None`,
+            nothing is changed.
     """
     if saved and saved["warmup"] and not _are_rates_variables(model):
         _set_warmup(model, WarmupOptions(**saved["warmup"]))
@@ -264,7 +275,10 @@ def scale_rates(model: Any, ratio: float, saved: dict[str, Any] | None) -> bool:
 
 
 def _set_warmup(model: Any, options: WarmupOptions) -> None:
-    """Set the warmup of the model's optimizer; trace the step again if needed."""
+    """Start a warmup of the model's optimizer, or replace the settings of its warmup.
+
+    The step is traced again if its trace has other settings than the optimizer now.
+    """
     optimizer = distributed_optimizer(model)
     warmup.start(optimizer, options)
     if optimizer.needs_trace:

@@ -244,7 +244,11 @@ class SpikeGuard(OptimizerCallback):
         self._num_read = int(self._guard.num_skipped.numpy())
 
     def _read(self) -> None:
-        """Add the updates that were left out since the last call to the table."""
+        """Add the updates that were left out since the last call to `_rows`.
+
+        These rows are the table that is printed at the end of `fit`. The updates are
+        read from the variables in which the step has stored them.
+        """
         number = int(self._guard.num_skipped.numpy())
         if number == self._num_read:
             return

@@ -238,7 +238,11 @@ def _scaled(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
             return values
 
         def write(values: Any) -> None:
-            """Divide saved values by the factor, and write them into the shard."""
+            """Write saved values into the shard, divided by the present `factor()`.
+
+            For accumulated gradients, the factor is the number of replicas among which
+            the saved sum is divided, over the loss scale.
+            """
             values = np.asarray(values)
             shard.write(values / np.asarray(factor(), values.dtype))
 

@@ -208,7 +208,13 @@ def save_state(
     metadata = _Metadata(os.fspath(directory), entries, model, run)
 
     def write(read: Read, worker_group: Any, pause: Pause) -> None:
-        """Write the files of a checkpoint, and call `after` on worker 0; a `Write`."""
+        """Write the files of the checkpoint, and then call `after` on worker 0.
+
+        Args:
+            read: `Read`, returns the state to write.
+            worker_group: `WorkerGroup` for the thread that writes.
+            pause: `Pause`, called between files.
+        """
         _write_checkpoint(metadata, read, worker_group, pause)
         if worker_group.is_chief:
             after()
@@ -250,7 +256,12 @@ def _write_checkpoint(
     act = functools.partial(run_on_all_workers, worker_group, path, "saved", _INTACT)
 
     def begin() -> tuple[Storage, str]:
-        """Open the storage; on worker 0, create a data folder, and return its name."""
+        """Open the storage; on worker 0, create a data folder.
+
+        Returns:
+            Tuple of the `Storage`, and the name of the data folder; `""` on other
+            workers.
+        """
         storage = open_storage(path)
         token = writing.make_data_folder(storage) if worker_group.is_chief else ""
         return storage, token

@@ -259,8 +259,10 @@ class BackgroundSaves:
         """Return whether all hosts have memory for the copies of their workers.
 
         Args:
-            needs: Sequence of `Need`, by worker.
-            reports: Bool, whether this worker reports the first lack.
+            needs: Sequence of `Need`, by worker: its host, the bytes to allocate for
+                its copy, and the free bytes of the host.
+            reports: Bool, whether this worker logs a warning when memory is first
+                missing.
         """
         lack = lack_of_memory(needs, MEMORY_SHARE)
         if lack is None:
@@ -336,7 +338,8 @@ def lack_of_memory(answers: Sequence[Need], share: float) -> MemoryLack | None:
 def memory_room(worker_group: Any) -> int:
     """Return the bytes of its host's free memory that this worker may take.
 
-    All workers call it together.
+    It is half of the free memory, divided equally among the workers of the host. All
+    workers call it together.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
@@ -381,13 +384,15 @@ def _forget_all() -> None:
 
 
 def _write_slowly(write: Write, read: Read, group: Any, pauses: _Pauses) -> None:
-    """Write a save on this thread, so that it slows training down as little as it can.
+    """Write a save on this thread, at a lower priority and with pauses between files.
+
+    So the save slows training down as little as it can.
 
     Args:
-        write: `Write`, which writes the state.
+        write: `Write`, which writes the state together with the other workers.
         read: `Read`, returns the state.
-        group: `WorkerGroup` for this thread.
-        pauses: `_Pauses` of this thread.
+        group: `WorkerGroup` between these workers, for this thread.
+        pauses: `_Pauses` of this thread, which limit its share of a processor.
     """
     lower_priority()
     pauses.restart()

@@ -105,7 +105,10 @@ class Backups:
         probe = self._worker_group.all_gather("a backup: its directory", probe)[0]
 
         def remove() -> None:
-            """On worker 0, remove the probe and temporary files of killed processes."""
+            """On worker 0, remove the file `probe`, and files of killed processes.
+
+            Worker 0 has created `probe` so that all workers check that they see it.
+            """
             if self._worker_group.is_chief:
                 self._storage.remove_file(probe)
                 with contextlib.suppress(OSError):  # the next run tries again
@@ -415,7 +418,12 @@ def _raise_if_unusable(path: str, verdicts: list) -> None:
 
     Args:
         path: String, path or URL of the backup.
-        verdicts: List of pairs by worker: the verdict, and a text on its reason.
+        verdicts: List of pairs by worker: `_INTACT`, `_DAMAGED`, `_INCOMPATIBLE` or
+            `_UNREADABLE`, and a text on the reason.
+
+    Raises:
+        ValueError: If the backup is incompatible on a worker.
+        OSError: If a worker could not read it, as its store failed.
     """
     for rank, (kind, text) in enumerate(verdicts):
         text = text.rstrip(".")
@@ -433,7 +441,15 @@ def _raise_if_unusable(path: str, verdicts: list) -> None:
 
 
 def _check_probe(storage: Storage, name: str) -> None:
-    """Raise `ValueError` unless this worker sees worker 0's probe file."""
+    """Raise `ValueError` unless this worker sees the file that worker 0 has created.
+
+    Workers check it before training: one that does not see the file has another
+    directory for its backups.
+
+    Args:
+        storage: `Storage`, the directory of backups as this worker opens it.
+        name: String, name of worker 0's file in it.
+    """
     if not storage.has(name):
         raise ValueError(
             "the file that worker 0 wrote is not visible here; give a directory that "

@@ -47,12 +47,16 @@ _DTYPE = re.compile(r"[<>=|][?a-zA-Z][0-9]{1,9}(\[[a-zA-Z0-9]+\])?")
 def callback_states(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Collect the state of callbacks.
 
+    These are the callbacks with the methods `get_state` and `set_state`, and those of
+    Keras in `_KERAS_STATE`; others are left out.
+
     Args:
         callbacks: Iterable of Keras callbacks.
 
     Returns:
-        Tuple of a dict of the callbacks' states by key, which JSON supports, and a dict
-        from names to the arrays of the states.
+        Tuple of a dict of the callbacks' states, which JSON supports, by a key of class
+        and number such as `"EarlyStopping-1"`; and a dict from names to the arrays of
+        the states.
     """
     states: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
@@ -122,7 +126,15 @@ def _check_state(state: Any, where: str) -> None:
 
 
 def _is_allowed_value(name: str, value: Any) -> bool:
-    """Return whether an attribute, by its name, may have this decoded value."""
+    """Return whether a state attribute of a Keras callback may have a value.
+
+    `"history"` may be a dict of lists, `"epoch"` a list, others in `_VALUE_NAMES` a
+    number; those in `_MAY_BE_NONE` also `None`.
+
+    Args:
+        name: String, name of the attribute.
+        value: Value from a backup, decoded.
+    """
     if value is None:
         return name in _MAY_BE_NONE
     if name == "history":

@@ -390,7 +390,11 @@ class MemoryBackups:
         return [worker, *(other for other, keeper in keepers if keeper == worker)]
 
     def _kept_on_host(self) -> set[int]:
-        """Return the ranks whose parts the workers of this host write."""
+        """Return the ranks whose parts of the state this host keeps in memory.
+
+        They are the ranks of its own workers, and of those whose copies its workers
+        keep.
+        """
         own_key = self._host_keys[self._group.rank]
         return {
             part

@@ -163,7 +163,7 @@ class Storage:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def remove_if_empty(self) -> None:
-        """Remove the folder if it is empty.
+        """Remove the folder if it is empty; otherwise leave it, and raise an error.
 
         Raises:
             OSError: If the folder is not empty.

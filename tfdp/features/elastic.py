@@ -71,8 +71,13 @@ class Elastic(Feature):
     def choose_callbacks(self, fit: Fit) -> None:
         """Check that `fit` can continue after a loss; record what joining workers need.
 
+        A joining worker needs the same model, data, callbacks and arguments of `fit`.
+        On a worker that joins itself, callbacks that are not tfdp's are removed from
+        the arguments of `fit`. Nothing is done without `on_loss="continue"`, within
+        another loop, or if `fit` is repeated after a loss.
+
         Raises:
-            ValueError: If it cannot.
+            ValueError: If `fit` cannot continue after a loss.
         """
         if not continues(fit.strategy) or loops.current() is not None:
             return
@@ -296,7 +301,15 @@ def _digest(fit: Fit) -> str:
 
 
 def _described(data: Any) -> str:
-    """Describe data by what a worker that joins must have in common."""
+    """Describe the data of a `fit`, as a joining worker must have it, too.
+
+    Args:
+        data: The argument `x` or `y` of `fit`.
+
+    Returns:
+        String: for a `tf.data.Dataset` the specs of its elements and the seeds of its
+        shuffles; for other data its class, and its shape if it has one.
+    """
     if isinstance(data, tf.data.Dataset):
         return f"{data.element_spec} {_compat.shuffle_seeds(data)}"
     return f"{type(data).__name__} {getattr(data, 'shape', '')}"

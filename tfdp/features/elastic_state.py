@@ -397,7 +397,12 @@ class ElasticState:
             compare(worker_group_of(self._model), "`ElasticState`", [fact])
 
     def _facts(self) -> dict[str, str]:
-        """Return a digest of what a joining worker must share, by its description."""
+        """Return what a worker that joins must have in common, for `Elastic.add_call`.
+
+        Returns:
+            Dict from the name of the fact, for messages, to a digest of the configs of
+            the model and the arguments of `ElasticState`.
+        """
         described = {
             "configs": configs.configs_of("fit", self._model, [], has_trained=True),
             "arguments": self._arguments(),

@@ -148,7 +148,10 @@ def describe_workers(cluster: Cluster, ranks: list[int]) -> str:
 
 
 class ProbeResult(enum.Enum):
-    """Result of a TCP connection attempt."""
+    """Result of a TCP connection attempt: `ACCEPTED`, `REFUSED` or `NONE`.
+
+    With `NONE` there was no answer: in time, by a route, or from a host of that name.
+    """
 
     ACCEPTED = "a process listens, or did until it was stopped"
     REFUSED = "the host is up, and no process listens"

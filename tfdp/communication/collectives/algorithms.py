@@ -234,8 +234,9 @@ def ring(
         group: A `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
         channel: Int, index of a chain of the `LaunchOrder`. Defaults to `0`.
-        is_alone: Bool, whether hardly any other collective runs at the same
-            time. Defaults to `True`.
+        is_alone: Bool, whether hardly any other collective runs at the same time.
+            TensorFlow then divides the ring's chunks in two, so that the network is not
+            idle between pieces. Defaults to `True`.
         reduce_dtype: `tf.DType` in which elements travel, or `None`, their own.
             Defaults to `None`.
 

@@ -100,7 +100,10 @@ class BackgroundThread:
 
 
 class _CallCount:
-    """Number of calls with results, which other threads can wait for."""
+    """Number of calls that were answered; threads can wait until it reaches a value.
+
+    An answer is the results of a call, or its failure.
+    """
 
     def __init__(self) -> None:
         self._number = 0

@@ -53,8 +53,8 @@ def gather_first_axis(
         rank: Int, index of the calling replica among all of them.
 
     Returns:
-        Tuple of the concatenation, ordered by rank, and the number of elements of each
-        rank in it, `[group.size]`, int32.
+        Tuple of the concatenation, ordered by rank, and the size of each rank's tensor
+        (rows times elements of a row), `[group.size]`, int32.
     """
     member = Member(group, replica)
     progress.reduction_traced(f"gather {rows.dtype.name} {rows.shape[1:]}")

@@ -36,7 +36,8 @@ _DYNAMIC_BITS = 22
 def _sizes() -> tuple[int, ...]:
     """Return the lengths to which tensors are padded: 1 to 16, then 8 per octave.
 
-    0 is not a size, since TensorFlow rejects an empty collective.
+    They are less than 2**31. 0 is not a size, since TensorFlow rejects an empty
+    collective.
     """
     sizes = list(range(1, 17))
     while len(sizes) < 1 << _SIZE_BITS and sizes[-1] < 2**31 - 1:

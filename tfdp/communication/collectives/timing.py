@@ -178,7 +178,12 @@ def is_timing() -> bool:
 
 
 def gather() -> None:
-    """Add the copy of all rows, for each recorder, to the end of a traced step."""
+    """At the end of a traced step, have each active recorder copy its rows.
+
+    The rows are the times of collectives and other values that the step has recorded,
+    each in its own variable. They are copied into one variable, which `Recorder.read`
+    reads. Without a recorder, or outside of tracing, this does nothing.
+    """
     if is_active():
         for recorder in recorders.active():
             recorder.gather()

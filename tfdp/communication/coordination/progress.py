@@ -216,8 +216,10 @@ class ProgressRecorder:
     def has_left_scope(self, other: WorkerProgress, line: str) -> bool:
         """Return whether another worker has left a scope in which this one waits.
 
-        Only the time since the last all-gather counts, at which workers were at the
-        same call.
+        It has if it has left the scope of `line` more often than this worker since the
+        last all-gather of texts, at which workers were at the same call. Workers that
+        have completed different numbers of these all-gathers are not compared: the
+        result is `False`.
 
         Args:
             other: `WorkerProgress` of the other worker.
@@ -301,7 +303,11 @@ class ProgressRecorder:
         self.record_place()
 
     def record_place(self) -> None:
-        """Add the present place to the places of flight records."""
+        """Append the present loop and all-gather, with the time, to `_places`.
+
+        Called at each change of progress; `spans` and `steps` read it for flight
+        records.
+        """
         fields = None
         if self._loops:
             loop = self._loops[-1]

@@ -117,8 +117,21 @@ def _await_applicants(
 ) -> tuple[list[int], list[str]]:
     """Wait until enough processes have applied to join the workers that are left.
 
-    Further workers may be lost during the wait. Arguments and result are those of
-    `find_survivors`.
+    Further workers may be lost during the wait.
+
+    Args:
+        membership: `Membership` of this process in the cluster that has lost workers.
+        survivors: List of ints, ranks of the workers that are left.
+        min_workers: Int, least number of workers that may continue.
+        limit: Float, longest wait in seconds: for all applicants, and for each answer
+            of another worker.
+
+    Returns:
+        Tuple of two lists: ranks of the workers that are left, in order, and
+        `"host:port"` of the processes that join them.
+
+    Raises:
+        RuntimeError: If too few have joined after `limit` seconds.
     """
     num_workers = membership.cluster.num_workers
     if membership.cluster.rank == survivors[0]:

@@ -180,6 +180,9 @@ class WorkerGroup:
         Args:
             topic: String, subject of the values.
             num_bytes: Int, length of this worker's text.
+
+        Returns:
+            List, the entry of the flight record, for `CollectiveRing.end`.
         """
         ranks = tuple(range(self.num_workers))
         identity = CollectiveIdentity(self._prefix, ranks, TEXTS, "", topic, topic)
@@ -344,7 +347,7 @@ def remember_group(group: WorkerGroup) -> WorkerGroup:
 
 
 def forget_groups() -> None:
-    """Forget the latest groups, whose cluster was replaced by another one."""
+    """Forget the groups of `latest_group`, whose cluster another one replaces."""
     _latest.clear()
 
 

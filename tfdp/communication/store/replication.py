@@ -154,7 +154,11 @@ class Replication:
         self._release()
 
     def check(self) -> None:
-        """Replace a standby that does not acknowledge changes in time."""
+        """Choose another standby if the present one acknowledges no changes for 2 s.
+
+        `begin` sends the contents to the new standby. The slow member stays connected,
+        and can be chosen again after its next acknowledgement.
+        """
         waits = self._waits_since and time.monotonic() - self._waits_since
         if self.standby is not None and waits > _SLOW_SECONDS:
             self._slow.add(self.standby.rank)

@@ -362,10 +362,17 @@ class Server:
         self._answer_now(member, number, **self._summary(bool(request["wants_all"])))
 
     def _summary(self, has_all: bool) -> dict[str, Any]:
-        """Return a summary of heartbeats, as `Store.beat` describes it.
+        """Return a summary of the workers' heartbeats, cached for a short time.
 
-        Reports of workers that make progress are left out unless `has_all`, so that the
-        summary of a thousand workers stays short.
+        Args:
+            has_all: Bool, whether `"beats"` has all workers. Otherwise it has only
+                reports that were sent as notable, so that the summary of a thousand
+                workers stays short.
+
+        Returns:
+            Dict: `"beats"`, from the rank of a worker to the age of its last report in
+            seconds and the report; `"ages"` of other workers whose last one is old; and
+            `"lost"`, the ranks whose connection has ended.
         """
         now = time.monotonic()
         until, summary = self._summaries.get(has_all, (0.0, {}))

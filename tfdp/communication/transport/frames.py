@@ -19,7 +19,7 @@ _MOST_HEAD_BYTES = 1 << 22
 
 
 class Link(Protocol):
-    """Interface of a connection for messages."""
+    """Interface of a connection for messages: `send`, and `receive_into` a buffer."""
 
     def send(self, *buffers: bytes | memoryview) -> None:
         """Send buffers, one after another."""

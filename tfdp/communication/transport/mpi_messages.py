@@ -195,7 +195,10 @@ class MpiMessages:
         is_small = len(peer.sent) <= SMALL_BYTES
 
         def take_header(status: Any) -> None:
-            """Check the received header; receive and send the data that follows it.
+            """Check a member's header; take its data, and send it large data.
+
+            Small data is sent with the headers. Large data follows in both directions,
+            once the member's header has arrived.
 
             Args:
                 status: MPI status of the received message.

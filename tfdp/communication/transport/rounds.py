@@ -214,9 +214,11 @@ class Rounds:
     def _is_complete(self, *, is_late: bool) -> bool:
         """Whether the present round can end.
 
-        It needs the leader's contribution, if there is a leader, and those of all other
-        participants. With `least`, that many are enough once the time is over, or if
-        all others have missed the last round, too.
+        It needs the leader's contribution, if there is a leader. Without `least` it
+        also needs those of all other participants that have begun. With `least`, that
+        many contributions (or one from each participant that is left, if they are
+        fewer) are enough once the time is over, or if each participant that is missing
+        has also missed the previous round.
 
         Args:
             is_late: Bool, whether the time for further contributions is over.
@@ -337,7 +339,12 @@ class RoundLeader(Rounds):
         return is_enough and super()._is_complete(is_late=is_late)
 
     def _check(self, member: Participant) -> None:
-        """Raise `TransportError` in the leader if too few workers are left."""
+        """Raise `TransportError` in the leader if too few workers are left for a round.
+
+        Args:
+            member: `Participant` that waits for the end of the round; for a follower,
+                nothing is checked.
+        """
         assert self._least is not None
         if member is self._own and len(self._members) < self._least:
             reasons = "; ".join(self._reasons)
@@ -419,9 +426,15 @@ class RoundFollower:
     def exchange(
         self, samples: float, arrays: Sequence[Array], state: Sequence[Array]
     ) -> Reply:
-        """Contribute arrays to a round; `state` is not used.
+        """Contribute arrays to a round of the leader.
 
-        Arguments and result are those of `RoundLeader.exchange`.
+        Args:
+            samples: Float, number of samples, the weight of this worker.
+            arrays: Sequence of arrays to average.
+            state: Not used; an argument that `RoundLeader.exchange` also has.
+
+        Returns:
+            `Reply` of the leader, after the round.
         """
         del state
         with self._lock:
@@ -431,7 +444,11 @@ class RoundFollower:
             return reply
 
     def pause(self) -> None:
-        """Pause rounds until all workers synchronize, and notify the leader."""
+        """Notify the leader that this worker contributes nothing until `resume`.
+
+        Rounds then do not wait for it. `resume` is called once all workers have
+        synchronized. A lost connection is ignored.
+        """
         with self._lock, contextlib.suppress(PeerLost, TransportError):
             self._send(_PAUSE_VERSION, 0.0, [])
 

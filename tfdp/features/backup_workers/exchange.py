@@ -94,6 +94,15 @@ class FirstGradients(GradientExchange):
         Implements `GradientExchange.begin_step`. A worker is behind if sums of later
         steps have arrived already.
 
+        Args:
+            args: Tuple of nests of per-replica values, the rows of the local replicas.
+            total: Scalar tensor, number of rows of the global batch, or `None` if
+                unknown.
+
+        Returns:
+            Tuple like `args`. If this worker is behind, its tensors have no rows;
+            values that are not tensors with rows stay.
+
         Raises:
             ValueError: If the rows of the global batch are not known.
         """
@@ -126,6 +135,18 @@ class FirstGradients(GradientExchange):
         self, gradients: list, variables: list[Any], replica: int
     ) -> ReducedGradients:
         """Implements `GradientExchange.reduce`: sum the gradients that arrive in time.
+
+        Those of late workers are left out, and the sums are scaled to all rows.
+
+        Args:
+            gradients: List of tensors and `tf.IndexedSlices`, parts of a sum over the
+                rows of the global batch.
+            variables: List of Keras variables, one for each gradient.
+            replica: Int, index of the calling replica among the local ones.
+
+        Returns:
+            `ReducedGradients`, the same on all replicas, with one bucket for each
+            dtype.
 
         Raises:
             ValueError: At a second update of the optimizer in a step.
@@ -189,13 +210,15 @@ class FirstGradients(GradientExchange):
     ) -> BackgroundThread:
         """Return the thread that exchanges gradients, or other tensors of a worker.
 
+        It is created at the first call with a key and specs.
+
         Args:
             key: Tuple of the `id`s of the variables that have the gradients; empty for
                 other tensors, which the first local replica sends.
             specs: Sequence of `tf.TensorSpec`, the tensors that a replica sends.
             num_bytes: Int, size of the sums of a step.
-            joined: Collection of ints, positions of the tensors that are concatenated.
-                Defaults to none.
+            joined: Collection of ints, positions of the tensors that are concatenated;
+                the others are summed. Defaults to none.
         """
         name = (key, *specs)
         with self._lock:
@@ -287,16 +310,20 @@ def _exchange(
     counts: Counts,
     parts: list[list[tf.Tensor]],
 ) -> list[list[tf.Tensor]]:
-    """Exchange the gradients of the local replicas, on the thread.
+    """Exchange gradients with other workers; called on the thread of `_background`.
 
     Args:
         member: `QuorumMember` of this worker.
-        joined: Collection of ints, positions of the tensors that are concatenated.
-        counts: `Counts`, updated.
-        parts: List of lists of tensors: the rows, then the gradients, of each replica.
+        joined: Collection of ints, positions of the gradients that are concatenated
+            over replicas; the others are summed.
+        counts: `Counts`, to which this step, and the workers without a part in it, are
+            added.
+        parts: List of lists of tensors: the rows, then the gradients, of each local
+            replica.
 
     Returns:
-        List of lists of tensors, the sums for each local replica.
+        List of lists of tensors, for each local replica the same sums and
+        concatenations.
     """
     try:
         share = _share_of(parts, joined)

@@ -81,7 +81,17 @@ class BackupWorkers(Feature):
 
 
 def _check_steps(strategy: Any, steps: int) -> None:
-    """Raise on all workers if their last `fit` has ended after unequal `steps`."""
+    """Raise on all workers if their last `fit` has made different numbers of steps.
+
+    All workers call it together, before the next `fit` begins.
+
+    Args:
+        strategy: A tfdp strategy.
+        steps: Int, steps of the last `fit` on this worker.
+
+    Raises:
+        RuntimeError: If the numbers differ: then the workers' weights differ.
+    """
     made = strategy.extended.worker_group.all_gather("the steps of the last fit", steps)
     if len(set(made)) > 1:
         raise RuntimeError(

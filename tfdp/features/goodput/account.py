@@ -98,7 +98,15 @@ class Shares:
         return self.seconds.get(name, 0.0) / total if total else 0.0
 
     def label(self, name: str) -> str:
-        """Return the name of a class in the line; recovery is named by restarts."""
+        """Return the name of a class of time in `str(self)`.
+
+        Args:
+            name: String, a class of `CLASSES`.
+
+        Returns:
+            String, such as `"start-up"`; for recovery the number of restarts, if there
+            were some, such as `"two restarts"`.
+        """
         count = self.num_restarts
         if name != RECOVERY or not count:
             return CLASSES[name]
@@ -247,7 +255,18 @@ class Account:
                 self._last, self._is_done = self._moment(line), line["done"]
 
     def _begin_attempt(self, line: dict[str, Any]) -> None:
-        """Count an attempt, and the time since the previous one or the launch."""
+        """Count an attempt, and the time since the previous one or the launch.
+
+        The time since the launch of a job is start-up, and that since the previous
+        attempt recovery. Within one process it is idle time, and so is the time until a
+        new launch.
+
+        Args:
+            line: Dict, line of the kind `"attempt"`: the moment of its start,
+                `"launched"`, the moment of its launch, `"process"`, and whether it
+                `"continues"` the job without a restart, or `"follows"` another ledger
+                of its process.
+        """
         start = moment_of(line)
         launched = line.get("launched")
         since = None if launched is None else moment_of(launched)
@@ -308,10 +327,14 @@ class Account:
             self._furthest = max(self._furthest or last, last)
 
     def _begins_without_backups(self, line: dict[str, Any]) -> bool:
-        """Return whether an attempt starts a job anew: its backups were deleted.
+        """Return whether an attempt starts anew, since the backups were deleted.
+
+        True if its first step is the first batch of its first `fit`, although earlier
+        attempts had backups, and if the job was launched again.
 
         Args:
-            line: Dict, the first line of the attempt that has steps.
+            line: Dict, the first line of the attempt that has steps: its `"fit"`,
+                `"epoch"` and `"first"` batch are compared.
         """
         is_first = (line["fit"], line["epoch"], line["first"]) == (1, 0, 0)
         return is_first and self._had_backups and self._has_relaunched

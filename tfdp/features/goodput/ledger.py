@@ -127,10 +127,14 @@ class Launch:
 
 
 def moment_of(content: Any) -> Moment:
-    """Return the `Moment` in a line or in settings.
+    """Return the `Moment` that the fields of a dict describe.
+
+    Args:
+        content: Value from JSON, a line of a ledger or settings of a launcher: a dict
+            with the numbers `"time"` and `"up"`, and maybe the string `"boot"`.
 
     Raises:
-        ValueError: If it is not one.
+        ValueError: If it has no such fields.
     """
     known = content if isinstance(content, dict) else {}
     times: list[Any] = [known.get("time"), known.get("up")]

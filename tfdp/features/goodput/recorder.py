@@ -140,7 +140,8 @@ class Recorder:
 
         Args:
             num_steps: Int, number of steps.
-            was_traced: Bool, whether the call has traced the step.
+            was_traced: Bool, whether the call has traced the step: then its time counts
+                as tracing, and otherwise as that of steps.
         """
         if was_traced:
             self._class = account.TRACE
@@ -183,7 +184,12 @@ class Recorder:
     # Methods for the events of activities, see `tfdp.ground.base.activities`.
 
     def begins(self, activity: str) -> None:
-        """Begin to count the time of an activity, if it runs on the thread of `fit`."""
+        """Begin to count the time of an activity, if it runs on the thread of `fit`.
+
+        Args:
+            activity: String, `EVALUATION`, `SAVE` or `BACKUP` of `activities`, until
+                `ends`.
+        """
         if threading.get_ident() == self._thread:
             self._outer.append(self._class)
             self._change(_CLASSES[activity])
@@ -210,7 +216,7 @@ class Recorder:
         self._append()
 
     def shares(self) -> account.Shares:
-        """Return the shares of the job so far, after a write."""
+        """Write waiting lines; return the job's time so far, in seconds by class."""
         self.write()
         if self._account is None:
             self._account = Account()

@@ -253,10 +253,14 @@ class _Ledger(keras.callbacks.Callback):
         self._recorder.fit_ends(is_complete=True)
 
     def exposed_seconds(self) -> float | None:
-        """Return the exposed communication of the latest steps, if one measures it.
+        """Return the exposed communication of the steps since the last call.
+
+        It is measured by callbacks that time steps, such as `CommunicationMonitor`; the
+        first one with new steps is read, at most its last five.
 
         Returns:
-            Float, the mean of a step in seconds, or `None`.
+            Float, the mean of a step in seconds; `None` without timed steps since the
+            last call, or if their communication was not measured.
         """
         for callback in self._others:
             if isinstance(callback, TimedSteps) and callback.meter and callback.latest:

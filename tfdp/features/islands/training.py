@@ -301,7 +301,8 @@ class IslandTraining:
         """Leave the other islands, which no longer wait for this one.
 
         Args:
-            is_through: Bool, whether its `fit` has finished. Defaults to `True`.
+            is_through: Bool, whether its `fit` has finished. If not, the hub expects
+                that this island may join again. Defaults to `True`.
         """
         _running.pop(self._model, None)
         if self._client is not None and self._owner.is_current:
@@ -323,9 +324,11 @@ class IslandTraining:
         """Exchange, on a thread, and return whether this island was behind.
 
         Args:
-            samples: Float, updates since the last exchange, the weight of this island.
+            samples: Float, weight of this island in the mean: its updates since the
+                last exchange.
             arrays: List of arrays, pseudo-gradients followed by statistics.
-            updates: Int, updates that this island has made in all.
+            updates: Int, updates that this island has made in all, sent if it has to
+                join again.
         """
         client, state = self._client, self._state
         assert client is not None

@@ -348,7 +348,8 @@ class LocalSteps(LocalUpdates):
 
         Args:
             number: Int, index of the fragment.
-            is_over: Scalar bool tensor, or bool, whether the result is due.
+            is_over: Scalar bool tensor, or bool, whether the delay, a number of
+                updates, is over, so that the result is due.
             updates: Scalar tensor, local updates so far.
             reducer: `GradientReducer` of all replicas.
         """
@@ -481,7 +482,11 @@ class LocalStepsFeature(Feature):
 
         @functools.wraps(step)
         def paced(iterator: Any) -> Any:
-            """Make or skip the step, by the pace of this worker."""
+            """Run the step, or skip it, by the pace of this worker.
+
+            Batches of a skipped step are taken from the iterator and dropped; the logs
+            of the last step that was made are returned.
+            """
             local_steps = local_updates(model)
             if local_steps is None or local_steps.pace is None:
                 return step(iterator)

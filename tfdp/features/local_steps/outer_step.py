@@ -92,7 +92,9 @@ class ReplicatedOuterStep(OuterStep):
     def begin(self) -> None:
         """Copy the trained weights into the anchors, if `is_begun` is zero.
 
-        An anchor is kept if it equals the weight after rounding to the weight's dtype.
+        `is_begun` is zero before the first step, and after replicas have been
+        equalized; this sets it to 1. An anchor, an outer weight, is kept if it equals
+        the weight after rounding to the weight's dtype.
         """
         begun = _compat.local_part(self.is_begun)
 

@@ -127,7 +127,13 @@ class Pace:
         self._skipped_seconds, self._num_on_clock = 0.0, 0
 
     def _stop_clock(self, model: Any) -> None:
-        """Add the time since `_start_clock`, without that of skipped steps."""
+        """Add the steps since `_start_clock`, and their time, to those timed so far.
+
+        The time of skipped steps is left out.
+
+        Args:
+            model: Keras model in `fit`, for whose last step this waits first.
+        """
         if self._clock_started is not None and self._num_on_clock:
             _wait_for_step(model)
             elapsed = time.perf_counter() - self._clock_started - self._skipped_seconds

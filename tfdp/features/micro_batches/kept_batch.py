@@ -41,7 +41,14 @@ class KeptBatch:
             return _packed(args, [tf.identity(tensor) for tensor in tensors])
 
     def take(self) -> list:
-        """Remove the kept batch, and return it as data of the repeated step."""
+        """Remove the kept batch, and return it as data of the repeated step.
+
+        Returns:
+            List of the arguments that `keep` received, with the values of that step.
+
+        Raises:
+            IndexError: If no batch is kept.
+        """
         queue, args = self._filled[0]
         _, *tensors = tf.nest.flatten(queue.dequeue())
         return list(_packed(args, tensors))

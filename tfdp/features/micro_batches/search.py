@@ -36,7 +36,12 @@ class MicroBatchSearch(Feature):
     """Repeats a step that ran out of memory, with twice the micro-batches."""
 
     def choose_callbacks(self, fit: Fit) -> None:
-        """Remove the micro-batches from a `fit` without the callback for them."""
+        """Reset the division of steps into micro-batches, before a `fit` begins.
+
+        Without the callback `GradientAccumulation(steps="auto")`, the division that an
+        earlier `fit` with this callback has left in the optimizer is removed, and the
+        step is traced again. The callbacks stay as they are.
+        """
         callbacks = callback_list(fit.arguments.get("callbacks"))
         is_auto = any(str(getattr(c, "steps", None)) == "auto" for c in callbacks)
         division = division_of(fit.model)

@@ -55,13 +55,17 @@ def advise(
 ) -> str:
     """Recommend one change that would make a run faster.
 
+    It concerns a straggler, if there is one; else waiting for data, if it takes more
+    than 25 % of a step and more than exposed communication does; else exposed
+    communication.
+
     Args:
         totals: Mapping, `Totals.values` of the run.
         facts: `Facts` of the run.
         straggler: `Straggler` of the run, or `None`.
 
     Returns:
-        String, one sentence.
+        String, one sentence; it says so if there is nothing to recommend.
     """
     if facts.num_replicas == 1:
         return "There is one replica: nothing is communicated."

@@ -273,7 +273,13 @@ class DeviceMeter(Meter):
     def trace(
         self, rank: int, host: str, readings: list[tuple[int, Reading]]
     ) -> WorkerTrace:
-        """Return a trace of the host's steps and of each stream of each GPU."""
+        """Return a trace of the host's steps and of each stream of each GPU.
+
+        Args:
+            rank: Int, rank of this worker.
+            host: String, host of this worker.
+            readings: List of pairs: number of a step and its `Reading`.
+        """
         trace = WorkerTrace(rank, host, [], {0: "steps"}, {})
         for step, reading in readings:
             trace.slices.append(Slice(0, f"step {step}", reading.begin, reading.end))

@@ -251,7 +251,17 @@ def _last_sign(records: Records, rank: int) -> str:
 
 
 def _last_common(records: Records, rank: int) -> str:
-    """Describe the last complete collective with a worker and its place, or `""`."""
+    """Describe the last complete collective of a worker without a record.
+
+    Args:
+        records: Dict from a rank to its `FlightRecord`.
+        rank: Int, the worker. Collectives whose members include it are searched in the
+            records of the others.
+
+    Returns:
+        String: the collective that ended last, and at which place in the script another
+        worker had entered it; `""` if there is none.
+    """
     found = [
         (each.end, number, record, each)
         for number, record in enumerate(records.values())
@@ -287,7 +297,14 @@ def _cells_of(record: FlightRecord | None) -> tuple[str, ...]:
 
 
 def _describe(entry: RecordedCollective) -> str:
-    """Describe a collective: `"all_reduce 'logs' (number 17, ...)"`."""
+    """Describe a collective by its kind, scope, number, workers and size.
+
+    Returns:
+        String, such as
+        `"all_reduce 'logs' (number 17, workers 0 and 1, 8 bytes of int32)"`. A step
+        that TensorFlow runs has its name in place of the number; an all-gather of texts
+        has no size.
+    """
     details = [f"number {_number(entry)}", _workers(entry.ranks)]
     if entry.kind == TENSORFLOW:
         details = [entry.name, *details[1:], pluralize(entry.num_bytes, "byte")]

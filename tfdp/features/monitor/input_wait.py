@@ -71,6 +71,8 @@ class InputWait:
 def mean_wait(times: Sequence[tuple[float, float]]) -> InputWait:
     """Average steps, without the first ones, in which prefetch buffers are still full.
 
+    These are the first ten, or the first half of fewer than twenty steps.
+
     Args:
         times: Sequence of pairs, at least one: seconds of a step, and seconds before it
             had its data.

@@ -118,7 +118,10 @@ class Replica:
         """Return the seconds of each kind of collective of sharded parameters.
 
         Returns:
-            Dict with the keys `KINDS`, empty if parameters are not sharded.
+            Dict with the keys `"forward_gathers"` and `"backward_gathers"`, of
+            parameters, and `"reduce_scatters"`, of gradients; and with `"_exposed"`
+            after each of these, for the time in which the replica did not compute.
+            Empty if parameters are not sharded.
         """
         of_kind = {
             kind: [c for c in self.collectives if c[0].label.split()[0] == word]
@@ -227,9 +230,10 @@ def _marks(
 
 
 def _without_queueing(collectives: list[Timed]) -> list[Timed]:
-    """Return collectives that start after the end of the previous one in their chain.
+    """Return all collectives, with starts not before the end of the previous one.
 
-    The recorded start is the time at which the input of a collective was ready.
+    The recorded start is the time at which the input of a collective was ready. It is
+    moved if the previous collective in the same chain ended later.
     """
     free: dict[int, float] = {}
     started = []

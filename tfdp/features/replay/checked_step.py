@@ -207,6 +207,13 @@ class CheckedStep(LoopFeature):
     ) -> tf.Tensor | None:
         """Implements `StepFeature.examine`: compare the sums that replicas received.
 
+        Args:
+            step: `Step`.
+            totals: `Totals` of this replica; not used.
+            divisor: Scalar float64 tensor, or `None`; not used.
+            statistics: `GradientStatistics` of the reduced gradients, whose sums are
+                compared.
+
         Returns:
             Scalar bool tensor, whether all replicas have received the same sums of
             gradients; `None` with sharded state, where each receives other sums.

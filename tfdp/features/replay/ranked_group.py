@@ -43,7 +43,9 @@ class RankedGroup(TrainingGroup):
 
 
 class _OrderedSums:
-    """Sums of a group in the order of ranks, in place of a reducer.
+    """Sums of a group in the order of ranks: the `reducer` of a `RankedGroup`.
+
+    Of a `GradientReducer`'s methods it has only `sum`.
 
     Args:
         gather: Callable that all-gathers rows of all replicas, by rank.

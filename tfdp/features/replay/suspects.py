@@ -22,7 +22,12 @@ class Round(NamedTuple):
 
     @property
     def pairs(self) -> tuple[int, list[set[int]]]:
-        """Position of the first digest that differs, and pairs of ranks that differ."""
+        """Position of the first digest that differs, and pairs of ranks that differ.
+
+        A pair is a set of two ranks: of the replica that owns the part, and of the
+        previous one, which has computed it as a stand-in. Without a difference, this is
+        `(0, [])`.
+        """
         own, others = self.computed[0], np.roll(self.computed[1], 1, axis=0)
         differs = own != others
         if not differs.any():

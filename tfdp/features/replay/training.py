@@ -231,10 +231,12 @@ def _activated(checked: CheckedStep) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unoptimized() -> Iterator[None]:
-    """Run the functions in this context with the operations that are traced.
+    """Switch off the rewrites of TensorFlow's graphs in `_REWRITES`, in this context.
 
-    A stand-in makes no update, so TensorFlow would optimize its graph in another way,
-    and other kernels round in another way: those around `BatchNormalization` did.
+    Functions then run the operations that were traced. A stand-in makes no update, so
+    TensorFlow would optimize its graph in another way, and other kernels round in
+    another way: those around `BatchNormalization` did. The options hold for the whole
+    process.
     """
     options = tf.config.optimizer.get_experimental_options()
     before = {name: options.get(name, True) for name in _REWRITES}

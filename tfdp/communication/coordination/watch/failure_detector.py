@@ -214,9 +214,11 @@ class FailureDetector:
         return {rank: its for rank, its in found.items() if its.count < own.count}
 
     def workers_past(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
-        """Return the progress of workers that have left this step by an error, by rank.
+        """Return the progress, by rank, of workers that have left this worker's step.
 
-        Workers without an error may be ahead in a step without collectives.
+        A worker counts if it has reported an error, has made at least as much progress
+        as this worker, and is at another place. Workers without an error do not count:
+        they may be ahead in a step without collectives.
 
         Args:
             own: `WorkerProgress` of this worker.

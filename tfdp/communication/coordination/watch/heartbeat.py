@@ -194,10 +194,15 @@ class Heartbeat(threading.Thread):
         }
 
     def _receive(self, news: dict[str, Any]) -> None:
-        """Record what the store reports of other workers.
+        """Record in the detector what the store reports of other workers.
+
+        If a worker is lost, or a failure is known, the watchdog is woken.
 
         Args:
-            news: Dict, as `Store.beat` returns it; parts of it may be missing.
+            news: Dict with some of the keys `"beats"`, from the rank of a worker to the
+                age of its last report in seconds and the report as JSON; `"ages"`, from
+                the rank of a worker to the age of its last heartbeat; and `"lost"`,
+                ranks whose connection has ended.
         """
         for text, (age, report) in news.get("beats", {}).items():
             rank = int(text)
@@ -215,9 +220,13 @@ class Heartbeat(threading.Thread):
     def _receive_report(self, rank: int, report: dict[str, Any], age: float) -> None:
         """Record another worker's report.
 
+        Its progress, process and status are recorded in the detector. A failure becomes
+        that of this worker, if it has none. If the worker has requested flight records
+        since its last report, this worker writes its own.
+
         Args:
             rank: Int, rank of the worker.
-            report: Dict, the result of `_report`.
+            report: Dict, the result of `_report` on that worker.
             age: Float, age of the report in seconds.
         """
         # The failure is read first: a worker that ends since another one is lost must

@@ -188,7 +188,8 @@ class FlightRecorder:
             record: `FlightRecord`, without stacks.
             stacks: Dict from the identifier of a thread to its stack.
             names: Dict from the identifier of a thread to its name.
-            before: Thread that writes an earlier record, or `None`.
+            before: Thread that writes the previous record, for whose end this call
+                waits first; or `None`.
         """
         if before is not None:
             before.join()

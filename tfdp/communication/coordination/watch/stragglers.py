@@ -74,7 +74,12 @@ class StragglerCheck:
     def _check_deadlock(self, own: WorkerProgress) -> None:
         """Warn if all workers wait in one step; declare one lost if reductions differ.
 
-        A worker whose data source hangs sets its own failure.
+        After the timeout, the first worker that has traced other reductions than this
+        one is declared lost. If they agree, there is only a warning, which names the
+        workers that wait for data: one whose data source hangs sets its own failure.
+
+        Args:
+            own: `WorkerProgress` of this worker.
         """
         limit = self._timeout_seconds
         waited = own.seconds if own.name else self._heartbeat.call_seconds

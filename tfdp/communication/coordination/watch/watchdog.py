@@ -235,7 +235,8 @@ class Watchdog(threading.Thread):
 
         Args:
             rank: Int, the worker that this worker waits for.
-            is_over: Bool, whether the wait has reached its limit.
+            is_over: Bool, whether the wait has reached its limit. Then that worker also
+                counts as lost if the detector suspects it.
             call: String, the call in which this worker waits.
 
         Raises:
@@ -264,9 +265,12 @@ class Watchdog(threading.Thread):
             raise WorkerLost(message, self._failure.rank)
 
     def _look_for_failure(self, rank: int, is_over: bool) -> None:
-        """Set the failure if one was published, or the awaited worker is lost.
+        """Set the failure if a worker has published one, or the worker `rank` is lost.
 
-        The arguments are those of `check`.
+        Args:
+            rank: Int, the worker that this worker waits for.
+            is_over: Bool, whether the wait has reached its limit. Then that worker also
+                counts as lost if the detector suspects it.
         """
         detector = self._detector
         if self._heartbeat.failure is not None:
@@ -339,7 +343,11 @@ class Watchdog(threading.Thread):
     ) -> str:
         """Format the message of a failure, of another worker or of this one.
 
-        The arguments are those of `failure_message`.
+        Args:
+            failure: `WorkerFailure`.
+            place: String, step, epoch and loop of this worker, or `""`.
+            bucket: String, name of the bucket that was being reduced, or `""`.
+            call: String, the call in which this worker waits for the lost one, or `""`.
         """
         if failure.rank == self._rank and failure.own:
             return failure.own
