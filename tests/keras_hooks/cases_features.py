@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
+
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfdp
 from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
+from tests.reduction import cases_plans as plans
 from tfdp.ground import _compat
-from tfdp.ground.base.feature import Feature, register, unregister
+from tfdp.ground.base import feature
+from tfdp.ground.base.feature import Feature, register, registered, unregister
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 from tfdp.training.step.step import StepFeature
 
@@ -46,6 +52,23 @@ class LogNorm(keras.callbacks.Callback):
 @case("a feature of ten lines in the step")
 def a_feature_in_the_step_sees_the_gradient_of_the_global_batch(env: Env) -> dict:
     return {"norm": _norm_of_first_update(env)}
+
+
+@case("a step without features has no operation of theirs", compare=False)
+def features_that_are_off_leave_no_operation(env: Env) -> dict:
+    steps = []
+    for features in (registered(), ()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(feature, "_registered", list(features))
+            with env.scope():
+                model = common.compiled(common.mlp())
+            common.fit(model, *common.regression_data())
+        graph = plans.step_of(model.train_function).graph.as_graph_def()
+        functions = (function.node_def for function in graph.library.function)
+        nodes = itertools.chain(graph.node, *functions)
+        steps.append(collections.Counter(node.op for node in nodes))
+    assert steps[0] == steps[1]
+    return {}
 
 
 @case("a feature in the step of sharded gradients")
