@@ -274,9 +274,7 @@ def _fixed_algorithm(
     return wanted, ""
 
 
-def _adasum_of_nodes(
-    wanted: Algorithm, topology: Topology
-) -> tuple[Algorithm | None, str]:
+def _adasum_of_nodes(wanted: Algorithm, topology: Topology) -> tuple[Algorithm, str]:
     """Return Adasum across nodes or a replacement that can run, and a warning.
 
     Args:
@@ -284,8 +282,8 @@ def _adasum_of_nodes(
         topology: `Topology` of all replicas.
 
     Returns:
-        Tuple of an `Algorithm`, here never `None`, and a string: the warning, or `""`
-        for none. It is `wanted` if there are several nodes, else `RING`.
+        Tuple of an `Algorithm`, `wanted` if there are several nodes or else `RING`, and
+        a string: the warning, or `""` for none.
 
     Raises:
         ValueError: If nodes have different numbers of replicas.
