@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -807,6 +808,47 @@ def test_an_index_says_what_it_was_written_with(tmp_path):
     index = load_index(str(tmp_path))
     assert index.versions["tensorflow"] == tf.__version__
     assert (tmp_path / INDEX_FILE).read_text() == to_text(index)
+
+
+def without_crc32c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+
+
+def test_checksums_are_of_crc32c_where_its_package_is_and_else_of_crc32(
+    tmp_path, monkeypatch
+):
+    pytest.importorskip("google_crc32c")
+    save(values(), tmp_path)
+    assert load_index(str(tmp_path)).algorithm == "crc32c"
+    assert holds(values(), tmp_path)
+    without_crc32c(monkeypatch)
+    save(values(), tmp_path)
+    assert load_index(str(tmp_path)).algorithm == "crc32"
+    assert holds(values(), tmp_path)
+
+
+def test_where_one_worker_lacks_the_package_of_crc32c_all_files_have_crc32(
+    tmp_path, monkeypatch
+):
+    installed = iter(["crc32c", "crc32"])
+    monkeypatch.setattr(files, "best_algorithm", lambda: next(installed))
+    save(values(), tmp_path)
+    assert load_index(str(tmp_path)).algorithm == "crc32"
+    without_crc32c(monkeypatch)
+    assert holds(values(), tmp_path)
+
+
+def test_a_checkpoint_with_crc32c_names_the_package_that_reads_it(
+    tmp_path, monkeypatch
+):
+    pytest.importorskip("google_crc32c")
+    save(values(), tmp_path)
+    without_crc32c(monkeypatch)
+    replies, workers = restore(values(), tmp_path)
+    for reply in replies:
+        assert isinstance(reply, ValueError)
+        assert "`pip install google-crc32c`" in str(reply)
+    check_nothing_loaded(workers)
 
 
 def take_part(
