@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import pathlib
+import re
 import signal
 import threading
 
@@ -209,6 +210,45 @@ def test_a_worker_that_sits_in_a_callback_is_named_with_its_line(launcher, tmp_p
     assert "Worker 0 waits for worker 1 in all-gather of texts" in found
     assert "worker 1 has not entered it, and was at the callbacks of step 6" in found
     assert "`time.sleep(1000)`" in found
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_a_slow_worker_is_named_with_what_the_others_have_waited(launcher, tmp_path):
+    result = launcher.run("-n", "2", "--log-dir", "logs", SCRIPT, "slow")
+    assert result.returncode == 0, result.stdout
+    assert ranks_with_records(tmp_path / "logs") == [0, 1]
+    found = explained(tmp_path / "logs")
+    assert re.search(r"worker 1 on \S+ is slow: for \d+\.\d of \d+\.\d s", found)
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_the_sentence_of_replicas_that_drift_begins_with_the_cause(launcher, tmp_path):
+    result = launcher.run("-n", "2", "--log-dir", "logs", SCRIPT, "drift")
+    assert result.returncode == 1, result.stdout
+    assert ranks_with_records(tmp_path / "logs") == [0, 1]
+    # One of them may learn of the other one's end before its own.
+    found = re.match(
+        r"Workers? [01 and]+: its script has ended(, after| with) RuntimeError: "
+        r"Replicas have drifted apart, as seen at step 8 of `fit`",
+        explained(tmp_path / "logs"),
+    )
+    assert found
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_a_worker_that_is_stopped_is_named_by_the_record_of_the_other_one(
+    launcher, tmp_path
+):
+    result = launcher.run("-n", "2", "--log-dir", "logs", SCRIPT, "stop", "6")
+    assert result.returncode == 1, result.stdout
+    assert ranks_with_records(tmp_path / "logs") == [0]
+    found = explained(tmp_path / "logs")
+    assert "Worker 0 waits for worker 1 in " in found
+    assert "worker 1 has left no record (no sign of life for " in found
+    assert "its process exists but hangs" in found
 
 
 @pytest.mark.processes

@@ -14,6 +14,8 @@ import tfdp
 
 TIMEOUT_SECONDS = 12.0
 STEP = 5
+# A step of the worker that is slow; the signal comes before the last epoch.
+SLOW_SECONDS, SLOW_EPOCHS = 0.08, 4
 
 
 class Trouble(keras.callbacks.Callback):
@@ -22,15 +24,27 @@ class Trouble(keras.callbacks.Callback):
         self._kind, self._is_own = kind, is_own
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        if self._kind == "slow" and self._is_own:
+            time.sleep(SLOW_SECONDS)
         if batch != STEP or not self._is_own:
             return
         if self._kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self._kind == "drift":
+            own = self.model.trainable_variables[0].value
+            for replica in own.values:
+                replica.assign_add(tf.ones_like(replica))
         if self._kind == "raise":
             raise ValueError("bad data")
         if self._kind == "sleep":
             pathlib.Path("sleeps").write_text(str(os.getpid()), "utf-8")
             time.sleep(1000)
+
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+        if self._kind == "slow" and self._is_own and epoch == SLOW_EPOCHS - 1:
+            os.kill(os.getpid(), signal.SIGUSR2)
 
 
 def reduce_in_own_order(strategy: tf.distribute.Strategy, rank: int) -> None:
@@ -62,11 +76,13 @@ def main(kind: str, timeout_seconds: float | None = None) -> None:
         model.compile("sgd", "mse")
     rows = np.ones((4 * group.num_workers * 12, 4), "float32")
     trouble = Trouble(kind, group.rank == group.num_workers - 1)
+    checks = [tfdp.callbacks.ConsistencyCheck(4)] if kind == "drift" else []
     model.fit(
         rows,
         rows[:, :1],
         batch_size=4 * group.num_workers,
-        callbacks=[trouble],
+        epochs=SLOW_EPOCHS if kind == "slow" else 1,
+        callbacks=[trouble, *checks],
         verbose=0,
     )
     print("is through", flush=True)

@@ -210,6 +210,17 @@ def test_a_job_that_runs_is_not_said_to_be_stuck():
     )
 
 
+def test_what_has_ended_a_job_is_said_before_that_no_worker_has_waited():
+    raised = [
+        record(rank, DONE, reason="its script has ended with OSError: x.", lost=rank)
+        for rank in range(2)
+    ]
+    assert explained(*raised) == (
+        "Workers 0 and 1: its script has ended with OSError: x. All workers have "
+        "entered the same collectives, and none has waited for another for 1 s."
+    )
+
+
 def test_collectives_that_the_ring_has_dropped_were_entered():
     later = [collective(n, NOW - 9.0, NOW - 8.0) for n in (8, 9)]
     waits = collective(10, NOW - 9.0, None)

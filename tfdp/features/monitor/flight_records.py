@@ -51,7 +51,8 @@ def explain(records: Records) -> str:
 
     Returns:
         String: the first collective that not all have entered, who was missing, and
-        what that worker did; or, if there is none, which worker the others wait for.
+        what that worker did; or, if there is none, which worker the others wait for,
+        after what has ended the job.
 
     Source: the flight recorder of PyTorch,
     https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
@@ -70,12 +71,13 @@ def explain(records: Records) -> str:
     if absent := [r for r in range(any_of(records).num_workers) if r not in records]:
         doing = "; ".join(f"worker {r} {_activity(records, r)}" for r in absent)
         return f"No worker with a record waits for another, but {doing}."
+    causes = _causes(records)
+    common = f"{causes}All workers have entered the same collectives"
     if late:
-        return f"All workers have entered the same collectives, but {late}."
-    return (
-        "All workers have entered the same collectives, and none has waited for "
-        f"another for {STUCK_SECONDS:g} s. {_reasons(records)}."
-    )
+        return f"{common}, but {late}."
+    none_waits = f"none has waited for another for {STUCK_SECONDS:g} s."
+    reasons = "" if causes else f" {_reasons(records)}."
+    return f"{common}, and {none_waits}{reasons}"
 
 
 def rows_of(records: Records) -> list[tuple[str, ...]]:
@@ -345,6 +347,16 @@ def _reasons(records: Records) -> str:
         reasons.setdefault(record.reason, []).append(rank)
     texts = (f"{_workers(r)} wrote since {reason}" for reason, r in reasons.items())
     return _sentence("; ".join(texts))
+
+
+def _causes(records: Records) -> str:
+    """Format the failures that the records name as a sentence; `""` without one."""
+    causes: dict[str, set[int]] = {}
+    for record in records.values():
+        if record.lost is not None:
+            causes.setdefault(record.reason, set()).add(record.lost)
+    texts = [f"{_workers(sorted(r))}: {cause}" for cause, r in causes.items()]
+    return f"{_sentence('; '.join(texts)).rstrip('.')}. " if texts else ""
 
 
 def _workers(ranks: Sequence[int]) -> str:
