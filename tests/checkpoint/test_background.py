@@ -24,7 +24,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.checkpoint import interrupted_fit
-from tests.checkpoint.test_backup_files import PLAIN, cut_run, names
+from tests.checkpoint.test_backup_files import PLAIN, names
 from tests.data.test_position import (
     EPOCHS,
     STEPS,
@@ -98,6 +98,14 @@ def gate(monkeypatch) -> Iterator[Gate]:
     monkeypatch.setattr(writer, "write_shards", made)
     yield made
     made.is_open.set()
+
+
+@pytest.fixture
+def ctrl_c_raises() -> Iterator[None]:
+    """A shell starts what it does not wait for with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_save_keeps_the_values_of_its_call_and_returns_before_they_are_written(
@@ -212,12 +220,29 @@ def test_fit_returns_when_the_last_backup_is_complete(gate, tmp_path):
     assert complete(tmp_path) == [f"step-{NUM_STEPS - k}" for k in (2, 1, 0)]
 
 
-def test_a_fit_that_raises_completes_the_save_under_way(gate, tmp_path, capfd):
+class CtrlC(Cut):
+    """Is interrupted at the end of a step, as by Ctrl-C."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if len(self.seen) == self.step:
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("cut", "raised"), [(Cut, PowerCut), (CtrlC, KeyboardInterrupt)]
+)
+def test_a_fit_that_raises_completes_the_save_under_way(
+    cut, raised, gate, tmp_path, capfd, ctrl_c_raises
+):
+    def run() -> None:
+        with pytest.raises(raised):
+            fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 1), cut(2))
+
     threading.Timer(0.5, gate.is_open.set).start()
-    cut_run(tmp_path, step=1)
+    run()
     assert complete(tmp_path) == ["step-1"]
     gate.fails = True
-    cut_run(tmp_path, step=1)
+    run()
     assert "tfdp: The checkpoint was not saved" in capfd.readouterr().err
     assert complete(tmp_path) == ["step-1"]
 
@@ -317,12 +342,9 @@ def test_a_copy_that_fails_is_an_error_of_all(gate, tmp_path, monkeypatch):
         pending.wait()
 
 
-def test_an_interrupted_wait_is_waited_for_again(gate, tmp_path, request):
+def test_an_interrupted_wait_is_waited_for_again(gate, tmp_path, ctrl_c_raises):
     model = model_of(1.0)
     pending = tfdp.checkpoint.save(model, tmp_path, background=True)
-    # A shell starts what it does not wait for with the signal ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     ctrl_c = [threading.main_thread().ident, signal.SIGINT]
     threading.Timer(0.3, signal.pthread_kill, ctrl_c).start()
     with pytest.raises(KeyboardInterrupt):
