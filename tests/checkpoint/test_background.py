@@ -32,6 +32,7 @@ from tests.data.test_position import (
     PowerCut,
     arrays,
     assert_same,
+    build,
     fit,
 )
 from tests.harness.interrupted import Layout, run
@@ -245,6 +246,24 @@ def test_a_fit_that_raises_completes_the_save_under_way(
     run()
     assert "tfdp: The checkpoint was not saved" in capfd.readouterr().err
     assert complete(tmp_path) == ["step-1"]
+
+
+def test_backups_hold_what_a_callback_listed_later_does_to_the_weights(tmp_path):
+    class SetWeights(keras.callbacks.Callback):
+        step = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.step += 1
+            set_all(self.model, self.step)
+
+    backup = BackupAndRestore(tmp_path, 1, keep=STEPS, delete_at_end=False)
+    fit(arrays(**PLAIN), backup, SetWeights(), epochs=1)
+    model, steps = build(), range(1, STEPS + 1)
+    for step in steps:
+        tfdp.checkpoint.restore(model, tmp_path / f"step-{step}")
+        for weight in model.get_weights():
+            np.testing.assert_array_equal(weight, np.full_like(weight, step))
+    assert complete(tmp_path) == [f"step-{step}" for step in steps]
 
 
 def test_steps_go_on_while_a_backup_is_written(gate, tmp_path):
