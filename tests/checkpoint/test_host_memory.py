@@ -93,6 +93,20 @@ def test_two_states_are_held_and_the_newest_is_used(
     assert not backups.exists()
 
 
+def test_a_run_that_resumes_from_memory_reads_no_backup(
+    memory, backups, capfd, undisturbed, monkeypatch
+):
+    def refuse(*arguments: Any) -> None:
+        pytest.fail("A backup in the directory was read.")
+
+    cut(backups, save_freq=2)
+    assert (backups / "step-2" / "index.json").exists()
+    monkeypatch.setattr("tfdp.checkpoint.backups.load_index", refuse)
+    monkeypatch.setattr("tfdp.checkpoint.files.read_data", refuse)
+    found = resumed_at(backups, capfd, undisturbed, save_freq=2)
+    assert found == (CUT, "memory")
+
+
 @pytest.mark.parametrize("save_freq", ["epoch", STEPS])
 def test_at_the_end_of_an_epoch_the_state_after_it_is_used(
     save_freq, memory, backups, capfd, undisturbed
