@@ -77,7 +77,8 @@ class InputProbe(MeasuringCallback):
         """Have steps traced with time stamps."""
         strategy = strategy_of(self.model)
         self._problem = _problem_of(self.model, strategy)
-        # The meter of CPUs also serves on GPUs: the host waits for their data.
+        # The time stamps of this meter, which is for CPUs, also measure the input wait
+        # of GPUs, since it is the host that waits for the data.
         self.meter = Meter()
         if strategy is not None:
             self.meter.start()

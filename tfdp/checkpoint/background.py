@@ -183,7 +183,8 @@ class BackgroundSaves:
             other.settle()
         self._wait_for_previous(worker_group.is_chief)
         hurry = threading.Event()
-        # At equal intervals a save is complete before the next one.
+        # The pauses of a save take at most half of the time between the last two saves,
+        # so that a save is complete before the next one begins.
         begin, self._begin = self._begin, time.monotonic()
         most = min((self._begin - begin) / 2, _MOST_PAUSED_SECONDS)
         if self._has_memory(needs, worker_group.is_chief):

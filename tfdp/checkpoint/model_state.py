@@ -43,7 +43,10 @@ COUNTER = "int64"
 
 
 def model_state(model: keras.Model) -> list[StateTensor]:
-    """Return state tensors of the weights and of the optimizers between two updates.
+    """Return state tensors of the weights and optimizers of a model after an update.
+
+    The variables of metrics, and gradients accumulated since that update, are not
+    included. If `model.optimizer` is not built yet, it is built first.
 
     Args:
         model: Built Keras model, with its optimizer if it is compiled.
@@ -52,7 +55,8 @@ def model_state(model: keras.Model) -> list[StateTensor]:
         List of `StateTensor` with unique names, in the same order on all workers.
 
     Raises:
-        ValueError: If the model has no variables yet.
+        ValueError: If the model has no variables yet, or an optimizer other than
+            `model.optimizer` accumulates gradients.
 
     Example:
 

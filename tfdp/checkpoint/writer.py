@@ -240,7 +240,9 @@ def replace_index(storage: Storage, token: str, text: str) -> None:
 
 
 class _ShardReader:
-    """Reader of local shards for writing, which reads each once and keeps only one.
+    """Reader of local shards for writing, which keeps only the latest one in memory.
+
+    A shard is read once if all its extents are requested one after another.
 
     Args:
         state: Sequence of `StateTensor`.

@@ -158,7 +158,7 @@ def _await_applicants(
 
 
 def _lack(survivors: Sequence[int], num_workers: int, min_workers: int) -> str:
-    """Format a clause on too few workers: `"1 worker of 4 is left, and ..."`."""
+    """Format a clause: "1 worker of 4 is left, and `min_workers` is 2"."""
     left = pluralize(len(survivors), "worker")
     verb = "is" if len(survivors) == 1 else "are"
     return f"{left} of {num_workers} {verb} left, and `min_workers` is {min_workers}"

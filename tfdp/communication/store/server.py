@@ -24,9 +24,9 @@ from tfdp.communication.connection.messages import (
 from tfdp.communication.store.contents import Change, Contents
 from tfdp.communication.store.replication import Replication
 
-# Least time between two heartbeats of a worker, and the largest number of heartbeats
-# that the host receives in a second, by which the time grows with the number of
-# workers. The end of a process shows in its connection, not in heartbeats.
+# Shortest time between two heartbeats of a worker, and limit on the heartbeats that the
+# host receives per second: with more workers, each sends fewer. This delays no
+# detection of a process's end, which closes its connection.
 _BEAT_SECONDS, _MOST_BEATS_PER_SECOND = 1.0, 48
 # Number of missing heartbeats after which a summary has the age of the last one.
 _SILENT_BEATS = 1.5

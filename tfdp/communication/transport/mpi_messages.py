@@ -169,8 +169,9 @@ class MpiMessages:
         if not self._set_reason(reason) or self._job.mpi.Is_finalized():
             return
         self._send_leave_reason()
-        # A waiting thread of the lane sees `_reason` between two pauses. A thread that
-        # sums cleans up itself at its next check.
+        # A thread that waits for messages checks `_reason` after each pause, and then
+        # releases the lock. A thread that computes a sum may hold it for longer than
+        # the timeout; it cleans up itself when it next checks `_reason`.
         if self._in_call.acquire(timeout=_CLOSE_SECONDS):
             try:
                 self._clean_up()

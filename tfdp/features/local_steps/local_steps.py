@@ -78,8 +78,9 @@ class LocalSteps(LocalUpdates):
         self.updates = make_variable(
             shape=(), dtype="int", initializer="zeros", name="local_updates"
         )
-        # Samples since the last exchange of each fragment. The numbers differ between
-        # replicas, and are zero whenever the state may be saved.
+        # Number of this replica's samples since the last exchange of each fragment, a
+        # group of variables. It is zero whenever the state may be saved, so backups do
+        # not contain it, although it differs between replicas.
         self.samples = make_variable(
             shape=(len(self._fragments),),
             dtype="float32",

@@ -27,8 +27,9 @@ _MEANS = (
 )
 # Columns whose latest value is reported instead of a mean.
 _LATEST = ("gradient_norm", "loss_scale", "skipped_steps")
-# The latest step times, and the latest rows of each bucket, that `Totals` keeps for
-# percentiles and medians; a run may have millions of steps.
+# Numbers of the latest step times, and of the latest windows with times of a bucket,
+# from which `Totals` computes percentiles and medians. They are limited since a run may
+# have millions of steps.
 _KEPT_TIMES, _KEPT_ROWS = 20_000, 1_000
 # A worker is a straggler if it is slower by the first fraction of a step in several
 # windows, or by the second in one.

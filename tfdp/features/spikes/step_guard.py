@@ -25,7 +25,8 @@ from tfdp.training.step.undo import changed_outside_update, undo_after
 LEAST_VALUES = 20
 # Number of the latest skipped updates that the step keeps until the end of an epoch.
 MOST_LOGGED = 256
-# Most batches that can be left out after rollbacks.
+# Largest number of batches skipped because of rollbacks: the size of the variable with
+# their numbers. With more spikes, `SpikeGuard` raises an error.
 MOST_EXCLUDED = 1024
 # Number of variables with the largest gradients that an error names.
 MOST_NAMED = 3

@@ -141,7 +141,7 @@ def _names_in_graph(graph: Any) -> Iterator[str]:
 
 
 def operations_in(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
-    """Yield the operations in the functions that a dataset calls, such as of `map`.
+    """Yield the operations in the functions of all stages of a dataset.
 
     Yields:
         Pairs of the type of an operation and its attributes by name.

@@ -33,8 +33,8 @@ from tfdp.launch.rendezvous.link import Link
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Hello, Node, Reports, Roster
 
-# Wait, in seconds, for the report of a silent node whose worker the others have lost:
-# their reports may come first, and a silent node probably sends none.
+# Seconds to wait for a silent node's own report after another node has reported its
+# worker as lost. The wait is short, since a silent node probably sends no report.
 _SETTLE_SECONDS = 1.0
 # Seconds between notices about missing nodes.
 _NOTICE_SECONDS = 10.0

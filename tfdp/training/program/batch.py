@@ -34,11 +34,13 @@ class BatchPlaceholder:
     """Placeholder of one part of the batch in a program.
 
     Args:
-        value: Tensor, composite tensor or other value that the step receives.
-        facts: Sequence of pairs of a component of `value` and its `Fact`.
-        local_values: Callable that takes the part and the `Replica`, and returns the
-            tensors that this replica feeds to the components, one for each pair of
-            `facts`.
+        value: The part as the traced step receives it: a symbolic tensor, a composite
+            of symbolic tensors, or another value, unchanged.
+        facts: Sequence of pairs of a placeholder tensor from which `value` is built,
+            and its `Fact`: how a replica holds that tensor, and its sizes.
+        local_values: Callable that takes the part of this replica's batch and the
+            `Replica`, and returns the tensors that the replica feeds to the
+            placeholders, one for each pair of `facts`.
     """
 
     value: Any

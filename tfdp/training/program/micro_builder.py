@@ -81,7 +81,11 @@ class StagedBuilder(Builder):
         return [op for op, own in self.micro.stages.items() if own == stage]
 
     def _build_operation(self, op: Any) -> None:
-        """Build an operation, or replace a read by the tensor that was assigned."""
+        """Build an operation, but replace some reads of states by assigned tensors.
+
+        These reads follow an assignment in the step. States change only after all rows
+        are computed, so the reads would return old values, see `MicroPlan.forwarded`.
+        """
         if op in self.micro.forwarded:
             self._store(op.outputs[0], self.get(*self.micro.forwarded[op]))
         else:

@@ -107,7 +107,12 @@ class StepFeature:
         """
 
     def schedule(self, group: ParamGroup) -> Schedule | None:
-        """Return the `Schedule` of a group's update; `None` for the optimizer's own."""
+        """Return the learning rate of a parameter group in this update.
+
+        Returns:
+            `Schedule` with the rate and a factor of momentum, or `None` if the feature
+            does not change the optimizer's own rate.
+        """
         return None
 
     def check(self, optimizer: Any) -> None:

@@ -12,7 +12,8 @@ from tfdp.ground.text import pluralize
 
 # Exit code of a worker that its watchdog has ended: EX_UNAVAILABLE of sysexits.h.
 EXIT_CODE = 69
-# Text in TensorFlow's error if a collective between processes has failed.
+# Message of tfdp's assertions in the graph. In an error of TensorFlow, it shows that a
+# collective between workers has failed.
 COLLECTIVE_FAILED = "a collective between workers failed"
 # Cause of the loss of a worker that ended without an error.
 SCRIPT_ENDED = "its script has ended"
