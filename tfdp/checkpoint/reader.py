@@ -153,7 +153,8 @@ class ReadItem:
         try:
             with tf.device("CPU:0"):
                 elements = from_bytes(self._tensor, self._dtype)
-        # TensorFlow cannot convert some dtypes, such as int4 and float8.
+        # TensorFlow cannot bitcast bytes to some dtypes, such as int4 and float8; the
+        # NumPy array is assigned instead.
         except tf.errors.InvalidArgumentError:
             elements = self.values
         with common_values():

@@ -25,7 +25,8 @@ LONGEST_PAUSE_SECONDS = 0.01
 # a pause would take longer.
 _SPIN_SECONDS = 30e-6
 _SHORTEST_SECONDS = 20e-6
-# A pause lasts this fraction (1/8) of the time waited, so that it adds little to it.
+# Ratio of the time waited so far to the next pause: to wake late by one pause then
+# lengthens the wait by only about an eighth.
 _WAITED_PER_PAUSE = 8
 
 

@@ -94,7 +94,7 @@ class Mark:
     values: tf.Variable
 
 
-# Row of the table that `Recorder.gather` collects: the item that is recorded.
+# Item that a `Recorder` records; `gather` copies its values into one row of a table.
 Row = Collective | Mark
 
 

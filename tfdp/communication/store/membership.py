@@ -263,7 +263,8 @@ class Membership:
             try:
                 self._report_missing(missing, "", begin, timeout_seconds)
             except JobRuns:
-                # The cluster that runs may be this one, which is complete by now.
+                # The job that runs may be in this very cluster, if the last worker has
+                # joined since `missing` was read: then all texts have arrived.
                 if (versions := gathering.texts(_WAIT_SECONDS)) is None:
                     raise
                 break

@@ -317,7 +317,10 @@ class Server:
                 self._reply(self._members[rank], number, body)
 
     def _answer_now(self, member: _Member, number: int, **answer: Any) -> None:
-        """Send the fields of an answer to request `number`; it depends on no change."""
+        """Answer request `number` by these fields, without waiting for the standby.
+
+        Only for an answer that depends on no change of the store's contents.
+        """
         member.send({"id": number, **answer})
 
     def _answer(self, member: _Member, number: int, **answer: Any) -> None:

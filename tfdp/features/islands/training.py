@@ -210,9 +210,10 @@ class IslandTraining:
         self._client: HubClient | None = None
         self._version = 0
         self._batches = 0
-        # Updates since pseudo-gradients were last sent, which weight this island in the
-        # next mean; and the number of the update after which they were sent.
+        # Updates since pseudo-gradients were last sent: the weight of this island in
+        # the next mean.
         self._new_updates = 0
+        # Value of `_updates`, counted since the last `sync`, when they were last sent.
         self._sent_at = 0
         self._exchange: Future[bool] | None = None
         self.staleness = self.participants = 0
@@ -321,7 +322,10 @@ class IslandTraining:
         )
 
     def _run_exchange(self, samples: float, arrays: list[Array], updates: int) -> bool:
-        """Exchange, on a thread, and return whether this island was behind.
+        """Exchange pseudo-gradients with the other islands, and make the outer step.
+
+        Runs on a thread. An island that has missed exchanges, or has lost its
+        connection to the hub, adopts the common state instead.
 
         Args:
             samples: Float, weight of this island in the mean: its updates since the
@@ -329,6 +333,9 @@ class IslandTraining:
             arrays: List of arrays, pseudo-gradients followed by statistics.
             updates: Int, updates that this island has made in all, sent if it has to
                 join again.
+
+        Returns:
+            Bool, whether the island was behind, so that it adopted the common state.
         """
         client, state = self._client, self._state
         assert client is not None

@@ -73,8 +73,9 @@ class ReplicatedOuterStep(OuterStep):
         self, make_variable: Callable[..., Any], template: Any, trained: Sequence[Any]
     ) -> None:
         self._trained = trained
-        # The weights are copied by `begin` in the step: an assignment here would become
-        # part of the graph if the first step is being traced.
+        # Whether `begin` has copied the trained weights into the anchors. It does so in
+        # the step: if the first step is being traced, an assignment here would become
+        # part of the graph, and be repeated at every step.
         self.is_begun = make_variable(
             shape=(), dtype="int", initializer="zeros", name="outer_is_begun"
         )

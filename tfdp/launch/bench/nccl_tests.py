@@ -8,7 +8,7 @@ import numpy as np
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
-# Algorithm of a collective other than all-reduce, which has no choice of algorithms.
+# Stands for the algorithm of the other collectives: only all-reduce has a choice.
 NO_ALGORITHM = "-"
 # Name of a worker's variant that returns the name of its communication backend.
 BACKEND = "backend"

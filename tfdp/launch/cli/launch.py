@@ -117,7 +117,8 @@ def check_num_workers(num_workers: int) -> None:
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     each = f"{_WORKERS_PER_CORE} for each of its {pluralize(num_cores(), 'CPU core')}"
     bounds = [(_WORKERS_PER_CORE * num_cores(), each)]
-    connects = not visible_gpus()  # tfdp connects the workers, or with GPUs NCCL
+    # Without GPUs, tfdp connects the workers; NCCL needs TensorFlow's server instead.
+    connects = not visible_gpus()
     if open_files != resource.RLIM_INFINITY:
         most = max(1, (open_files - _OTHER_FILES) // _FILES_PER_WORKER)
         reason = f"by its limit of open files, {open_files} (ulimit -n)"

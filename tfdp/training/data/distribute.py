@@ -48,8 +48,9 @@ from tfdp.training.data.stages import BATCHES, MAPS, PASS_THROUGH, SELECTIONS
 REBALANCE_REASON = (
     "with `--rebalance` it changes which rows these are, while they are read ahead"
 )
-# Generation of the cluster in which a `shuffle` stage was first distributed, for each
-# stage with a new order in each iteration. A change of the workers begins a generation.
+# Generation of the cluster in which each `shuffle` stage with a new order in each
+# iteration was first distributed. A change of the workers begins a generation. A stage
+# of an earlier generation is refused: its order depends on reads before the change.
 _generations: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _POLICY = tf.data.experimental.AutoShardPolicy
 # Stages that read no files. The check whether there are enough files leaves them out,

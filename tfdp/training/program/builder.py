@@ -473,8 +473,9 @@ class Builder:
             gradient: Gradient of the program: a tensor, `tf.IndexedSlices`, or `None`.
 
         Returns:
-            Partial sum for a tensor, in whatever form the replica has it; this
-            replica's `tf.IndexedSlices` for sparse rows; `None` for `None`.
+            For a tensor, this replica's partial sum, converted from the form in which
+            the replica holds it; for sparse rows, this replica's `tf.IndexedSlices`;
+            for `None`, `None`.
         """
         if gradient is None:
             return None
