@@ -99,7 +99,9 @@ def test_doctor_shows_versions_devices_nccl_cluster_ports_and_a_warning(
         f"worker 1  127.0.0.1:{free_port}  this task, port free",
         "replica 3  CPU:1  local rank 3",
         "evaluator  elsewhere:1  takes no part in training",
-        "worker 0 serves the job's store to processes of this user",
+        f"this worker listens on 127.0.0.1, port {free_port}, and on its Unix socket",
+        "worker 0 serves the job's store to processes of this user; if it is lost, the "
+        "worker with the copy does",
         "TensorFlow's server listens on a free port of all interfaces and runs any",
     ):
         assert line in output, output
@@ -267,6 +269,29 @@ def test_doctor_says_when_nodes_are_uneven(monkeypatch):
     cluster = Cluster(("10.0.0.1:1", "10.0.0.2:1", "10.0.0.2:2"))
     doctor._show_cluster(console, cluster, ["CPU:0"])
     assert "  The nodes are uneven, with 1, 2 replicas: " in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("host", "own", "where"),
+    [
+        ("two", ["10.0.0.1", "fe80::1"], "10.0.0.1 and fe80::1, port 2222"),
+        ("elsewhere", [""], "all interfaces, port 2222"),
+    ],
+)
+def test_doctor_says_on_which_addresses_a_worker_listens(monkeypatch, host, own, where):
+    found = {host: own}
+    monkeypatch.setattr(doctor, "addresses_to_listen_on", found.__getitem__)
+    cluster = Cluster(("other:1", f"{host}:2222"), task_index=1, secret="s" * 16)
+    line, store, *_ = doctor._describe_network(cluster)
+    assert line == f"this worker listens on {where}"
+    assert "processes with the job's secret" in store
+    monkeypatch.setattr(doctor, "current_job", object)
+    assert next(doctor._describe_network(cluster)).endswith(", a free port")
+
+
+def test_doctor_names_no_port_of_an_evaluator():
+    lines = list(doctor._describe_network(Cluster(("a:1", "b:1"), "evaluator")))
+    assert lines[0].startswith("worker 0 serves the job's store")
 
 
 def test_an_address_in_brackets_is_not_taken_for_markup():

@@ -39,6 +39,7 @@ from tfdp.communication.coordination.watch.heartbeat import Heartbeat, IdleMeter
 from tfdp.communication.coordination.watch.watchdog import Watchdog
 from tfdp.communication.store import HostLost
 from tfdp.communication.store import server as server_module
+from tfdp.communication.store.contents import Contents
 from tfdp.ground import _compat
 from tfdp.ground.base.process_identity import ProcessIdentity
 
@@ -113,6 +114,48 @@ def test_while_the_store_does_not_answer_only_its_host_is_suspected(
     assert [rank for rank in range(3) if known.cause(rank)] == [host]
     known.record_answer(dated={0, 2})
     assert known.suspects() == [0, 2]
+
+
+class SharedStore(Store):
+    """The store of a job whose workers all send heartbeats, but for a silent one."""
+
+    def __init__(self, clock: Clock, num_workers: int, silent: int) -> None:
+        super().__init__()
+        self.server = server_module.Server(num_workers, 0, Contents())
+        self.clock, self.silent = clock, silent
+        self.beat_seconds = server_module.beat_seconds(num_workers)
+
+    def beat(self, text: str, **options: bool) -> dict[str, Any]:
+        now, late = self.clock.now, 1.0
+        for rank, beat in self.server._beats.items():
+            if rank != self.silent and now - beat.received_at > self.beat_seconds:
+                received_at = beat.received_at + self.beat_seconds + late
+                if received_at <= now:
+                    self.server._beats[rank] = server_module._Beat("", False, now)
+        return self.server._summary(False)
+
+
+def test_a_silent_worker_of_256_is_suspected_within_ten_seconds(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    now = types.SimpleNamespace(monotonic=lambda: clock.now)
+    monkeypatch.setattr(server_module, "time", now)
+    store, begin = SharedStore(clock, 256, silent=1), clock.now
+    others = [rank for rank in range(256) if rank != 2]
+    # Workers send their heartbeats at different times: one that knows is enough.
+    known = [FailureDetector(others, limit_seconds=60, host=0) for _ in range(8)]
+    beats = [Heartbeat(2, store, one) for one in known]
+    beat = store.beat_seconds
+    suspected: dict[float, list[int]] = {}
+    for tick in range(1, 400):
+        clock.now = begin + tick * beat / 80
+        if tick % 10 == 0:
+            beats[tick // 10 % 8]._beat()
+        for one in known:
+            if suspects := one.suspects():
+                suspected.setdefault(clock.now - begin, suspects)
+    assert {tuple(suspects) for suspects in suspected.values()} == {(1,)}
+    assert 1.4 * beat < min(suspected) < 10
 
 
 def test_who_has_no_connection_is_suspected_at_once_unless_it_has_left(clock: Clock):

@@ -14,12 +14,26 @@ import time
 
 from tfdp.communication.cluster import Cluster
 from tfdp.communication.store import HostLost, Membership
+from tfdp.communication.store.replication import Replication
 
 
 def say(**words: object) -> None:
     """Send one line to the parent."""
     sys.stdout.write(json.dumps(words) + "\n")
     sys.stdout.flush()
+
+
+def say_standby() -> None:
+    """Say which member has the copy, and which were too slow, where this one hosts."""
+    announce = Replication._announce
+
+    def announce_and_say(replication: Replication) -> None:
+        announce(replication)
+        standby = replication.standby
+        rank = None if standby is None else standby.rank
+        say(standby=rank, slow=sorted(replication._slow))
+
+    Replication._announce = announce_and_say  # type: ignore[method-assign]
 
 
 def put_all(member: Membership, rank: int, has_ended: threading.Event) -> None:
@@ -56,6 +70,7 @@ def missing(member: Membership, told: list[list[int]]) -> list[str]:
 
 def main(workers: str, rank: int) -> None:
     """Run a member until its standard input ends."""
+    say_standby()
     member = Membership(Cluster(tuple(json.loads(workers)), task_index=rank))
     member.join(20)
     say(joined=True)

@@ -18,7 +18,7 @@ import pytest
 
 from tests.harness.timing import wait_until, within
 from tests.store.clusters import cluster_of, members_of, of_rank, on_all
-from tfdp.communication.cluster import Cluster, free_ports
+from tfdp.communication.cluster import Cluster, free_ports, ports
 from tfdp.communication.cluster.address import join_address, split_address
 from tfdp.communication.cluster.own_addresses import is_own, own_addresses
 from tfdp.communication.connection.handshake import authenticate, dial_steps
@@ -402,6 +402,26 @@ def test_workers_of_one_machine_listen_on_loopback_only(host: str):
         for address in own_addresses():
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((address, port), 5)
+
+
+def test_a_worker_listens_at_each_address_of_its_name_and_on_one_machine_by_unix(
+    outside: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    def listened(cluster: Cluster) -> list[object]:
+        with member_of(cluster, 0) as member:
+            names = [sock.getsockname() for sock in member._acceptor._listening]
+        return [name if isinstance(name, bytes) else name[:2] for name in names]
+
+    host, port = split_address(outside.workers[0])
+    assert listened(outside) == [(host, port)]
+    found = {host: ["127.0.0.1", "127.0.0.2"], "127.0.0.1": ["127.0.0.1"]}
+    monkeypatch.setattr(ports, "addresses_of", found.__getitem__)
+    monkeypatch.setattr(ports, "is_local_name", lambda host: True)
+    assert listened(outside) == [("127.0.0.1", port), ("127.0.0.2", port)]
+    cluster = cluster_of(2)
+    _, port = split_address(cluster.workers[0])
+    unix = f"\0tfdp-store-{port}".encode()
+    assert listened(cluster) == [("127.0.0.1", port), unix]
 
 
 def test_a_first_worker_that_stands_still_ends_no_wait_of_those_that_join(

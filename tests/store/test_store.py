@@ -385,6 +385,21 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_sent(
     assert members[2].store.get("key", 5) == "text"
 
 
+def test_a_text_beyond_the_limit_gets_one_sentence_and_the_store_works_on(
+    members: list[Membership],
+):
+    members[1].store.put("key", "before")
+    with pytest.raises(MessageTooLong) as caught:
+        members[1].store.put("key", "x" * (65 << 20))
+    assert str(caught.value) == (
+        "A text that workers exchange is too long for the job's store: the limit is "
+        "64 MiB. Received: 65.0 MiB"
+    )
+    assert [member.store.get("key", 5) for member in members] == ["before"] * 3
+    members[1].store.put("key", "after")
+    assert [member.store.get("key", 5) for member in members] == ["after"] * 3
+
+
 @pytest.mark.parametrize(
     "sent",
     [

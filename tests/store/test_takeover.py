@@ -44,6 +44,9 @@ class Member:
         self.rank = rank
         self.puts: list[int] = []
         self.gathered: list[int] = []
+        # The copy of the store that this member hosts: who has it, who was too slow.
+        self.standby: int | None = None
+        self.slow: set[int] = set()
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -57,6 +60,9 @@ class Member:
                         self.puts.append(number)
                     case {"gathered": number}:
                         self.gathered.append(number)
+                    case {"standby": standby, "slow": slow}:
+                        self.standby = standby
+                        self.slow |= set(slow)
                     case answer:
                         self._answers.put(answer)
 
@@ -131,6 +137,13 @@ def test_what_the_store_told_survives_its_host_over_tcp(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("seed", range(200, 217))
+def test_the_worker_with_the_copy_takes_over_from_each_host(tmp_path, seed: int):
+    secret_file = tmp_path / "secret" if seed % 2 else None
+    assert check_kills(seed, secret_file, hosts_only=True) == 3
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(100, 115))
 def test_what_the_store_told_survives_each_of_its_hosts(tmp_path, seed: int):
     check_kills(seed, tmp_path / "secret" if seed % 2 else None)
@@ -151,24 +164,42 @@ def test_the_loss_of_the_host_and_of_the_copy_is_told_to_all_in_a_sentence():
             assert answer["seconds"] < 4.0
 
 
-def check_kills(seed: int, secret_file: pathlib.Path | None = None) -> None:
-    """Kill the host, the standby or another member, until one is left."""
+def check_kills(
+    seed: int, secret_file: pathlib.Path | None = None, *, hosts_only: bool = False
+) -> int:
+    """Kill the host, or also the standby and others, until one is left.
+
+    Returns:
+        The number of killed members that hosted the store.
+    """
     chance = random.Random(seed)
+    num_hosts = 0
     with processes_of(4, secret_file) as members:
         living, host = list(members), 0
         while len(living) > 1:
             time.sleep(chance.uniform(0.0, 0.3))
-            killed = next(member for member in living if member.rank == host)
-            if len(living) < 4 and chance.random() < 0.3:
+            killed = members[host]
+            if not hosts_only and len(living) < 4 and chance.random() < 0.3:
                 killed = chance.choice(living)
+            is_host = killed.rank == host
+            num_hosts += is_host
             living.remove(killed)
             killed.kill()
             answers = ask(living, members)
             assert [answer["missing"] for answer in answers] == [[]] * len(living)
             assert max(answer["seconds"] for answer in answers) < 3.0
-            (host,) = {answer["host"] for answer in answers}
+            (next_host,) = {answer["host"] for answer in answers}
+            if not is_host:
+                assert next_host == host
+            elif not killed.slow:
+                assert next_host == killed.standby
+                # The standby of a later host is the first member that follows it.
+                assert next_host == living[0].rank or host != 0
+            host = next_host
             assert host in [member.rank for member in living]
         assert all(len(member.puts) > 0 for member in members)
         end(living)
         last = [max(member.gathered, default=-1) for member in members]
         assert last[living[0].rank] == max(last)
+    print(f"Of 3 members that were killed, {num_hosts} hosted the store.")
+    return num_hosts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import re
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from tests.harness import forks
@@ -18,6 +20,7 @@ from tests.harness.commands import ROOT, run_python
 from tests.harness.forks import Answer, Start
 from tests.harness.tf_config import cluster_configs
 from tests.harness.tiers import full
+from tests.harness.timing import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -277,13 +280,86 @@ def test_nodes_that_do_not_fit_the_workers_are_refused_by_all(options, expected)
         assert expected in text
 
 
-def test_port_already_taken_is_named_and_the_other_worker_told():
+def test_port_already_taken_is_named_and_so_is_its_worker_where_others_wait():
     texts = cluster_configs(2)
-    port = int(json.loads(texts[1])["cluster"]["worker"][1].rpartition(":")[2])
+    address = json.loads(texts[1])["cluster"]["worker"][1]
+    port = int(address.rpartition(":")[2])
+    options = {"timeout_seconds": 1.0}
     with socket.create_server(("", port)):
-        (text,) = refused(Start(auto_strategy, texts[1]))
-    assert f"Port {port}" in text
-    assert "taken" in text
+        starts = [Start(auto_strategy, text, options) for text in texts]
+        first, second = forks.run(starts, deadline_seconds=WITHIN_SECONDS)
+    check_sentence(first, "TimeoutError")
+    assert f"for worker 1 ({address}), which did not start" in first.text
+    check_sentence(second)
+    assert f"Port {port}, on which this task has to listen" in second.text
+    assert "is already taken by another process" in second.text
+
+
+def train_until(folder: pathlib.Path, name: str) -> list[float]:
+    """Trains, says so, and trains again once a file of each other job is there."""
+    import keras
+
+    import tfdp
+
+    with tfdp.auto_strategy().scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    losses = []
+    for _ in range(2):
+        losses += model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0).history["loss"]
+        (folder / name).touch()
+        wait_until(lambda: len(list(folder.glob("refused*"))) == 2, seconds=60.0)
+    return losses
+
+
+def join_beside(folder: pathlib.Path, name: str) -> int:
+    """Starts a job once the workers of another one train."""
+    wait_until(lambda: len(list(folder.glob("trains*"))) == 2, seconds=60.0)
+    try:
+        return auto_strategy(timeout_seconds=START_TIMEOUT_SECONDS)
+    finally:
+        (folder / name).touch()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shares_all", [True, False])
+def test_a_second_job_on_a_port_says_so_and_the_first_trains_on(
+    tmp_path, shares_all: bool
+):
+    first = cluster_configs(2)
+    workers = json.loads(first[0])["cluster"]["worker"]
+    port = workers[0].rpartition(":")[2]
+    # Two jobs with the same TF_CONFIG, or with one port in common.
+    second = first if shares_all else cluster_configs(2)
+    if not shares_all:
+        others = [workers[0], json.loads(second[1])["cluster"]["worker"][1]]
+        second = [config({"worker": others}, index=rank) for rank in range(2)]
+    starts = [
+        *(
+            Start(train_until, text, {"folder": tmp_path, "name": f"trains {rank}"})
+            for rank, text in enumerate(first)
+        ),
+        *(
+            Start(join_beside, text, {"folder": tmp_path, "name": f"refused {rank}"})
+            for rank, text in enumerate(second)
+        ),
+    ]
+    answers = forks.run(starts, deadline_seconds=60.0)
+    for answer in answers[:2]:
+        assert answer.error == "", answer
+        assert answer.value[1] < answer.value[0]
+    assert answers[0].value == answers[1].value
+    texts = [answer.text for answer in answers[2:]]
+    assert [answer.error for answer in answers[2:]] == ["ValueError"] * 2
+    assert f"Port {port}, on which this task has to listen" in texts[0]
+    if shares_all:
+        assert "is already taken by another process" in texts[1]
+    else:
+        assert (
+            f"Another program listens on the port of worker 0 ({workers[0]})"
+            in (texts[1])
+        )
+        assert "whether another job uses the port" in texts[1]
 
 
 # Devices.

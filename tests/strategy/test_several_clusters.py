@@ -32,18 +32,29 @@ def train_in_two_clusters(
     """Uses TensorFlow first, the first worker more than the other."""
     x = tf.Variable(common.regression_data(16)[0]) * 1.0
     y = tf.constant(common.regression_data(16)[1])
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
     if rank == 0:
         tfdp.MirroredStrategy(["CPU:0"])
-        model = common.compiled(keras.Sequential([keras.layers.Dense(2)]))
-        model.fit(x, y, verbose=0)
+    earlier = common.compiled(keras.Sequential([keras.layers.Dense(2)]))
+    earlier.fit(rows, epochs=1 + (rank == 0), verbose=0)
+    predicted = earlier.predict(x, verbose=0)
     found = []
     for config in configs:
         os.environ["TF_CONFIG"] = config[rank]
         found.append(losses(x, y))
+        # What was created before any strategy is still of use: each worker has its own.
+        for source in (x, rows):
+            again = earlier.predict(source, verbose=0)
+            np.testing.assert_allclose(again, predicted, rtol=1e-6)
+        assert sum(int(batch[0].shape[0]) for batch in rows) == len(x)
+    earlier.fit(rows, verbose=0)
+    assert not np.allclose(earlier.predict(x, verbose=0), predicted)
     return {"found": found}
 
 
-def test_two_clusters_of_a_process_train_as_one_device_does(tmp_path):
+def test_two_clusters_of_a_process_train_as_one_device_does_beside_an_earlier_model(
+    tmp_path,
+):
     configs = [cluster_configs(2), cluster_configs(2)]
     result = run(Layout(2, 1), train_in_two_clusters, tmp_path, {"configs": configs})
     assert result.codes == (0, 0), result.output[-3000:]

@@ -13,9 +13,13 @@ from tfdp.communication.cluster import Cluster, free_ports
 from tfdp.communication.store import Membership, beat_seconds
 from tools.bench.report import Arguments, Figure, Report
 
-# Longest time of an all-gather, by the number of members, in milliseconds.
+# Longest median time of an all-gather and of a barrier, which is an all-gather of empty
+# texts, by the number of members, in milliseconds.
 MOST_MILLISECONDS = {2: 20.0, 16: 50.0, 64: 100.0, 256: 250.0}
-TEXT, REPORT = "x" * 40, "x" * 500
+# Largest share of a processor that the heartbeats of all members take.
+MOST_SHARE = 0.02
+KINDS = {"all-gather of 40 characters": "x" * 40, "barrier": ""}
+REPORT = "x" * 500
 SECONDS = 60.0
 BEATS = 5
 
@@ -25,14 +29,18 @@ def run(args: Arguments) -> None:
     report = Report(args, {"benchmark": "the job's store; members are threads"})
     for count, most in MOST_MILLISECONDS.items():
         with members_of(count) as members:
-            times = [1000 * seconds_of_gather(members, k) for k in range(args.blocks)]
-            name = f"all-gather of 40 characters, {count} members, ms"
-            median, note = statistics.median(times), f"longest {max(times):.1f}"
-            report.add(Figure(name, round(median, 1), at_most=most, note=note))
+            for kind, text in KINDS.items():
+                times = [
+                    1000 * seconds_of_gather(members, f"{kind} {block}", text)
+                    for block in range(args.blocks)
+                ]
+                name = f"{kind}, {count} members, ms"
+                median, note = statistics.median(times), f"longest {max(times):.1f}"
+                report.add(Figure(name, round(median, 1), at_most=most, note=note))
             name = f"heartbeats of {count} members, share of a processor"
             share = seconds_of_beat(members) * count / beat_seconds(count)
             note = f"one each {beat_seconds(count):.1f} s, both ends"
-            report.add(Figure(name, round(share, 4), note=note))
+            report.add(Figure(name, round(share, 4), at_most=MOST_SHARE, note=note))
     report.finish()
 
 
@@ -47,14 +55,14 @@ def members_of(count: int) -> Iterator[list[Membership]]:
         list(pool.map(Membership.leave, members))
 
 
-def seconds_of_gather(members: list[Membership], number: int) -> float:
+def seconds_of_gather(members: list[Membership], key: str, text: str) -> float:
     """Return the time until all members have the texts of all."""
     barrier = threading.Barrier(len(members) + 1)
 
     def gather(member: Membership) -> None:
         barrier.wait()
-        texts = member.store.gather(f"call {number}", TEXT).texts(SECONDS)
-        assert texts == [TEXT] * len(members)
+        texts = member.store.gather(key, text).texts(SECONDS)
+        assert texts == [text] * len(members)
 
     with ThreadPoolExecutor(len(members)) as pool:
         done = [pool.submit(gather, member) for member in members]

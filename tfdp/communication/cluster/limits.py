@@ -12,10 +12,13 @@ from tfdp.ground.text import pluralize
 # Measured in /proc/self/fd with TensorFlow 2.19 to 2.21; each further worker adds one
 # connection.
 _SERVER_FILES = 8
-# File descriptors of a worker's store: three listening sockets, those that wake and
-# watch for its thread, and the own connection; worker 0 has one more for each worker.
+# File descriptors of a worker's store: up to three listening sockets (TCP at each
+# address of this host that the worker's name has, usually one or two, and a Unix socket
+# if all workers are on one machine), those that wake and watch for its thread, and the
+# own connection; the worker that hosts the store has one more for each worker.
 _STORE_FILES = 8
-# File descriptors of a mesh: listening sockets, and those of its thread's selector.
+# File descriptors of a mesh: two listening sockets (TCP on a port that the system
+# chooses, and Unix), and those of its thread's selector.
 _MESH_FILES = 5
 # Lanes of a worker, each with a connection to every other worker: four channels for
 # collectives of replicas, and one for small values of the workers.

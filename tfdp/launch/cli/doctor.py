@@ -18,7 +18,9 @@ from tfdp.communication.cluster import (
     topology_of,
     unconnected_processes,
 )
+from tfdp.communication.cluster.address import split_address
 from tfdp.communication.cluster.mpi_start import current_job
+from tfdp.communication.cluster.ports import addresses_to_listen_on
 from tfdp.communication.cluster.spec import SOURCES
 from tfdp.communication.store import Admission
 from tfdp.ground.text import pluralize
@@ -282,12 +284,33 @@ def _describe_network(cluster: Cluster) -> Iterator[str]:
         who = "processes of this user"
     elif admission.is_safe:
         who = "processes with the job's secret"
-    yield f"each worker listens on its port; worker 0 serves the job's store to {who}"
+    if not cluster.is_evaluator:
+        yield _describe_listening(cluster, is_local=admission.is_local)
+    yield (
+        f"worker 0 serves the job's store to {who}; if it is lost, the worker with the "
+        "copy does"
+    )
     yield (
         "between CPUs, a further port that the system chooses and a Unix socket carry "
         "the data, for processes with a secret from the store"
     )
     yield _SERVER
+
+
+def _describe_listening(cluster: Cluster, *, is_local: bool) -> str:
+    """Return the line that says where this worker listens for the job's store.
+
+    Args:
+        cluster: `Cluster`, of which this process is a worker.
+        is_local: Bool, whether the workers connect by Unix sockets.
+    """
+    worker = cluster.workers[cluster.rank]
+    host, port = split_address(worker)
+    where = " and ".join(addresses_to_listen_on(host)) or "all interfaces"
+    where += ", a free port" if current_job() else f", port {port}"
+    if is_local:
+        where += ", and on its Unix socket"
+    return f"this worker listens on {where}"
 
 
 def _source() -> str:

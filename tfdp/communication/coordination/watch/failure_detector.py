@@ -14,8 +14,10 @@ from tfdp.communication.coordination.watch.errors import SCRIPT_ENDED
 from tfdp.communication.store import beat_seconds
 from tfdp.ground.base.process_identity import ProcessIdentity
 
-# Number of missing heartbeats after which a worker's port is probed.
-_SUSPECT_BEATS = 2.5
+# Number of missing heartbeats after which a worker's port is probed, and the longest
+# silence before that, since heartbeats of many workers come less often. The least
+# number is that after which the store's summary has the age of a heartbeat.
+_SUSPECT_BEATS, _SUSPECT_SECONDS, _LEAST_SUSPECT_BEATS = 2.5, 8.0, 1.5
 # Number of successive refused connections that show that a worker's process has ended.
 _REFUSALS = 2
 
@@ -36,6 +38,8 @@ class WorkerStatus:
         process: `ProcessIdentity`, or `None` if unknown.
         evidence: String, the last probe's evidence that the process has ended.
         is_disconnected: Bool, whether its connection to the store has ended.
+        reported_age: Float, age of its last heartbeat by the store's last answer, 0 if
+            recent.
     """
 
     last_heartbeat: float
@@ -48,6 +52,7 @@ class WorkerStatus:
     process: ProcessIdentity | None = None
     evidence: str = ""
     is_disconnected: bool = False
+    reported_age: float = 0.0
 
 
 class FailureDetector:
@@ -90,6 +95,7 @@ class FailureDetector:
             heartbeat = clock.now() - age_seconds
             status.last_heartbeat = max(status.last_heartbeat, heartbeat)
             status.progress = progress or status.progress
+            status.reported_age = age_seconds
 
     def record_status(self, rank: int, **fields: Any) -> None:
         """Replace some fields of a worker's `WorkerStatus`."""
@@ -134,7 +140,7 @@ class FailureDetector:
             self._answered_at = now
             for rank, status in self._status.items():
                 if rank not in dated and not status.is_disconnected:
-                    status.last_heartbeat = now
+                    status.last_heartbeat, status.reported_age = now, 0.0
 
     def suspects(self) -> list[int]:
         """Return the ranks of workers that may be lost.
@@ -144,19 +150,35 @@ class FailureDetector:
 
         While the store does not answer, only the store's host is a suspect.
         """
-        now = clock.now()
-        oldest = now - _SUSPECT_BEATS * self.beat_seconds
         with self._lock:
             return [
                 rank
                 for rank, status in self._status.items()
                 if (status.is_disconnected and not status.has_left)
-                or (status.last_heartbeat < oldest and self._knows(rank))
+                or (self._is_silent(status) and self._knows(rank))
             ]
+
+    def _is_silent(self, status: WorkerStatus) -> bool:
+        """Return whether a worker has sent no heartbeat for too long.
+
+        `last_heartbeat` may be one heartbeat of this worker later than the true one, as
+        `record_answer` sets it. The age that the store has measured also contains times
+        in which this worker was suspended, and so declares no worker lost.
+        """
+        silent = max(clock.now() - status.last_heartbeat, status.reported_age)
+        return silent > self._suspect_seconds
+
+    @property
+    def _suspect_seconds(self) -> float:
+        """Float, time without a heartbeat after which a worker may be lost."""
+        beat = self.beat_seconds
+        return max(
+            _LEAST_SUSPECT_BEATS * beat, min(_SUSPECT_BEATS * beat, _SUSPECT_SECONDS)
+        )
 
     def _knows(self, rank: int) -> bool:
         """Return whether the age of a worker's last heartbeat is known here."""
-        oldest = clock.now() - _SUSPECT_BEATS * self.beat_seconds
+        oldest = clock.now() - self._suspect_seconds
         return rank == self.host or self._answered_at > oldest
 
     def ranks(self) -> list[int]:
