@@ -47,6 +47,7 @@ from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat
 from tfdp.ground.plans.shards import Segment
+from tfdp.training.keras_hooks import install
 from tfdp.training.sharding.optimizer_state import _FlatBuffer, _range_shard
 
 pytestmark = pytest.mark.slow
@@ -593,6 +594,7 @@ def test_fit_raises_the_failure_of_a_save_that_a_callback_has_begun(
     scope = tfdp.MirroredStrategy(devices).scope() if devices else None
     with scope or contextlib.nullcontext():
         model = model_of(1.0)
+    install.install()  # a `fit` that has begun cannot wait for the first save
     gate.fails_from = 1
     threading.Timer(0.3, gate.is_open.set).start()
     x = np.zeros((4, 3), "float32")
@@ -613,3 +615,18 @@ def test_a_directory_that_is_removed_during_a_save_is_reported_and_made_again(
         pending.wait()
     tfdp.checkpoint.save(model, directory)
     tfdp.checkpoint.restore(model, directory)
+
+
+def test_fit_does_not_wait_for_the_save_of_another_model(gate, tmp_path):
+    """Only some workers may have begun it."""
+    first, second = model_of(1.0), model_of(2.0)
+    gate.is_open.set()
+    tfdp.checkpoint.save(second, tmp_path / "second", background=True).wait()
+    gate.is_open.clear()
+    pending = tfdp.checkpoint.save(first, tmp_path / "first", background=True)
+    x = np.zeros((4, 3), "float32")
+    second.fit(x, x[:, :2], verbose=0)
+    assert not pending.is_done
+    gate.is_open.set()
+    first.fit(x, x[:, :2], verbose=0)
+    assert pending.is_done

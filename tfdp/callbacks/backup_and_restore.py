@@ -328,18 +328,26 @@ class BackupAndRestore(StrategyCallback):
         They also stay on a preemption notice: the process may end before the script
         has saved the trained model.
         """
+        continues = self._continues_after_loss()
+        try:
+            self._backups.finish()
+        except WorkerLost as error:
+            if not continues:
+                raise
+            # No later call would raise it, since `fit` returns.
+            say(f"the last save in the background is incomplete. {error}")
+            return
         # The training of all workers is complete, so the error about a lost worker is
         # ignored.
-        with contextlib.suppress(*[WorkerLost] * self._continues_after_loss()):
-            self._end()
+        with contextlib.suppress(*[WorkerLost] * continues):
+            self._delete()
 
-    def _end(self) -> None:
-        """Wait for the last backup; delete saved states, unless a worker is preempted.
+    def _delete(self) -> None:
+        """Delete saved states, unless a worker is preempted.
 
         These are the states in memory and, with `delete_at_end`, the backups in the
         directory. A worker is preempted if it has received a preemption notice.
         """
-        self._backups.finish()
         is_preempted = self._watch.is_given(self._total, must_ask=True)
         if self._memory is not None and not is_preempted:
             self._memory.delete()

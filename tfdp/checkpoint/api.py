@@ -37,6 +37,7 @@ from tfdp.ground.arguments import checked_bool
 from tfdp.ground.base import activities
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import equalize_replicas
+from tfdp.training.keras_hooks import install
 from tfdp.training.keras_hooks.file_hooks import plain_optimizer
 from tfdp.training.replicas.synchronized_scope import synchronize_new_variables
 from tfdp.training.sharding.state_tensors import StateTensor
@@ -81,8 +82,8 @@ def save(
         background: Bool, whether to return after each worker has copied its part of the
             state in memory, and to write the copy while training continues. A failure
             is raised by `PendingSave.wait`, or else by the next `save` or `restore` or
-            the end of `fit`; at the end of the script it is printed. Defaults to
-            `False`.
+            the end of `fit`; at the end of the script it is printed. A `fit` that began
+            before the first use of tfdp does not wait. Defaults to `False`.
 
     Returns:
         `PendingSave` if `background` is true, else `None`.
@@ -107,7 +108,9 @@ def save(
     """
     worker_group = worker_group_of(model)
     saves = background_saves(worker_group)
-    if not checked_bool("background", background):
+    if checked_bool("background", background):
+        install.install()  # the next `fit` waits for the save
+    else:
         saves.finish()
     return save_state(
         checkpoint_tensors(model),

@@ -214,8 +214,12 @@ class BackgroundSaves:
         Raises:
             OSError: If the save has failed, and no call has raised this yet.
         """
-        for other in list(_unfinished):
+        for other in _unfinished - {self._pending}:
             other.settle()
+        self.finish_own()
+
+    def finish_own(self) -> None:
+        """Do as `finish`, but do not wait for saves of other groups of workers."""
         self._wait()
         self._buffer = np.empty(0, "uint8")
 
@@ -365,13 +369,13 @@ def background_saves(worker_group: Any) -> BackgroundSaves:
 
 
 class _SavesOfCallbacks(Feature):
-    """Has `fit` wait for the saves that its callbacks have begun."""
+    """Has `fit` wait for the saves of its model's workers."""
 
     def complete_fit(self, model: Any) -> None:
         """Wait until the save under way has ended; raise its error."""
         saves = _saves_by_group.get(worker_group_of(model))
         if saves is not None:
-            saves.finish()
+            saves.finish_own()
 
 
 register(_SavesOfCallbacks())

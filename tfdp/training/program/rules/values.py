@@ -97,8 +97,10 @@ def _strided_slice(view: View, data: Any, begin: Any, end: Any, strides: Any) ->
 
 
 def _slice(view: View, data: Any, begin: Any, size: Any) -> Any:
-    """Return the result of `tf.slice`."""
-    ends = np.where(size < 0, data.shape, begin + size)
+    """Return the result of `tf.slice`, or `None` if it fails."""
+    ends = np.where(size == -1, data.shape, begin + size)
+    if (begin < 0).any() or (ends < begin).any() or (ends > data.shape).any():
+        return None
     return data[tuple(map(slice, begin.astype(int), ends.astype(int)))]
 
 
@@ -310,10 +312,6 @@ def decide_values(view: View) -> Decision | None:
     ):
         value = _VALUES_FROM_VALUES[view.type](view)
     if value is None or not _can_follow(value):
-        return None
-    if not view.op.outputs[0].shape.is_compatible_with(value.shape):
-        # `tf.slice` beyond the end fails, where NumPy returns fewer elements. It may
-        # lie in a branch that never runs.
         return None
     fact = integers(value)
     # A result that is not a multiple of the number of rows, such as a ratio of two
