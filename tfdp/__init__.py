@@ -86,7 +86,7 @@ _enable_onednn()
 user_code.watch_start()
 _watch_trackers()
 
-# With `__getattr__`, a type checker would accept any name as one of this package.
+# If type checkers saw `__getattr__`, they would accept any name of this package.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:

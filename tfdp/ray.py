@@ -21,10 +21,12 @@ _HOMES = {
 __all__ = ["KerasTrainer", "ReportCallback", "dataset_shard"]
 
 
-if not TYPE_CHECKING:  # with `__getattr__` a type checker accepts any attribute
+# `__getattr__` is hidden from type checkers, which would accept any attribute with it.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        # Imported lazily: the driver of a Ray job needs no TensorFlow.
+        # The module is imported at first use, since the driver of a Ray job needs no
+        # TensorFlow.
         if name not in _HOMES:
             raise AttributeError(f"module 'tfdp.ray' has no attribute {name!r}")
         try:

@@ -129,8 +129,8 @@ class BackupAndRestore(StrategyCallback):
     ['step-2', 'step-4']
     """
 
-    # `fit` calls a callback with this attribute after all others, and passes it the
-    # others, whose state it saves.
+    # `fit` calls callbacks with this attribute last, and passes them the other
+    # callbacks, whose state they save.
     resumes_fit = True
 
     # Settings that must be the same on all workers.
@@ -170,12 +170,12 @@ class BackupAndRestore(StrategyCallback):
         self._source: Place
         self._pending_load: tuple[Index, LoadPlan] | None = None
         self._change: BatchChange | None = None
-        # `is_again`: `fit` runs again within one call of the user. `_has_state`: this
-        # run has saved or loaded a state, which must be found again then, since the
-        # weights may be those of an interrupted step.
+        # `is_again`: this is a later attempt of `fit` within one call of the user.
+        # `_has_state`: an attempt has saved or loaded a state. Later attempts must then
+        # find a state, since the weights may be those of an interrupted step.
         self.is_again = self._has_state = False
-        # Whether `on_train_begin` of this callback has run in the present attempt of
-        # `fit`. It is called last, so the other callbacks have then begun, too.
+        # Whether `on_train_begin` has run in this attempt of `fit`. Since `fit` calls
+        # this callback last, the other callbacks have then begun, too.
         self.has_begun = False
 
     def listen(self, position: DataPosition) -> None:
@@ -224,9 +224,9 @@ class BackupAndRestore(StrategyCallback):
         self._has_state = must_resume = self.is_again and (self._has_state or is_empty)
         strategy = strategy_of(self.model)
         if strategy is not None and strategy.extended.is_applicant:
-            # This worker joins a running job. Its model is built but not trained, and
-            # `fit` begins again together with the job. The other workers have reset
-            # their metrics already.
+            # This worker joins a running job, and begins `fit` again together with the
+            # other workers. They have reset their metrics already, and this worker does
+            # the same.
             self.model.reset_metrics()
             raise WorkersJoin
         self._watch = PreemptionWatch(
@@ -258,8 +258,8 @@ class BackupAndRestore(StrategyCallback):
         if goes_back or self.save_freq != "epoch" or self.memory_every is not None:
             self._warn_about_position(self._position.nondeterminism)
         if goes_back:
-            # A feature may repeat step 1 from a backup, and no file has the initial
-            # weights yet.
+            # The loss of a worker or a rollback may require a backup from step 1 on,
+            # and no file has the initial weights yet.
             self._save_to_continue(0, 0, {})
             self._has_state = True
 
@@ -284,8 +284,9 @@ class BackupAndRestore(StrategyCallback):
         self._total += batch - self._last_batch
         self._last_batch = batch
         # With local steps, workers all-gather their preemption notices only at
-        # exchanges: more all-gathers would synchronize them. With `backup_workers`,
-        # whose steps do not wait for late workers, they do so after each epoch.
+        # exchanges, since more all-gathers would synchronize the workers. With
+        # `backup_workers`, whose steps do not wait for late workers, the workers
+        # all-gather the notices after each epoch.
         ask_every = loops.exchange() is None and LOCAL_STEPS.batches_between_syncs(
             self.model, is_delayed=False
         )
@@ -298,8 +299,8 @@ class BackupAndRestore(StrategyCallback):
             raise WorkersJoin(self._watch.joining)
         every = self.save_freq
         places: list[Place] = []
-        # With local steps, a save in memory waits until the replicas have exchanged: it
-        # must not synchronize them.
+        # With local steps, a save in memory waits until the replicas have exchanged,
+        # since the save must not synchronize the replicas.
         waits = asks or loops.exchange() is not None
         if waits and self._memory is not None and self._memory.is_due(self._total):
             places.append(self._memory)
@@ -459,12 +460,14 @@ class BackupAndRestore(StrategyCallback):
         continues = self._continues_after_loss()
         if continues and not self._watch.is_given_to_all(self._total):
             self._save_to_continue(epoch, batches, logs)
-            # Workers that continue would wait for those that exit, in the next step.
+            # All workers wait here until the save has ended. Otherwise those that
+            # continue would wait in the next step for those that exit.
             self._backups.finish()
             if self._notice.is_given:
                 self._print_and_exit("the other workers continue", is_for_all=False)
             return
-        self._backups.close()  # an earlier failure must not prevent this backup
+        # An error of an earlier save is only printed, and does not prevent this backup.
+        self._backups.close()
         self._save(epoch, batches, logs, [self._backups])
         self._backups.finish()
         if self._memory is not None:
@@ -535,10 +538,11 @@ class BackupAndRestore(StrategyCallback):
         epochs = self.params.get("epochs", run["epoch"] + 1)
         is_over = run["is_stopped"] or run["epoch"] >= epochs
         if run["epoch"]:
-            # Keras resets metrics at the beginning of an epoch, so this run would have
-            # reset them in its first epoch.
+            # Keras resets metrics at the beginning of an epoch, so an uninterrupted run
+            # would have reset them in its first epoch, which this run skips.
             self.model.reset_metrics()
-        # A run that is over begins no epoch, in which it could load the backup.
+        # Loading is deferred until the interrupted epoch begins. A run that is over
+        # begins no epoch, so its backup is loaded now.
         if difference is None and run["batches"] and not is_over:
             self._pending_load = index, load_plan
         else:
@@ -561,8 +565,8 @@ class BackupAndRestore(StrategyCallback):
         )
         if change := cpu_kernels.change_since(index.versions):
             self._say(change)
-        # Without a reset at the end, the next `fit` of Keras would begin at this epoch,
-        # too.
+        # At the end of `fit`, Keras's initial epoch is reset: otherwise the next `fit`
+        # would begin at this epoch, too.
         self._position.exit_stack.callback(_compat.set_initial_epoch, self.model, 0)
 
     def _load(self, index: Index, load_plan: LoadPlan) -> None:

@@ -155,7 +155,8 @@ class CommunicationMonitor(MeasuringCallback):
         self._latest_meter = self.meter
         if strategy is not None:
             self.meter.start()
-        if self._report_thread is not None:  # an earlier `fit` has raised an error
+        # If an earlier `fit` has raised an error, its reporting thread still exists.
+        if self._report_thread is not None:
             self._end_thread()
         self._num_fits += 1
         if worker_group.is_chief:
@@ -165,8 +166,8 @@ class CommunicationMonitor(MeasuringCallback):
             )
         self._report_thread = ReportThread(Mailbox(worker_group), self._run_report)
         self._report_thread.start()
-        # Keras calls no hook when `fit` raises an error, so that a finalizer stops the
-        # thread.
+        # Keras calls no hook when `fit` raises an error, so a finalizer stops the
+        # thread then.
         self._finalizer = finalizers.register(self, self._report_thread.stop)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -78,7 +78,7 @@ class ConsistencyCheck(StrategyCallback):
     # the first step compares `every`.
     compared: tuple[str, ...] = ()
 
-    # `fit` finds the callbacks that may have steps replayed by this attribute.
+    # Marks callbacks whose attribute `replay` may have `fit` replay steps.
     can_replay = True
 
     def __init__(self, every: int = 100, replay: float | None = None) -> None:

@@ -100,7 +100,8 @@ class DiLoCo(LocalStepsCallback):
 
     # Settings that must be the same on all workers.
     compared = ("settings",)
-    # Marks the callback that exchanges between islands; their `fit` requires one.
+    # Marks the callback that exchanges between islands, the groups of workers of `tfdp
+    # run --islands`. In an island, `fit` raises an error without this callback.
     trains_islands = True
 
     def __init__(

@@ -89,12 +89,13 @@ class LearningRateWarmup(OptimizerCallback):
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
         """Set a provisional warmup; its start and end are set at the first batch."""
         if optimizer is not self._optimizer:
-            # Each model and each optimizer has a separate warmup.
+            # Each optimizer has its own warmup, so a new optimizer begins another one.
             self._optimizer = optimizer
             self._stage = _WAITING
         before = installed(optimizer, Warmup)
         if self._stage == _WAITING and before is not None and before.is_over:
-            self._stage = _OVER  # the rate already contains the final factor
+            # The learning rate contains the final factor of an earlier warmup.
+            self._stage = _OVER
         if self._stage == _WAITING:
             self._has_trained = (
                 optimizer.was_traced or self.model.train_function is not None
@@ -160,7 +161,7 @@ class LearningRateWarmup(OptimizerCallback):
         options = state["options"]
         if options is not None:
             warmup.start(self.optimizer, WarmupOptions(**options))
-        # `switch_on` has installed it.
+        # Without `options`, `switch_on` has installed the warmup in the optimizer.
         restored = self.optimizer.features.installed[Warmup]
         restored.is_over |= self._stage == _OVER
         if options is None:

@@ -18,7 +18,8 @@ class LocalStepsCallback(OptimizerCallback):
         start_step: Int, synchronous updates before local steps start.
     """
 
-    # Marks callbacks of local steps: an island may have only one of them.
+    # Marks callbacks of local steps. The workers of an island of `tfdp run --islands`
+    # may have only one such callback.
     steps_locally = True
 
     def __init__(self, options: LocalStepsOptions, start_step: int) -> None:
@@ -26,7 +27,8 @@ class LocalStepsCallback(OptimizerCallback):
         what = "the number of updates before local steps begin"
         self.options = options
         self.start_step = checked_integer("start_step", start_step, 0, what)
-        self._left = 0  # lower bound of the synchronous updates until local steps
+        # Lower bound of the number of synchronous updates before local steps begin.
+        self._left = 0
         self._last_batch = -1
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
@@ -48,7 +50,8 @@ class LocalStepsCallback(OptimizerCallback):
         self._left -= batch - self._last_batch
         self._last_batch = batch
         if self._left > 0:
-            return  # reading `iterations` in each step would wait for the device
+            # `iterations` is not read in each step, since a read waits for the device.
+            return
         self._left = self.start_step - int(self.optimizer.iterations.numpy())
         if self._left <= 0:
             enable(self.optimizer, self.options, now=True)

@@ -97,8 +97,8 @@ class SpikeGuard(OptimizerCallback):
         self.on, self.action = on, action
         self.patience = checked_integer("patience", patience, 1)
         self._rows: list[SkippedUpdate] = []
-        # Whether replicas have local steps; stored, since another callback may end them
-        # before this one's `on_train_end`.
+        # Whether replicas have local steps. The value is stored, since another callback
+        # may end the local steps before `on_train_end` of this callback.
         self._is_local = False
         self._num_read = 0
         self._epoch, self._batches_before = 0, 0
@@ -159,8 +159,9 @@ class SpikeGuard(OptimizerCallback):
         self._guard.num_in_a_row.assign(0)
         found = [self._excluded]
         if self.action == "rollback":
-            # Workers exclude the union of their batches: one may have been lost before
-            # all others had excluded a spike.
+            # Each worker excludes the batches that any worker has excluded: if a worker
+            # was lost during a rollback, only some of the others have excluded the
+            # batch of the spike.
             found = worker_group_of(self.model).all_gather("spikes", self._excluded)
         self._exclude([number for each in found for number in each])
 
@@ -172,7 +173,9 @@ class SpikeGuard(OptimizerCallback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stop or roll back after a spike; raise after too many skips in a row."""
         if self._is_local:
-            return  # workers are not at the same batch, and do not decide alike
+            # With local steps, workers are at different batches, and decide
+            # differently.
+            return
         self._act()
         since = (batch + 1) % _BATCHES_BETWEEN_CHECKS
         if since < self.model.steps_per_execution and not self._has_stopped:
@@ -256,8 +259,8 @@ class SpikeGuard(OptimizerCallback):
         found = read_skipped_updates(
             self._guard, new, self._epoch, self._batches_before
         )
-        # After a rollback, the update of the spike is left out again, and is in the
-        # table already.
+        # After a rollback, the repeated steps leave out the update of the spike again,
+        # and `_rows` contains that update already.
         known = {row.step for row in self._rows}
         self._rows += [row for row in found if row.step not in known]
 

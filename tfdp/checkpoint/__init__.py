@@ -37,12 +37,13 @@ if TYPE_CHECKING:
 __all__ = ["PendingSave", "restore", "save"]
 
 
-# A type checker that sees `__getattr__` would accept any attribute of the package.
+# If type checkers saw `__getattr__`, they would accept any name of this package.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         """Import `PendingSave`, `restore` or `save` at its first use."""
-        # `api` imports TensorFlow, and the command line reads indexes without it.
+        # `api` is imported late, since it imports TensorFlow, which the command line
+        # does not need to read indexes.
         if name in __all__:
             return getattr(importlib.import_module("tfdp.checkpoint.api"), name)
         raise AttributeError(f"module 'tfdp.checkpoint' has no attribute {name!r}")

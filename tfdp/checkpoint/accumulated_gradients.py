@@ -46,7 +46,8 @@ def accumulated_state(model: keras.Model) -> list[StateTensor]:
     if _shards_gradients(model):
         sums, replicas = accumulated_shards(model), 1
     else:
-        # After redistribution, the value on each replica is 1/replicas of the sum.
+        # Each replica has the sum divided by the number of replicas, since
+        # `redistribute_accumulated_gradients` has divided it.
         sums = [
             replicated(model, name, total) for name, total in _named_accumulators(model)
         ]
@@ -232,8 +233,9 @@ def _scaled(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
             # A product in place would change the accumulator, with which `values` may
             # share memory.
             values = values * np.asarray(factor(), values.dtype)
-            # Sums that overflowed are saved as zero: with a loss scale, the update that
-            # has them is skipped, but a run that restores them may have none.
+            # Sums that overflowed are saved as zero. With a loss scale, this run would
+            # skip the update of such sums, but a run that restores them may have no
+            # loss scale.
             values[~np.isfinite(values)] = 0
             return values
 

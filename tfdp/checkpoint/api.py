@@ -129,7 +129,8 @@ def _equalize_state(model: keras.Model) -> None:
     """
     strategy = strategy_of(model)
     if strategy is not None:
-        synchronize_new_variables(strategy)  # `save` may run inside the scope
+        # The end of a scope synchronizes variables, but `save` may run inside one.
+        synchronize_new_variables(strategy)
     equalize_replicas(model)
     redistribute_accumulated_gradients(model)
 
@@ -289,7 +290,8 @@ def _write_checkpoint(
                 algorithm,
             )
             text = to_text(index)
-            from_text(text)  # an unreadable index must not replace a good one
+            # An unreadable index raises an error before it replaces a good one.
+            from_text(text)
             writing.replace_index(storage, token, text)
             writing.remove_old_folders(storage, keep=token)
 

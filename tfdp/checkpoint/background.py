@@ -36,12 +36,13 @@ _NICENESS = 5
 # Part of a processor that a save takes while no worker waits for it. Without this
 # limit, steps of training on all cores were 1.3 times as long during a save.
 _PROCESSOR_SHARE = 0.01
-# Longest time in seconds that the limit adds to a save. A worker whose `fit` has raised
-# an error waits as long for those that do not know of it.
+# Longest time in seconds that the pauses for `_PROCESSOR_SHARE` add to a save. A worker
+# whose `fit` has raised an error may wait as long, since other workers do not know of
+# the error and still pause.
 _MOST_PAUSED_SECONDS = 10.0
-# Shorter waits of a save for the previous save are not reported.
+# Shortest wait in seconds of a save for the previous save that is reported.
 _LEAST_REPORTED_SECONDS = 1.0
-# Function that returns the state tensors to write, or raises the error of their copy.
+# Function that returns the state tensors to write, or raises the error of copying them.
 Read = Callable[[], Sequence[StateTensor]]
 # Function that is called between the files of a save, and may pause.
 Pause = Callable[[], None]
@@ -101,8 +102,9 @@ class PendingSave:
         if error is None:
             return
         self._is_raised = True
-        # `run_on_all_workers` raises exactly these types, and the same on all workers.
-        # Others may come from the loss of a worker, which the guard's error names.
+        # `run_on_all_workers` raises only these two types, and on all workers alike.
+        # Other errors may result from the loss of a worker: the guard then raises an
+        # error that names the worker.
         is_common = type(error) in (OSError, ValueError)
         with contextlib.nullcontext() if is_common else self._guard():
             raise error
@@ -178,7 +180,7 @@ class BackgroundSaves:
         Raises:
             OSError: If the previous save has failed, and no call has raised this yet.
         """
-        # Saves of other groups may write to the same directory.
+        # Saves of other groups, which may write to the same directory, must end first.
         for other in _unfinished - {self._pending}:
             other.settle()
         self._wait_for_previous(worker_group.is_chief)
@@ -236,7 +238,8 @@ class BackgroundSaves:
             raise
         finally:
             self._group.warns = False
-        self._forget(pending)  # not after Ctrl-C: the save is still under way
+        # After Ctrl-C this line is not reached, since the save is then still under way.
+        self._forget(pending)
 
     def _forget(self, pending: PendingSave) -> None:
         """Remove a save that has ended from the unfinished ones."""

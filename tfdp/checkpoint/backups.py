@@ -33,8 +33,8 @@ from tfdp.training.sharding.state_tensors import StateTensor
 # Names of the directories of backups, and of damaged backups that were renamed.
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _DAMAGED_NAME = re.compile(rf"{_NAME.pattern}\.damaged")
-# File in the directory of backups with the identity of the run's states in memory.
-# Without it, these states are dropped.
+# File in the directory of backups with the identity of the run's states in memory. If
+# the file is missing, these states are dropped.
 OWNER_FILE = "memory-id"
 _NOTHING_LOADED = "Nothing was loaded."
 # Verdicts on a backup, which workers exchange: it is intact; a file is missing or was
@@ -169,7 +169,8 @@ class Backups:
         try:
             self.finish()
         except WorkerLost:
-            pass  # the next call of the other workers raises it
+            # The next exchange with the other workers raises the error again.
+            pass
         except Exception as error:  # noqa: BLE001 the caller has another error
             say(error)
 
@@ -287,8 +288,8 @@ class Backups:
             ValueError: If a file has the directory's path, or this worker lacks the
                 package of the object store.
         """
-        # Opening the storage fails on a worker that lacks the package of the object
-        # store.
+        # All workers open the storage, so that a worker that lacks the package of the
+        # object store raises an error.
         storage = self._storage
         if not self._worker_group.is_chief:
             return ""
@@ -346,7 +347,8 @@ class Backups:
             for name, _ in damaged:
                 with contextlib.suppress(OSError):
                     self._storage.rename(name, f"{name}.damaged")
-        # Worker 0 may take long: an object store renames by copying.
+        # The timeout is that of storage operations, since an object store renames by
+        # copying, for which worker 0 may take long.
         self._worker_group.all_gather(
             "what is damaged", "", storage_timeout(self._worker_group)
         )

@@ -22,8 +22,8 @@ from tfdp.ground.base.files import NotRegularFile
 from tfdp.ground.text import pluralize
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
-# Largest size of a shard in bytes. Writing needs memory for one shard, less than a
-# bucket of gradients has.
+# Largest size of a shard in bytes. A save needs memory for one shard at a time, which
+# is less than a bucket of gradients takes.
 SHARD_BYTES = 8 * 2**20
 # Parts of the messages of TensorFlow that name an op and not the cause.
 _OP_NOISE = re.compile(r"\{\{.*?\}\}\s*|\s*\[Op:\w+\].*", re.DOTALL)
@@ -137,7 +137,7 @@ def best_algorithm() -> str:
         package = importlib.import_module("google_crc32c")
     except ImportError:
         return CRC32
-    # The package's substitute in Python is slow, and would slow down training.
+    # Without its C extension, google-crc32c is slow, and would slow down training.
     return CRC32C if package.implementation == "c" else CRC32
 
 

@@ -34,7 +34,7 @@ from tfdp.ground.base.process_identity import boot_id
 
 try:
     import fcntl
-except ImportError:  # Windows lacks `fcntl`, and `ROOT` too
+except ImportError:  # Windows has neither `fcntl` nor `ROOT`
     fcntl = None  # type: ignore[assignment]
 
 # File system in memory that Linux mounts for POSIX shared memory.

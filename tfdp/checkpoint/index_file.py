@@ -233,7 +233,7 @@ def versions() -> dict[str, str]:
     return {name: found for name in names if (found := _version(name))}
 
 
-# The result is cached: the search takes a millisecond, and a save may follow each step.
+# The version is cached: a look-up takes a millisecond, and each step may be saved.
 @functools.cache
 def _version(package: str) -> str:
     """Return the installed version of a package, or `""`."""

@@ -261,7 +261,8 @@ class MemoryBackups:
         text = header.to_text().encode() if self._keepers else b""
         self.finish()
         own = [header.num_bytes, len(text), self._fault]
-        timeout = storage_timeout(group)  # a slow link delays `finish` on some workers
+        # The timeout is long, since a slow link may delay `finish` on some workers.
+        timeout = storage_timeout(group)
         answers = check_same_variables(
             group, "a state in memory", entries, "saves", own, timeout
         )
@@ -270,7 +271,8 @@ class MemoryBackups:
             return
         data = self._copy(header, state)
         if self._keepers is not None:
-            # The blank text is not a header: the keeper drops the part.
+            # If the copy has failed, the keeper receives blank text instead of a
+            # header, and therefore drops this part.
             if data is None:
                 text, data = b" " * len(text), np.empty(header.num_bytes, np.uint8)
             self._pending = run_on_thread(
@@ -306,7 +308,8 @@ class MemoryBackups:
         self.is_on = False
         self._memory.remove()
         if self._group.is_chief:
-            with contextlib.suppress(OSError):  # the file has no effect without memory
+            # The file may remain, since it has no effect without states in memory.
+            with contextlib.suppress(OSError):
                 open_storage(self._directory).remove_file(OWNER_FILE)
 
     def _agree_on_names(self) -> list[str]:

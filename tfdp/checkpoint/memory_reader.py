@@ -56,8 +56,8 @@ class PartsReader:
         self._offsets = [header.offsets() for header in headers]
         self._arrays: dict[int, np.ndarray] = {}
         self._communicator: Communicator | None = None
-        # Pieces to send and receive: a list by exchange of lists by worker that
-        # requests them.
+        # Pieces to send and receive: for each exchange, and in it for each worker, the
+        # pieces that the worker requests.
         self._rounds: list[list[list[PartRange]]] = []
 
     def map_parts(self, memory: HostMemory) -> None:
@@ -133,7 +133,8 @@ class PartsReader:
                 for item in items or ():
                     self._fill(item, received)
         except BaseException as error:
-            if self._communicator is not None:  # ends the exchanges of the others
+            # Other workers must not wait for this one, so `close` ends the exchanges.
+            if self._communicator is not None:
                 self._communicator.close(f"it could not read a state: {error}")
             raise
 

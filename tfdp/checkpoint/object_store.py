@@ -197,7 +197,8 @@ class ObjectStore(Storage):
         if not names:
             return
         self._request("removed", lambda s, path: s.rm([f"{path}/{n}" for n in names]))
-        if names.keys() & self.sizes().keys():  # s3fs ignores refused deletions
+        # s3fs raises no error if the store refuses to delete an object.
+        if names.keys() & self.sizes().keys():
             raise StoreError(f"{self.path!r} cannot be removed (the store keeps it)")
 
     def remove_if_empty(self) -> None:
@@ -212,7 +213,8 @@ class ObjectStore(Storage):
         except FileNotFoundError:
             return {}
         folder = path.strip("/") + "/"
-        # Some stores also list the folder itself, and names that only share the prefix.
+        # Entries that some stores also list are left out: the folder itself, and names
+        # that only share its prefix.
         return {
             entry["name"].strip("/").removeprefix(folder): entry
             for entry in entries

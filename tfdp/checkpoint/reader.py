@@ -117,7 +117,8 @@ def assign_values(load_plan: LoadPlan) -> None:
     load_plan.clear()
     for items in load_plan.batches:
         while items:
-            items.popleft().assign()  # frees the variable's previous memory
+            # Each call of `assign` frees the memory of the variable's previous value.
+            items.popleft().assign()
 
 
 def _num_bytes(state: Sequence[StateTensor]) -> int:

@@ -25,7 +25,8 @@ def _check_words_and_position(value: Any, where: str) -> None:
 
 
 # Schema of `random.getstate()`: the version, the 624 words of the Mersenne twister with
-# the position appended, and the next Gaussian number. NumPy stores the position apart.
+# the position as a last word, and the next Gaussian number. In NumPy's state, the
+# position is an entry of its own.
 _TWISTER = (range(3, 4), _check_words_and_position, optional(schema.number))
 _WORDS = schema.list_of(_WORD, least=624, most=624)
 _RANDOM = {
@@ -128,8 +129,9 @@ def check_run(run: Any) -> None:
         )
     if run["batches"] and run["is_stopped"]:
         schema.refuse(True, "run.is_stopped", "false within an epoch")
-    # A resumed run skips all batches that were taken, so a damaged number would make it
-    # skip without end. `taken` has an entry per iterator, and an epoch may have two.
+    # A resumed run skips the batches that `taken` counts, so a damaged number would
+    # make the run skip without end. `taken` has an entry for each iterator, and an
+    # epoch may have two iterators.
     epochs = 2 * (run["epoch"] + 2)
     per_epoch = run["identity"]["steps_per_epoch"]
     taken = run["data"]["taken"]

@@ -348,8 +348,8 @@ def metric_variables(
     kinds = traced if merges is None or len(merges) != len(traced) else merges
     for variable, kind in zip(variables, kinds, strict=True):
         if hasattr(variable.value, "merge"):
-            # A run that resumes in the middle may not trace the step that finds the
-            # merge function.
+            # The trace of a step finds the merge function. A run that resumes within an
+            # epoch may not trace such a step, so it uses the function of the backup.
             variable.value.merge = kind
     return [
         PerReplicaVariable(f"{_METRICS}/{number}", variable, kind)

@@ -26,8 +26,8 @@ from tfdp.ground import user_code
 from tfdp.ground.base.files import page_aligned, write_aligned
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
-# Names of files in a data folder, including those of older checkpoints, and the
-# temporary ones of TensorFlow, which wrote them.
+# Names of files in a data folder, including those of older checkpoints, which
+# TensorFlow wrote, and its temporary files.
 _DATA_FILE = re.compile(r"index\.json|worker-[0-9]+(\.json|-[0-9]+\..+)")
 
 

@@ -19,9 +19,11 @@ from tfdp.ground.base.feature import Fit
 from tfdp.training.data.stages import restart_shuffles
 from tfdp.training.keras_hooks.worker_callbacks import backup_callbacks, callback_list
 
-# Prefix of the modules of tfdp's callbacks, which begin anew in each attempt of `fit`.
+# Prefix of the modules of tfdp's callbacks. In each attempt of `fit`, these callbacks
+# begin anew, but the user's callbacks continue.
 _OWN = "tfdp."
-# The first `fit` that has read a dataset whose order changes with each iteration.
+# For each dataset whose order changes with each iteration: the first `fit` that has
+# read it. A later `fit` cannot repeat the order of its data.
 _readers: weakref.WeakKeyDictionary[Any, weakref.ref[Fit]] = weakref.WeakKeyDictionary()
 
 

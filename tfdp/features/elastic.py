@@ -60,8 +60,8 @@ class Elastic(Feature):
 
     def __init__(self) -> None:
         self._num_calls = 0
-        # Whether the `with` block of an `ElasticState` runs: after a loss the block
-        # recovers, and not a loop of Keras in it.
+        # Whether the `with` block of an `ElasticState` runs. If so, the block recovers
+        # from a loss, and not a Keras loop inside the block.
         self.is_in_loop = False
         # The user's callbacks that have begun on this worker in the present `fit`.
         self._begun: list[weakref.ref[Any]] = []
@@ -141,8 +141,8 @@ class Elastic(Feature):
         strategy = strategy_of(model)
         if not isinstance(error, ClusterChanges) or not continues(strategy):
             return False
-        # The enclosing loop recovers: a `fit` whose callback runs this loop, or the
-        # block of an `ElasticState`.
+        # An enclosing loop recovers instead of this one: a `fit` whose callback runs
+        # this loop, or the `with` block of an `ElasticState`.
         if loops.current() is not None or self.is_in_loop:
             return False
         if name != "fit" and not _can_begin_again(model, arguments.get("x")):
@@ -212,7 +212,8 @@ def change_cluster(model: Any, change: ClusterChanges, continuation: str) -> str
             change = further
     what, _, _ = str(change).partition(" The other workers cannot")
     group = strategy.extended.worker_group
-    # A worker may have joined in the place of the one that was lost.
+    # The number of workers is the same as before if a worker has joined in the place of
+    # the lost one.
     former = f" instead of {before}" if before != group.num_workers else ""
     text = (
         f"{what} {continuation} with {pluralize(group.num_workers, 'worker')}{former}, "
@@ -347,7 +348,7 @@ def _renew_optimizers(model: Any, trained: dict[str, list[Any]]) -> None:
         with strategy.scope():
             renewed = optimizer.renewed()
             setattr(model, name, renewed)
-        # Before it is built, an optimizer has divided no parameters.
+        # An optimizer that was not built yet has divided no parameters.
         if variables and renewed.sharding_options.shards_parameters:
             renewed.register_model(model)
             divides.append((renewed, variables))
@@ -374,7 +375,7 @@ def _renew_weights(
     """
     strategy, sharded = model.distribute_strategy, dict[int, Any]()
     for _, trained in divides:
-        # A loop of the user's own may train variables that are in no layer.
+        # A custom training loop may train variables that are in no layer.
         every = [*parameters_in_order(model, trained), *trained]
         sharded |= {id(variable): variable for variable in every}
     for variable in model.weights:
@@ -391,8 +392,8 @@ def _renew_weights(
     if sharded:
         FEATURE.discarded.add(model)
     discard_values(list(sharded.values()), strategy)
-    # Building an optimizer divides its parameters. A worker that joins has whole ones
-    # until then, and nothing may read them before.
+    # Building an optimizer divides its parameters among the replicas. Until then, a
+    # worker that joins has whole parameters, which nothing may read.
     for optimizer, trained in divides:
         with strategy.scope():
             optimizer.build(trained)

@@ -132,10 +132,11 @@ class ElasticState:
         self._continues = elastic.continues(self._strategy)
         if self._continues:
             elastic.FEATURE.add_call(self._strategy, self._facts())
-        # Whether the weights may be those of an interrupted step.
+        # Whether the weights may be those of an interrupted step. If so, they are not
+        # saved as the initial state.
         self._has_begun = False
         if self._continues and self._strategy.extended.is_applicant:
-            model_state(model)  # builds the optimizer, as the other workers have
+            model_state(model)  # builds the optimizer, as on the other workers
             self._has_begun = True
             self._continue_after(WorkersJoin())
             return
@@ -185,7 +186,8 @@ class ElasticState:
 
     def delete(self) -> None:
         """Delete what was saved: training is complete. All workers call it together."""
-        # Training is complete, so that the loss of a worker is ignored.
+        # With `on_loss="continue"`, the loss of a worker is ignored, since training is
+        # complete.
         with contextlib.suppress(*[WorkerLost] * self._continues):
             self._backups.finish()
             self._memory.delete()
@@ -229,7 +231,8 @@ class ElasticState:
     def _change_behind(self, error: Exception) -> ClusterChanges | None:
         """Return the change of the workers that has caused an error, or `None`."""
         cause: BaseException | None = error
-        # `WorkersChanged` ends the chain: its change has been handled.
+        # The search ends at a `WorkersChanged`, since this change of the workers has
+        # been handled already.
         while cause is not None and not isinstance(cause, WorkersChanged):
             # The causes are searched, since AutoGraph replaces an error of a traced
             # function.
@@ -320,8 +323,8 @@ class ElasticState:
         if found is None:
             return False
         place, index, load_plan = found
-        # Values of another number of replicas would be merged into the present values
-        # of the metrics.
+        # The state may come from another number of replicas. Its values of the metrics
+        # would be merged into the present ones, so these are reset.
         self._model.reset_metrics()
         place.load(index, load_plan)
         elastic.FEATURE.discarded.discard(self._model)

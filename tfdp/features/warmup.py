@@ -122,7 +122,8 @@ class Warmup(StepFeature):
             update: Scalar int tensor, the number of updates so far.
         """
         start = _compat.local_part(self._settings[1]).read_value()
-        # Momentum of updates before the warmup contains the base rate.
+        # When a warmup begins after earlier updates, momentum contains the base rate,
+        # so that the previous factor is 1.
         begins = (tf.cast(update, start.dtype) == start) & (start > 0)
         one = tf.ones([], tf.float64)
         before = tf.where(begins, one, self.factor(tf.maximum(update - 1, 0)))

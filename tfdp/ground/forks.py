@@ -35,8 +35,8 @@ _Open = TypeVar("_Open", bound=_Closable)
 _hooks: list[Callable[[], Any]] = []
 _exit_functions: list[Callable[[], Any]] = []
 _open_connections: weakref.WeakSet[Any] = weakref.WeakSet()
-# Objects that forked processes must not delete, by `id`, because some of them redefine
-# equality.
+# Objects that forked processes must not delete, by `id`. A set would not keep the
+# objects apart, since some of them redefine equality.
 _never_deleted: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _server_ports: set[int] = set()
 
@@ -208,8 +208,8 @@ def _enter_fork() -> None:
     The parent's exit functions and connections are discarded. Then the functions run
     that were passed to `in_forks`, in that order.
     """
-    # The parent's garbage is kept, too: deleting a function of TensorFlow needs threads
-    # that do not exist in a forked process.
+    # The forked process never collects the parent's garbage, since deleting a function
+    # of TensorFlow needs threads that do not exist in a forked process.
     gc.freeze()
     for function in _exit_functions:
         atexit.unregister(function)
@@ -239,7 +239,8 @@ def _close_servers(ports: set[int]) -> None:
     """
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/dev/fd"):
-        # A descriptor that is not a socket, and that of `listdir`, raise an error.
+        # The descriptor may not be a socket, or may be the one that `listdir` has
+        # closed. An error is raised for both.
         with contextlib.suppress(OSError):
             descriptor = int(name)
             if _local_port(descriptor) in ports:

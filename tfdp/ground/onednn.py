@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 VARIABLE = "TF_ENABLE_ONEDNN_OPTS"
-# Features of processors for which TensorFlow enables oneDNN by default. Setting the
-# variable there too costs memory: 40 of 700 MB in a transformer. Checked on TensorFlow
-# 2.21.0.
+# Features of processors for which TensorFlow enables oneDNN by default. `enable_onednn`
+# does not set the variable for such processors, since setting it costs memory: 40 of
+# 700 MB in a transformer. Checked on TensorFlow 2.21.0.
 _ENABLED_BY_DEFAULT = frozenset(
     ["avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16"]
 )

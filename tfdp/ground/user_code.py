@@ -55,10 +55,11 @@ def warn(message: str, *, once_for: Any = None, topic: str = "") -> None:
         return
     depth, frame = 1, inspect.currentframe()
     while frame is not None and not _is_of_user(frame):
-        # `warnings` skips the frames of an import when it counts levels.
+        # `stacklevel` of `warnings.warn` does not count the frames of an import.
         is_import = frame.f_code.co_filename.startswith("<frozen importlib")
         depth, frame = depth + (not is_import), frame.f_back
-    # In a thread of tfdp or TensorFlow no frame is the user's.
+    # In a thread of tfdp or TensorFlow, no frame is the user's. The warning then names
+    # the caller of this function.
     warnings.warn(message, stacklevel=2 if frame is None else depth)
 
 
@@ -69,8 +70,8 @@ def is_first_time(topic: str, about: Any) -> bool:
         topic: String.
         about: Object, such as a model; its records are deleted with it.
     """
-    # `setdefault` is atomic. A lock would not do: in a forked process it may never be
-    # released.
+    # `setdefault` is atomic, so no lock is needed. A lock could be held during a fork,
+    # and would never be released in the forked process.
     mark = object()
     return _topics.setdefault(about, {}).setdefault(topic, mark) is mark
 

@@ -90,7 +90,8 @@ def read_vertex(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """
     text = environ.get("CLUSTER_SPEC", "")
     if "workerpool" not in text:
-        return None  # other programs may have a variable of that name
+        # Programs other than Vertex AI may set a variable `CLUSTER_SPEC`, too.
+        return None
     spec = _parse(text, "CLUSTER_SPEC", "Vertex AI")
     try:
         return tf_config.parse(json.dumps(_with_job_names(spec)))
@@ -111,7 +112,8 @@ def _with_job_names(spec: Any) -> Any:
         return spec
     cluster, task = spec.get("cluster"), spec.get("task")
     if isinstance(cluster, dict):
-        # Vertex AI lists a pool that the job does not use, with an empty list of tasks.
+        # Vertex AI also lists pools that the job does not use, with an empty list of
+        # tasks. These pools are left out.
         cluster = {_JOBS.get(n, n): pool for n, pool in cluster.items() if pool}
     if isinstance(task, dict):
         name = task.get("type")

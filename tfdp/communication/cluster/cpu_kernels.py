@@ -18,7 +18,8 @@ from tfdp.ground import _compat, user_code
 from tfdp.ground.onednn import VARIABLE, cpu_flags, is_left_off
 
 _NAME = "oneDNN"
-# A gradient that takes this many times as long as the forward pass has a slow kernel.
+# A gradient that takes at least this many times as long as the forward pass is computed
+# by a slow kernel.
 _SLOW_FACTOR = 3.0
 # Batch rows and units of the dense layer that is measured. The measurement takes some
 # milliseconds if its kernel is slow.

@@ -12,13 +12,12 @@ from tfdp.ground.text import pluralize
 # Measured in /proc/self/fd with TensorFlow 2.19 to 2.21; each further worker adds one
 # connection.
 _SERVER_FILES = 8
-# File descriptors of a worker's store: up to three listening sockets (TCP at each
-# address of this host that the worker's name has, usually one or two, and a Unix socket
-# if all workers are on one machine), those that wake and watch for its thread, and the
-# own connection; the worker that hosts the store has one more for each worker.
+# File descriptors of a worker's store: three listening sockets, those by which its
+# thread waits for events and is woken, and the worker's own connection. The store of
+# worker 0 has one more connection for each worker.
 _STORE_FILES = 8
-# File descriptors of a mesh: two listening sockets (TCP on a port that the system
-# chooses, and Unix), and those of its thread's selector.
+# File descriptors of the mesh, which connects each worker to every other one: its
+# listening sockets, and those of the selector of its thread.
 _MESH_FILES = 5
 # Lanes of a worker, each with a connection to every other worker: four channels for
 # collectives of replicas, and one for small values of the workers.
@@ -56,7 +55,8 @@ def needed_files(num_workers: int, *, one_host: bool, connects: bool) -> int:
         needed += _SERVER_FILES + num_workers
     else:
         connections = (_NUM_LANES + 1) * (num_workers - 1)
-        # A lane holds the descriptor of each member's memory until it has mapped it.
+        # A lane has a descriptor of each member's shared memory until it maps the
+        # memory.
         memory = (_NUM_LANES + 2) * num_workers if one_host else 0
         needed += _MESH_FILES + connections + memory
     return needed

@@ -26,8 +26,8 @@ _DEFAULT_START_SECONDS = 300.0
 # Tag of the first exchange, on MPI_COMM_WORLD: an arbitrary number that hardly any user
 # code has for its messages.
 _WORLD_TAG = 20011
-# Time limit of completing requests when all processes end: a message has arrived by
-# then, or never arrives.
+# Time limit of completing the remaining requests when all processes end: a message that
+# has not arrived by then never arrives.
 _REST_SECONDS = 5.0
 
 _job: MpiJob | None = None
@@ -125,7 +125,8 @@ def import_mpi() -> Any:
     rc.initialize = rc.finalize = False
     try:
         with warnings.catch_warnings():
-            # `_check_library` reports a launcher of another MPI with more advice.
+            # mpi4py's warning of a launcher of another MPI is suppressed, since
+            # `_check_library` reports the launcher with more advice.
             warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)
             return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:

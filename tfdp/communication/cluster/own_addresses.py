@@ -16,8 +16,8 @@ from tfdp.communication.cluster.address import ip_address
 from tfdp.ground.base.process_identity import boot_id
 
 _NETWORK_FILE = "/proc/self/ns/net"
-# Largest number of addresses of a host. A host with many containers has more, which
-# other hosts hardly ever reach.
+# Largest number of addresses of a host that are used. A host with many containers has
+# more, but other hosts can hardly ever reach the containers' addresses.
 _MOST_ADDRESSES = 16
 _TOKEN_BYTES = 16
 _PROBE_SECONDS = 3.0
@@ -116,8 +116,8 @@ def is_own(address: str) -> bool:
     Returns:
         Bool.
     """
-    # An unspecified address stands for all addresses of a host, so that a socket can be
-    # bound to it on every host.
+    # An unspecified address, such as 0.0.0.0, belongs to no single host: a socket can
+    # be bound to it on every host, so the test below would succeed.
     if parse_address(address).is_unspecified:
         return False
     try:
@@ -197,7 +197,8 @@ def _answer(listener: socket.socket, token: str, is_over: threading.Event) -> No
             with connection:
                 connection.settimeout(1.0)
                 connection.sendall(token.encode())
-                # If the client closes first, no TIME_WAIT of this end holds the port.
+                # This end waits for the client to close first: otherwise a connection
+                # of this end in the state TIME_WAIT would keep the port in use.
                 connection.recv(1)
 
 

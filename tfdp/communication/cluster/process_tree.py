@@ -45,8 +45,8 @@ def children() -> set[int]:
     """
     pid = os.getpid()
     with contextlib.suppress(OSError):
-        # Reading this file is a hundred times faster than listing all processes, so it
-        # also finds children that live only for milliseconds.
+        # This file is read in a hundredth of the time that listing all processes takes,
+        # so children that live only for milliseconds are found, too.
         text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii")
         return {int(word) for word in text.split()}
     return {child.pid for child in psutil.Process().children()}
@@ -178,7 +178,8 @@ def main() -> None:
     job = sys.argv[1]
     sessions = [int(line) for line in sys.stdin]
     kill_processes(sessions, job)
-    # A worker that the launcher was starting when it died may not have been found.
+    # The kill is repeated after a pause: a worker that the launcher was starting when
+    # it died may not have been found before.
     time.sleep(0.3)
     kill_processes(sessions, job)
 

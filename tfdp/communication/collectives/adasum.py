@@ -159,7 +159,7 @@ def _create_groups(caller: Member, members: Partition) -> _Groups:
         firsts = range(0, core, 2 * distance)
         block_positions = [sum(members[f : f + 2 * distance], ()) for f in firsts]
         blocks[distance] = group.split(block_positions)
-    # Members beyond the power of two have an extra round with a partner each.
+    # Members beyond the largest power of two have an extra round with a partner.
     positions = _position_pairs(members, range(len(members) - core), core)
     pairs[core] = group.split(positions)
     is_swapped[core] = any(position in p and p[0] > p[1] for p in positions)

@@ -50,8 +50,8 @@ def in_two_phases(
     with tf.device(member.group.devices[member.replica]):
         flat = tf.reshape(tensor, [-1])  # [length]
         length = flat.shape.num_elements()
-        # The padded length suits all algorithms: the ring needs one shard per replica,
-        # and halving a power of two of shards.
+        # The padding suits all algorithms: the ring needs a shard per replica, and
+        # halving-doubling a number of shards that is a power of two.
         size = member.group.size
         missing = -length % math.lcm(size, power_of_two_in(size))
         if missing:
@@ -179,7 +179,7 @@ def pairs_of(algorithm: str, group: ProcessGroup) -> dict[int, Pairs]:
         for distance in powers_below(core):
             lower = [p for p in range(core) if not p & distance]
             distances[distance] = [(p, p + distance) for p in lower]
-        # Positions beyond the power of two send their tensors to a partner.
+        # Positions beyond the largest power of two send their tensors to a partner.
         distances[core] = [(extra - core, extra) for extra in range(core, size)]
     return {distance: group.split(pairs) for distance, pairs in distances.items()}
 

@@ -31,10 +31,10 @@ from tfdp.communication.coordination.watch import COLLECTIVE_FAILED, NotConnecte
 from tfdp.ground import _compat
 
 _CLOSE_SECONDS = 2.0
-# Capacity of a queue: one pending collective, and those that cancelled steps left.
+# Capacity of a queue: one pending collective, and elements left by cancelled steps.
 _CAPACITY = 4
-# An element of a queue has two components: bytes, and a head: the number of the traced
-# collective, and that of the request.
+# An element of a queue has two components: the data as bytes, and a head of two
+# numbers, those of the traced collective and of the request.
 _COMPONENTS = [tf.uint8, tf.int64]
 # Number of the lower bits of a request's number, which count requests. The bits above
 # them are its generation.

@@ -75,8 +75,8 @@ def gather_first_axis(
         by_rank = tf.argsort(table[:, 0])
         valid = tf.sequence_mask(tf.gather(counts, by_rank), length)
         joined = tf.boolean_mask(tf.gather(padded, by_rank), valid)
-        # The number of rows follows from that of elements: rows without elements are
-        # lost.
+        # The number of rows is inferred from the number of elements, so rows without
+        # elements are lost.
         joined = tf.reshape(joined, tf.concat([[-1], row_shape], axis=0))
         joined = tf.cast(joined, rows.dtype)
         if rows.shape.rank is not None:

@@ -223,7 +223,8 @@ def _to_sent_dtype(
         sent, back = _to_sent_dtype(tf.cast(tensor, reduce_dtype), None)
         return sent, lambda received: tf.cast(back(received), tensor.dtype)
     if tensor.dtype == tf.bfloat16:
-        # TensorFlow gathers and broadcasts no bfloat16, so its bits travel as float16.
+        # TensorFlow cannot all-gather or broadcast bfloat16, so the bits of a tensor of
+        # this dtype are sent as float16.
         return (
             tf.bitcast(tensor, tf.float16),
             lambda received: tf.bitcast(received, tf.bfloat16),

@@ -47,7 +47,8 @@ from tfdp.communication.transport import (
 )
 from tfdp.ground.base.finalizers import finalizers
 
-# Chains per device: gradient buckets on different chains are reduced concurrently.
+# Number of channels. Collectives on one channel run one after another, and gradient
+# buckets on different channels are reduced concurrently.
 _CHANNELS = 4
 
 
@@ -182,8 +183,8 @@ class ProcessTransport:
                 name = f"{group.key}/{channel}"
                 lane = _Lane(name, group, self._rank, self.new_communicator)
                 lanes[channel] = lane
-                # A lane's thread keeps the lane alive, so the end of its group has to
-                # end it.
+                # The thread of a lane keeps the lane alive, so a finalizer of the group
+                # has to end the lane.
                 finalizers.register(group, lane.end, waits=False)
             return lanes[channel]
 
@@ -335,8 +336,8 @@ class _Lane:
                 raise
             raise NotConnected(None, None, str(error)) from error
         collectives.communicator = communicator
-        # `abort` may have been called while the communicator was created, and then
-        # could not close it.
+        # If `abort` was called while the communicator was created, it could not close
+        # the communicator, which is therefore closed here.
         if self._end_reason is not None:
             communicator.close(self._end_reason)
 

@@ -50,8 +50,8 @@ class DataWait:
         """
         self.num_traces += 1
 
-        # Each function changes one variable, and TensorFlow orders it only by that
-        # variable, as in `timing.write`.
+        # Each function changes one variable, since TensorFlow then orders the function
+        # only by that variable; see `timing.write`.
         @tf.function(autograph=False)
         def begin() -> tf.Tensor:
             """Return the time at which the step begins."""

@@ -19,8 +19,8 @@ from tfdp.ground import _compat
 # but leaves the network idle between pieces if no other collective runs at the same
 # time. Measured in docs/reports/performance.md.
 _SUBDIVISIONS, _SUBDIVISIONS_ALONE = 1, 2
-# Chains per device on CPUs, where buckets on different channels overlap; NCCL needs a
-# single order.
+# Number of channels on CPUs, where buckets on different channels overlap. NCCL has one
+# channel, since it needs a single order of collectives.
 _CPU_CHANNELS = 4
 _OPERATIONS = {
     "all_reduce": tf.raw_ops.CollectiveReduceV2,
@@ -40,7 +40,8 @@ class TensorFlowTransport:
     def __init__(self, name: str = "ring") -> None:
         self.name = name
         self.num_channels = 1 if name == "nccl" else _CPU_CHANNELS
-        # TensorFlow has no reduce-scatter for CPUs, and sums float16 in float16.
+        # TensorFlow has no reduce-scatter for CPUs, and its all-reduce of float16
+        # rounds to float16 after each addition.
         self.has_reduce_scatter = name == "nccl"
         self.rounds_sums_once = False
 

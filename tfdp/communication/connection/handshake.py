@@ -28,8 +28,8 @@ _HEAD_BYTES = 32
 _NONCE_BYTES = _PROOF_BYTES = 32
 GREETING_BYTES = _HEAD_BYTES + _NONCE_BYTES
 
-# Flag of `send`: report a connection that has ended as an error only, without a signal.
-# A system that lacks it never sends one to Python.
+# Flag of `send`: if the connection has ended, `send` only raises an error, and the
+# process receives no signal. Systems without the flag never send Python this signal.
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 

@@ -25,8 +25,8 @@ from tfdp.communication.connection.handshake import (
 # Format of the head of a message: length and HMAC of its text.
 _HEAD = struct.Struct("!I32s")
 _NUMBER = struct.Struct("!Q")
-# Largest length of a text, which may hold all texts of an all-gather, and the largest
-# length of the fields that the store adds.
+# Largest size in bytes of a text, which may contain all texts of an all-gather, and of
+# the fields that the store adds to a text.
 MOST_BYTES, _MOST_ADDED_BYTES = 1 << 26, 1 << 20
 _RECEIVE_BYTES = 1 << 16
 # A shared encoder: `json.dumps` would create one for each message, which takes as long

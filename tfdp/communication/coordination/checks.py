@@ -25,8 +25,8 @@ from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan
 from tfdp.ground.plans.topology import Topology
 
-# Number that Keras appends to the name of a variable; in the name of an optimizer's
-# slot, the name of the variable comes first.
+# Number that Keras appends to the name of a variable. In the name of an optimizer's
+# slot, more text follows the number, since the variable's name comes first.
 _AUTO_NUMBER = re.compile(r"_\d+(?=[/:_]|$)")
 _LET_NOTHING_CHOOSE = (
     "What a step computes must not depend on anything that differs between workers, "
@@ -117,8 +117,8 @@ def _name_in_cluster(device: str, rank: int) -> str:
         rank: Int, rank of the worker.
     """
     spec = tf.DeviceSpec.from_string(device)
-    # If TensorFlow's server runs, the name has the job and the task of the worker
-    # already.
+    # If TensorFlow's server runs, the name of the device already contains the job and
+    # the task of the worker.
     is_unique = spec.job != "localhost"
     return device if is_unique else spec.replace(job="worker", task=rank).to_string()
 

@@ -43,7 +43,7 @@ class DataWait:
     """
 
     def __init__(self) -> None:
-        # Replaced by `tfdp.training.data`, whose graphs count the reads of steps.
+        # `tfdp.training.data`, whose graphs count the reads, replaces this function.
         self.read_counts: Callable[[], ReadCounts] = lambda: ReadCounts(0, 0)
         self._lock = threading.Lock()
         self._num_reads = self._num_reading = 0

@@ -24,7 +24,7 @@ LAUNCHER_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else RECORD
 NUM_COLLECTIVES = 512
 # Kind, in a flight record, of an all-gather of texts over the job's store.
 TEXTS = "all-gather of texts"
-# Key of the log folder in the `tfdp` key of `TF_CONFIG`, and the folder without it.
+# Key of the log folder in the `tfdp` key of `TF_CONFIG`, and the default log folder.
 FOLDER_KEY, DEFAULT_FOLDER = "logs", "tfdp-logs"
 # Largest accepted number of workers in a file: with more, the file is damaged.
 _MOST_WORKERS = 1 << 20

@@ -97,7 +97,7 @@ class TracedCollectives:
         plans = self._plans.get(loop)
         if plans is None:
             return []
-        # `keyrefs` is a copy: another thread may be tracing.
+        # `keyrefs` returns a copy, which another thread's tracing does not change.
         graphs = [reference() for reference in plans.keyrefs()]
         found = [plans.get(each, []) for each in graphs if each is not None]
         return max(found, key=len, default=[])
@@ -156,7 +156,9 @@ def recorded_steps(
                 ranks=ranks,
                 kind=TENSORFLOW,
                 dtype="",
-                # Any function of a loop may run, but a call that hangs is the largest.
+                # Workers compare this order only outside of Keras's loops: a step may
+                # run any traced function of its loop, but a call that hangs is assumed
+                # to be the function with the most collectives.
                 key="" if step.loop else traced.order(step.loop),
                 name=name,
                 number=step.number,

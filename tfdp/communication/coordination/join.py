@@ -197,8 +197,8 @@ def join_running_job(
     begin = heard = time.monotonic()
     first: int | None = None
     while True:
-        # Facts are compared before this process applies, so that the workers do not
-        # wait for a process that cannot join.
+        # The first request does not apply yet, but only asks for the facts of the job's
+        # set-up: the workers must not wait for a process whose facts differ.
         state = ask_job(origin, applies=first is not None)
         if state is not None:
             heard = time.monotonic()

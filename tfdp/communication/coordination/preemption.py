@@ -68,8 +68,8 @@ class PreemptionNotice:
         """Restore the previous signal handlers, without raising a recorded signal."""
         _listening.discard(self)
         for number, handler in self._previous_handlers.items():
-            # If native code has installed the handler, it is `None`, and Python cannot
-            # restore it.
+            # The previous handler is `None` if native code has installed it. Python
+            # cannot restore such a handler, so the default is restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous_handlers = {}
 

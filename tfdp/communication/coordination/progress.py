@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tfdp.communication.coordination.clock import clock
 from tfdp.communication.coordination.flight_record import Span, copy_of, wall_offset
 
-# Number of places that are kept for flight records. A step of `fit` adds three.
+# Number of changes of progress kept for flight records. A step of `fit` has three.
 _NUM_PLACES = 512
 
 

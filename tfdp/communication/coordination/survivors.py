@@ -61,7 +61,7 @@ def find_survivors(
             survivors, joining = _agree(membership, lost, applicants, limit)
             break
         except HostLost:
-            # `HostLost` means that both workers with a copy of the store are lost.
+            # Both workers with a copy of the store are lost, so the store is restarted.
             if clock.now() - begin > limit:
                 raise
         with contextlib.suppress(ConnectionFailed):
@@ -146,7 +146,8 @@ def _await_applicants(
         found = {each for survivor in survivors for each in answers[survivor][0]}
         if len(survivors) + len(found) >= min_workers:
             return survivors, sorted(found)
-        # The clock of the first worker that is left decides for all.
+        # All workers use the decision of the first worker that is left, since the
+        # workers' clocks may reach the limit at different times.
         _, is_over = answers[survivors[0]]
         if is_over:
             break

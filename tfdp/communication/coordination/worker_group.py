@@ -28,8 +28,8 @@ from tfdp.communication.store import Gathering, Store
 from tfdp.ground import forks, user_code
 
 _WARN_AFTER_SECONDS = 10.0
-# Interval at which a wait checks whether the other worker is alive: at first, and the
-# longest.
+# Seconds between two checks of whether an awaited worker is alive: at the start of a
+# wait, and at most. The interval grows during the wait.
 _CHECK_SECONDS, _LONGEST_CHECK_SECONDS = 0.25, 3.0
 # Text in messages for where a worker is if its progress names no call.
 NO_CALL = "no call of Keras or tfdp"
@@ -65,14 +65,14 @@ class WorkerGroup:
         self._progress, self._ring = progress, collective_ring
         # Whether the user is warned of long waits.
         self.warns = True
-        # Number of all-gathers that this worker has begun, a part of the key of the
-        # next.
+        # Number of all-gathers that this worker has begun, which is a part of the key
+        # of the next all-gather.
         self.num_calls = 0
         self.owner = forks.Owner()
-        # Hooks of `tfdp.communication.coordination.watch`: `check` raises if the
-        # awaited worker is lost, `check_on_thread` does so on a thread other than the
-        # main one, `progress_of` returns a worker's progress, and `guard` translates
-        # errors of the store.
+        # Hooks that `tfdp.communication.coordination.watch` sets: `check` raises an
+        # error if the awaited worker is lost, `check_on_thread` raises it on a thread
+        # other than the main one, `progress_of` returns a worker's progress, and
+        # `guard` translates errors of the store.
         self.check: Callable[[int, bool, str], None] = lambda rank, is_over, call: None
         self.check_on_thread = self.check
         self.progress_of: Callable[[int], WorkerProgress | None] = lambda rank: None
@@ -231,8 +231,9 @@ class WorkerGroup:
                 for rank in missing:
                     check(rank)
             except ValueError:
-                # If all texts have arrived before the withdrawal, the other workers use
-                # them.
+                # This worker withdraws its text, and raises the error of `check`. If
+                # all texts have arrived before, the other workers use them, and this
+                # one continues.
                 if gathering.withdraw():
                     self.num_calls -= 1
                     raise

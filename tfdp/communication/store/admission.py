@@ -34,8 +34,8 @@ from tfdp.communication.connection.secret import derive_secret, read_secret
 from tfdp.ground.forks import close_in_forks
 
 SERVICE = "store"
-# Format of a claim: rank, generation and address of a process. A host name has at most
-# 253 characters.
+# Format of a claim: rank, generation and address of a process. The address is a host
+# name of at most 253 characters, a colon and a port.
 CLAIM = struct.Struct("!II260s")
 ASKS, APPLIES = 0xFFFFFFFE, 0xFFFFFFFF
 # Time limit of an attempt to reach a worker, or of a probe of its port.
@@ -119,8 +119,8 @@ class Admission:
             except ConnectionFailed as error:
                 sock.close()
                 failures.append(error)
-        # An address that refuses connections has no process: the errors of other
-        # addresses tell more.
+        # The error of an address that refuses connections is raised only if all
+        # addresses do: a refusal says no more than that no process listens there.
         failures.sort(key=lambda e: isinstance(e.__cause__, ConnectionRefusedError))
         raise failures[0] if failures else ConnectionFailed("its name has no address")
 

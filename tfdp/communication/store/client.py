@@ -19,10 +19,12 @@ from tfdp.communication.store.contents import Contents
 from tfdp.communication.store.hosts import Connection, Hosts, Refused
 from tfdp.ground.base.threads import start_thread
 
-# Longest wait of an all-gather for the host's answer to a request about it.
+# Longest wait in seconds for the host's answer to a request that the host answers at
+# once, such as the withdrawal from an all-gather.
 _ANSWER_SECONDS = 2.0
-# Longest wait until the standby hosts the store, pause between two attempts to connect,
-# and time limit of the attempt to reach the old host.
+# After the loss of the host, in seconds: longest wait until the standby hosts the
+# store, pause between two attempts to connect to the standby, and time limit of the
+# standby's attempt to reach the old host, which may still run.
 _FOLLOW_SECONDS, _RETRY_SECONDS, _PROBE_SECONDS = 3.0, 0.02, 1.0
 # Longest wait for the end of the connection to a lost host. A connection to a host that
 # hangs or is off does not end by itself.
@@ -71,14 +73,17 @@ class Store:
         self._lock = threading.Lock()
         self._sends = threading.Lock()
         self._waiting: dict[int, PendingAnswer] = {}
-        # Future that `wake` completes, so that waits for the texts of others end.
+        # Future that `wake` completes, so that calls that wait for texts of other
+        # workers return.
         self.alarm: concurrent.futures.Future[None] = concurrent.futures.Future()
         # Why the store is lost, or `None` while it is not.
         self._reason: str | None = None
-        # Contents of the store, if this worker is the standby, and the standby's rank.
+        # Copy of the store's contents, if this worker is the standby; and rank of the
+        # standby, if there is one.
         self._copy: Contents | None = None
         self._standby: int | None = None
-        # Event that is set while a call waits for the next host.
+        # Event that ends the random delay before this worker follows the standby: it is
+        # set if a call waits for the next host, or this worker is the standby.
         self._hurry = threading.Event()
         # Event that is set while this process has no connection to a host.
         self._has_ended = threading.Event()
@@ -338,7 +343,7 @@ class Store:
             self._hurry.set()
         try:
             start_thread("tfdp store follows", self._connect_to_standby)
-        except RuntimeError:  # the interpreter is shutting down
+        except RuntimeError:  # the interpreter is shutting down and starts no thread
             self.fail()
 
     def _connect_to_standby(self) -> None:
@@ -346,7 +351,7 @@ class Store:
         standby = self._standby
         assert standby is not None
         # At the end of a job, most workers have no open request, and exit during this
-        # wait.
+        # random delay: they need not connect to the standby.
         self._hurry.wait(random.SystemRandom().uniform(0.0, _MOST_DELAY_SECONDS))
         self._hurry.clear()
         deadline = time.monotonic() + _FOLLOW_SECONDS
@@ -407,8 +412,8 @@ class Store:
         assert copy is not None
         copy.apply({"lost": [self.host]})
         with self._lock:
-            # The store may have failed meanwhile, and this process may host its
-            # successor.
+            # The store may have failed while the old host was probed. This process may
+            # then host a later store, which must not be replaced.
             if self._reason is not None:
                 raise ConnectionFailed(self._reason)
             self._hosts.host(copy)

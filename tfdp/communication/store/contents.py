@@ -40,7 +40,8 @@ class Contents:
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
         self.lost: set[int] = set()
-        # Answers by the rank of a member and the id of its request.
+        # Answers by the rank of a member and the id of its request. A request that is
+        # sent again receives the same answer.
         self._answers: dict[int, dict[int, dict[str, Any]]] = {}
 
     def apply(self, change: Change) -> None:

@@ -51,13 +51,15 @@ _logger = logging.getLogger("tfdp.store")
 # Rank of the worker that hosts the store at first.
 HOST = 0
 _WARN_AFTER_SECONDS = 10.0
-# Pause between two attempts to connect, and interval at which a worker that waits for
-# the others asks for the missing ones.
+# In seconds: pause between two attempts to connect, and interval at which a worker that
+# waits for the others asks which of them are missing.
 _RETRY_SECONDS, _WAIT_SECONDS = 0.1, 1.0
-# Time without a process at a worker's port after which the worker is lost, in a later
-# cluster. A port is closed for a moment between two clusters.
+# Seconds without a process at a missing worker's port after which the worker is lost.
+# The limit applies to later clusters of a job, whose ports are closed for a moment
+# after the previous cluster.
 _LOST_SECONDS = 5.0
-# Time for which an application to join counts. The applicant repeats it more often.
+# Seconds for which an application to join is valid. An applicant repeats its
+# application more often.
 _APPLICATION_SECONDS = 3.0
 _BACKLOG = 512
 
@@ -111,8 +113,8 @@ class Membership:
         # Time of the last application of each process that applies to join, by its
         # address.
         self._applications: dict[str, float] = {}
-        # Times since which no process has had the port of a missing worker, by its
-        # rank.
+        # For each missing worker, by its rank: the time since which no process has
+        # listened on its port.
         self._closed_since: dict[int, float] = {}
         self.server: Server | None = None
         if cluster.rank == HOST:
@@ -133,8 +135,8 @@ class Membership:
         sockets = listen(cluster.workers[cluster.rank])
         if self._is_local:
             sockets.append(self._listen_locally(sockets))
-        # Event that is set once `_acceptor` is: its thread may accept a connection
-        # before.
+        # Event that is set once `_acceptor` is assigned. The acceptor's thread waits
+        # for the event, since it may accept a connection earlier.
         self._has_acceptor = threading.Event()
         self._acceptor = Acceptor(
             admission.secret,
@@ -252,7 +254,8 @@ class Membership:
             ValueError: If workers run different versions of tfdp.
             HostLost: If the host ends during the wait; it may start again.
         """
-        # In a later cluster, workers may be lost during the wait.
+        # In a later cluster of the job, workers may be lost during the wait, and are
+        # then not waited for.
         is_of_living = self.generation > 0
         gathering = self.store.gather("join", own_version(), is_of_living=is_of_living)
         while (versions := gathering.texts(_WAIT_SECONDS)) is None:

@@ -14,7 +14,8 @@ from typing import Protocol
 from tfdp.communication.connection.messages import encode
 from tfdp.communication.store.contents import Change, Contents
 
-# Wait for an acknowledgement, after which another member becomes the standby.
+# Seconds without an acknowledgement from the standby after which another member becomes
+# the standby.
 _SLOW_SECONDS = 2.0
 
 
@@ -50,12 +51,13 @@ class Replication:
     ) -> None:
         self.standby: Receiver | None = None
         self._host, self._contents, self._members = host, contents, members
-        # Numbers of changes: of the last one sent, the last one before the copy, the
-        # one that makes the copy complete, and the last one acknowledged.
+        # Numbers of changes: of the last one sent, of the last one before the copy, of
+        # the one that makes the copy complete, and of the last one that the standby has
+        # acknowledged since the copy is complete.
         self._sent = self._begun = self._complete = self._acknowledged = 0
         self._waits_since = 0.0
-        # Answers that wait, each with the number of the last change on which it may
-        # depend.
+        # Answers that wait for the standby's acknowledgement, each with the number of
+        # the last change on which the answer may depend.
         self._waiting: collections.deque[tuple[int, Receiver, bytes]] = (
             collections.deque()
         )
@@ -126,8 +128,8 @@ class Replication:
         if self._acknowledged in (0, self._sent):
             return self._acknowledged > 0
         # An answer to the standby itself follows the changes on the same connection. An
-        # answer to the host can be sent if no bytes for the standby wait: should the
-        # host end, its system still delivers them.
+        # answer to the host's own worker can be sent once the operating system has all
+        # bytes for the standby: it delivers them even if the host's process ends.
         is_host = member.rank == self._host
         return member is standby or (is_host and not standby.has_output)
 
@@ -143,7 +145,9 @@ class Replication:
             self.begin()
         is_standby = self.standby is not None and self.standby.rank == rank
         if not is_standby or number <= self._begun:
-            return  # the change belongs to an earlier copy
+            # The member is not the standby, or the change is older than the present
+            # copy.
+            return
         self._waits_since = time.monotonic() if number < self._sent else 0.0
         if number < self._complete:
             return

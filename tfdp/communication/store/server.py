@@ -28,18 +28,21 @@ from tfdp.communication.store.replication import Replication
 # host receives per second: with more workers, each sends fewer. This delays no
 # detection of a process's end, which closes its connection.
 _BEAT_SECONDS, _MOST_BEATS_PER_SECOND = 1.0, 48
-# Number of missing heartbeats after which a summary has the age of the last one.
+# Number of intervals without a heartbeat after which a summary lists the age of a
+# worker's last heartbeat.
 _SILENT_BEATS = 1.5
 # Time for which a summary of heartbeats is sent again, per worker of the job, since
 # creating one takes time for each worker.
 _SUMMARY_SECONDS = 0.001
-# Longest wait at the end until the members have received the last answers, longest wait
-# before it until the standby has their changes, and pause of both.
+# In seconds, at the end of the store: longest wait until the members have received the
+# last answers, longest wait before that until the standby has all changes, and pause
+# between two checks.
 _DRAIN_SECONDS, _SETTLE_SECONDS, _POLL_SECONDS = 5.0, 2.0, 0.01
 # Errors of a message that does not follow the protocol.
 _MALFORMED = ValueError, KeyError, TypeError, OverflowError, RecursionError
 
-# Request of a member, as `Change` contains it: rank, id, and smallest id waited for.
+# Request of a member, as `Change` contains it: rank of the member, id of the request,
+# and smallest id of a request for whose answer the member waits.
 Request: TypeAlias = tuple[int, int, int]
 
 
@@ -128,13 +131,13 @@ class Server:
         # key.
         self._readers: dict[str, list[tuple[_Member, int]]] = {}
         self._gathers: dict[str, _Gather] = {}
-        # A member of an earlier host that does not connect here is noticed by the age
-        # of this heartbeat.
+        # A worker that was a member of the earlier host, but does not connect to this
+        # one, is noticed by the age of this first heartbeat.
         first = _Beat("", False, time.monotonic())
         ranks = range(num_workers) if contents else ()
         self._beats = dict.fromkeys(set(ranks) - self._contents.lost, first)
-        # Last summaries, by whether they have the heartbeats of all workers: the time
-        # until which a summary is sent again, and the summary.
+        # Last summaries, by whether they have the heartbeats of all workers. Each comes
+        # with the time until which it is sent again.
         self._summaries: dict[bool, tuple[float, dict[str, Any]]] = {}
 
     def add(
@@ -229,8 +232,8 @@ class Server:
         self._commit({"lost": [rank]})
         self._replication.remove(member)
         if not self._has_started:
-            # The worker may start again before all have joined, and then sends its text
-            # again.
+            # Before all workers have joined, a lost worker may start again. It then
+            # sends its text again.
             for gather in self._gathers.values():
                 gather.texts.pop(rank, None)
                 gather.requests.pop(rank, None)
@@ -242,7 +245,8 @@ class Server:
         """Answer one request of a member, unless an earlier host has served it."""
         self._replication.check()
         request = member.rank, int(message["id"]), int(message["oldest"])
-        # A request that is sent again may have had its effect on an earlier host.
+        # An earlier host may have served this request before it was lost: the member
+        # sends the request again, and receives the same answer.
         answer = self._contents.answer(*request[:2])
         if answer is not None:
             self._answer(member, request[1], **answer)
@@ -454,8 +458,8 @@ class Server:
             return
         gather = self._gathers.pop(key)
         if not self._has_started:
-            # All workers have joined. They receive the texts once one of them has the
-            # copy.
+            # All workers have joined. They receive the texts once one of them, the
+            # standby, has a copy of the contents.
             self._has_started = True
             self._replication.begin()
         requests = list(gather.requests.values())

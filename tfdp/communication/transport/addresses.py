@@ -60,7 +60,8 @@ def this_machine() -> str:
         String, equal for two processes if and only if they run as one user and their
         abstract Unix sockets reach each other.
     """
-    # If the system gives no key, a random one makes workers use TCP.
+    # If the system gives no key of the network namespace, a random key is used. No
+    # other process has the same one, so that workers connect by TCP.
     network = network_of_host() or secrets.token_hex(16)
     return f"{network} {os.getuid()}"
 

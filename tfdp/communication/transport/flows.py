@@ -228,7 +228,9 @@ class Flow:
         if self._out.is_blocked:
             events |= select.POLLOUT
         if self._out.piece is not None:
-            events |= _PEER_CLOSED  # the peer must not end before it has received all
+            # It is an error if the peer closes the connection before it has received
+            # all data.
+            events |= _PEER_CLOSED
         return events
 
     def handle(self, events: int) -> None:
@@ -248,8 +250,8 @@ class Flow:
         if events & select.POLLOUT:
             self._out.is_blocked = False
         if self._in.is_blocked:
-            # After the connection's end, too, reading continues: data that arrived
-            # before the end may be unread.
+            # The end of the connection unblocks reading, too: data that arrived before
+            # the end may be unread.
             self._in.is_blocked = not events & (select.POLLIN | _ENDED)
         elif events & _ENDED:
             raise self._link.lost(None)

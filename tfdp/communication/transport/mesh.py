@@ -61,7 +61,8 @@ _logger = logging.getLogger("tfdp.transport")
 _CLAIM = struct.Struct("!I32s")
 # Time limit of one attempt to dial, after which a busy or silent peer is dialed again.
 _ATTEMPT_SECONDS = 10.0
-# Time limit of one read of the store, by which `close` may be delayed.
+# Time limit in seconds of one read of the store. A waiting call notices `close` only
+# between two reads.
 _STORE_SECONDS = 2.0
 _RETRY_SECONDS = 0.05
 _BACKLOG = 512
@@ -284,8 +285,8 @@ class Mesh:
             previous = self._accepted.pop((rank, lane), None)
             self._accepted[rank, lane] = sock
             self._changed.notify_all()
-        # A previous connection shows that the peer has dialed again: it does not use
-        # the first one any more.
+        # If the peer has an earlier connection for this lane that was not taken, it has
+        # dialed again, and does not use the earlier one any more.
         if previous is not None:
             previous.close()
 

@@ -377,8 +377,8 @@ def _create_comm(
         return job.mpi.COMM_SELF
     members = [job.world_ranks[rank] for rank in ranks]
     text = f"{lane} {ranks}"
-    # Each lane has a tag of its own, above the job's tags and below 32767, the largest
-    # tag that every MPI library allows.
+    # The tag is computed from the lane and its ranks. It is above the job's tags and
+    # below 32767, the largest tag that every MPI library allows.
     tag = 16 + zlib.crc32(text.encode()) % 32000
     names = job.exchange({"lane": text}, timeout_seconds, members, tag)
     others = [each["lane"] for each in names if each["lane"] != text]
@@ -387,6 +387,7 @@ def _create_comm(
             "The workers create different communicators at the same time. Received: "
             f"{text!r} and {others[0]!r}"
         )
-    # All members have joined, so that `Create_group`, a collective, does not wait.
+    # All members have joined, as the exchange shows, so that `Create_group`, a
+    # collective, does not wait for a member while this thread holds the lock.
     with job.lock:
         return job.comm.Create_group(job.comm.Get_group().Incl(members), tag)

@@ -24,8 +24,8 @@ from tfdp.communication.transport.communicator import (
     TransportError,
 )
 
-# Largest number of bytes that are sent together with the header, in one message, which
-# MPI sends at once.
+# Largest number of bytes of data that are sent in one message with the header. MPI
+# sends messages of this size at once, and not only when the peer receives them.
 SMALL_BYTES = 16 << 10
 
 # Kind of the only call in which members may send and receive different numbers of
@@ -37,8 +37,9 @@ _HEADER, _DATA, _LEAVE = 1, 2, 3
 _LEAVE_REASON_BYTES = 1024
 # Largest message in bytes, since MPI counts the bytes of a message in 32 bits.
 _MOST_BYTES = 1 << 30
-# Longest pauses between polls of MPI: before data moves, when the other members compute
-# and need the cores, and while data moves, which makes progress only during polls.
+# Longest pauses in seconds between two polls of MPI. Before data moves, pauses are
+# longer, since the other members compute and need the cores. While data moves, they are
+# shorter, since MPI makes progress only during polls.
 _LONGEST_WAIT_SECONDS, _LONGEST_MOVE_SECONDS = 1e-3, 1e-4
 # Number of pauses between two checks for members that have left, and number of checks
 # that must find that a member has left, since its last messages may still arrive.
@@ -100,8 +101,8 @@ class MpiMessages:
         self._index = comm.rank
         self._others = [place for place in range(len(ranks)) if place != self._index]
         self._reason: str | None = None
-        # Lock that a thread holds during a collective; `close` waits for it for a
-        # limited time.
+        # Lock that a thread holds during a collective. `close` tries to acquire it for
+        # a limited time.
         self._in_call = threading.Lock()
         self._closing = threading.Lock()
         self._pending: list[_Pending] = []
@@ -169,9 +170,10 @@ class MpiMessages:
         if not self._set_reason(reason) or self._job.mpi.Is_finalized():
             return
         self._send_leave_reason()
-        # A thread that waits for messages checks `_reason` after each pause, and then
-        # releases the lock. A thread that computes a sum may hold it for longer than
-        # the timeout; it cleans up itself when it next checks `_reason`.
+        # The thread of a collective holds this lock. While it waits for messages, it
+        # checks `_reason` after each pause, and then releases the lock. While it
+        # computes a sum, it may hold the lock for longer than the timeout; it then
+        # cleans up itself when it next checks `_reason`.
         if self._in_call.acquire(timeout=_CLOSE_SECONDS):
             try:
                 self._clean_up()

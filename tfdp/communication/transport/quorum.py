@@ -222,8 +222,8 @@ class QuorumLeader(QuorumMember):
             result = self._close_step()
             for unsent in self._unsent.values():
                 unsent.put(result)
-            # The threads still send these arrays, and TensorFlow may write to its own:
-            # it gets copies.
+            # TensorFlow gets copies of the arrays: it may write to its arrays while the
+            # threads still send these.
             own = [np.array(array) for array in result.arrays]
             self._receive(dataclasses.replace(result, arrays=own))
 

@@ -137,12 +137,14 @@ class Rounds:
         self._changed = threading.Condition()
         self._members: dict[int, Participant] = {}
         self._may_come = set(indices)
-        # Number of rounds so far; the state after one of them, with its number; and the
-        # means of later rounds, with theirs.
+        # Number of rounds so far. A participant that has missed rounds receives
+        # `_state`, the state after one of the rounds with the number of that round, and
+        # `_means`, the means of later rounds with their numbers.
         self._version = 0
         self._state: tuple[int, list[Array]] | None = None
         self._means: list[tuple[int, list[Array]]] = []
-        # Contributions that arrived after the previous round: this round counts them.
+        # Contributions that arrived after the end of the previous round, and count in
+        # the present round.
         self._late: list[Contribution] = []
         self._is_open = True
         self._deadline = 0.0

@@ -16,7 +16,8 @@ from tfdp.communication.transport.flows import Piece, PieceCounter
 # With segments of 64 KB, Python took a third more CPU time; from 256 KB to 1 MB there
 # was no difference.
 SEGMENT_BYTES = 512 << 10
-# Slots of the `pipeline` between two steps of a segment, in which the segment arrives.
+# Number of slots of `pipeline` from one step of a segment to its next step. In this
+# time the segment arrives from another member.
 LAG = 2
 
 

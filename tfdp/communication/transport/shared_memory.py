@@ -48,19 +48,20 @@ from tfdp.communication.transport.socket_communicator import SocketCommunicator
 
 _logger = logging.getLogger("tfdp.transport")
 
-# Total size of the chunks of all members in a step. Chunks of this size stay in a
-# core's cache, and take long compared to a ready message. `python -m tools.bench
-# transport` compares 256 kB to 4 MB, see "The transport by itself" in
+# Total size in bytes of the chunks of all members in a step. Chunks of this size stay
+# in a core's cache, and copying them takes long compared to a ready message. `python -m
+# tools.bench transport` compares 256 kB to 4 MB, see "The transport by itself" in
 # docs/reports/performance.md.
 CHUNKS_BYTES = 1 << 21
-# Largest array that is sent over the sockets, where it costs hardly more than a ready
-# message.
+# Largest array in bytes that is sent over the sockets. Sending it takes hardly longer
+# than sending a ready message, which shared memory needs in any case.
 SMALL_BYTES = 1 << 15
 # Format of the number of the step, which follows the header in a ready message.
 _STEP = struct.Struct("<Q")
-# Index of the sums in an outbox, after the chunks for the members.
+# Index in an outbox of the chunk for sums, which follows the chunks for the members.
 _SUMS = -1
-# Tags of the votes on whether all members have created, and mapped, the outboxes.
+# Tags of two votes: on whether all members have created their outboxes, and on whether
+# all members have mapped the outboxes of all.
 _HAVE_CREATED, _HAVE_MAPPED = 1, 2
 
 
@@ -96,7 +97,8 @@ class SharedMemoryCommunicator(SocketCommunicator):
         super().__init__(mesh, ranks, lane)
         self._small_array_bytes = small_bytes
         self._outboxes: list[_Outbox] = []
-        # A chunk has a multiple of 64 bytes, and so of the size of every dtype.
+        # The bytes of a chunk are a multiple of 64, and therefore of the size of every
+        # dtype.
         self._chunk_bytes = chunks_bytes // self._size // 64 * 64
         self._step = 0
         with self._collective():
@@ -169,7 +171,8 @@ class SharedMemoryCommunicator(SocketCommunicator):
     def close(self, reason: str = "") -> None:
         """Close the connections, as in `Communicator.close`, and drop the outboxes."""
         super().close(reason)
-        # A collective that still runs has its own references to the outboxes.
+        # A collective that still runs on another thread has its own references to the
+        # outboxes, so that their memory stays valid for it.
         self._outboxes = []
 
     def _sum(
@@ -206,11 +209,12 @@ class SharedMemoryCommunicator(SocketCommunicator):
                 sum_into(total, addends)
                 if not shares:
                     continue
-                # Sums have a separate area of the outbox, since members read them after
-                # the next ready message.
+                # Sums have a separate area of the outbox, since the other members read
+                # the sums only after the next ready message.
                 outboxes[self.index].put(slot, _SUMS, total)
                 for member in self._links if number else ():
-                    # Read the sums of the previous chunk, written before this message.
+                    # Read the sums of the previous chunk: the member has written them
+                    # before it sent the ready message of this step.
                     chunk = self._chunk(targets[member], number - 1)
                     chunk[:] = outboxes[member].get(before, _SUMS, chunk)
 

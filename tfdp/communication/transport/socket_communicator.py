@@ -424,8 +424,8 @@ class SocketCommunicator:
             header = memoryview(bytearray(HEADER_BYTES))
             then = functools.partial(self._check, header, expected, index)
             received.append(Piece(header, then=then))
-        # Empty pieces are left out, since no peer waits for them, and the flow would
-        # wait for their counters.
+        # Empty pieces are left out: a peer expects no bytes of them, but the flow would
+        # wait until their counters let them move.
         full = (piece for piece in outgoing if piece.view.nbytes)
         return Flow(
             link, itertools.chain(sent, full), itertools.chain(received, incoming)

@@ -35,10 +35,11 @@ from tfdp.training.reduction.fusion import ReducedGradients, pack
 from tfdp.training.reduction.gradient_exchange import GradientExchange
 from tfdp.training.reduction.sparse import are_unique, sum_duplicates
 
-# Largest number and bytes of the sums that are kept for a worker that is behind.
+# Limits on the sums that are kept for a worker that is behind: number of steps, and
+# bytes of all these sums.
 _MOST_STEPS, _MOST_BYTES = 256, 256 << 20
-# Numbers for the names of connections; the same on all workers, since all trace the
-# same steps in the same order.
+# Numbers for the names of connections. A number names the same connection on all
+# workers, since all workers trace the same steps in the same order.
 _names = itertools.count()
 # Spec of two numbers: the rows of a replica, and the rows of the global batch.
 _ROWS = tf.TensorSpec([2], tf.float64)
@@ -328,7 +329,8 @@ def _exchange(
     try:
         share = _share_of(parts, joined)
     except Exception as error:
-        # Closing notifies the other workers, which would otherwise wait for this share.
+        # Closing the connections notifies the other workers, which would otherwise wait
+        # for this worker's contribution.
         member.close(str(error))
         raise
     result = member.exchange(share)

@@ -14,7 +14,7 @@ from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.ground.text import say
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 
-# Name of the number of dropped gradients in the logs of an epoch.
+# Key of the number of dropped gradients in the logs of an epoch.
 _LOG = "dropped_gradients"
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from tfdp.features.goodput.ledger import FORMAT, Moment, is_number, moment_of
 
-# Classes of time, with their names, in the order of tables.
+# Classes of time, by their names in a ledger. `CLASSES` has their names in tables, in
+# the order of the rows.
 STEP, AGAIN, STARTUP, TRACE = "step", "again", "startup", "trace"
 DATA, EXPOSED, EVALUATION, SAVE = "data", "exposed", "evaluation", "save"
 BACKUP, RECOVERY, IDLE, UNKNOWN = "backup", "recovery", "idle", "unknown"
@@ -28,13 +29,14 @@ CLASSES = {
     IDLE: "idle",
     UNKNOWN: "not recorded",
 }
-# Classes that a step is divided into.
+# Classes that a step is divided into. In a repeated step, time of these classes counts
+# as `AGAIN`.
 _OF_STEPS = (STEP, DATA, EXPOSED)
-# Classes that a ledger's lines may have: backups are separate in them, and count as
-# saves.
+# Classes that a line of a ledger may have. Backups have a separate class in lines, but
+# count as saves in tables.
 _IN_LINES = {*CLASSES, BACKUP}
-# Seconds of an attempt in none of its lines from which they count as not recorded: less
-# is an error of rounding.
+# Seconds since the previous line that a line does not cover count as not recorded only
+# if there are more than this number; fewer are errors of rounding.
 _NOTABLE_SECONDS = 0.5
 _NUMBERS = (
     "no",
@@ -48,7 +50,8 @@ _NUMBERS = (
     "eight",
     "nine",
 )
-# Offset between the numbers of calls of `fit` in two ledgers: no ledger has more calls.
+# Offset between the numbers of calls of `fit` in two ledgers, which keeps the numbers
+# distinct: no ledger has more calls.
 _FITS_OF_LEDGER = 1_000_000
 # Position of a step in a job: number of its `fit`, epoch, and batch.
 Position = tuple[int, int, int]
@@ -237,7 +240,8 @@ class Account:
         self._has_relaunched = self._had_backups = False
         self._last: Moment | None = None
         self._launched: Moment | None = None
-        # Identity of the process of the last attempt, or `None` in an older ledger.
+        # Identity of the process of the last attempt, or `None` if the ledger is older
+        # than this field of its lines.
         self._process: Any = None
         self._furthest: Position | None = None
         # Lines of an attempt until its first step, which shows whether the attempt has
@@ -277,13 +281,15 @@ class Account:
             if since is not None and not line.get("follows"):
                 self._count(STARTUP, start.since(since))
         elif self._process is not None and line.get("process") == self._process:
-            # The same process continues in the ledger of another `fit`.
+            # The process of the previous attempt continues the job in another `fit`.
+            # The time between the two attempts is idle.
             self._count(IDLE, start.since(self._last))
             self._num_continued += 1
         elif since is None or is_same_launch or not since.since(self._last):
             self._count(RECOVERY, start.since(self._last))
         else:
-            # No process of the job existed until it was launched again.
+            # No process of the job existed until the job was launched again: that time
+            # is idle, and only the time since the launch is recovery.
             self._count(IDLE, since.since(self._last))
             self._count(RECOVERY, start.since(since))
         self._has_relaunched = not is_same_launch

@@ -18,7 +18,8 @@ from tfdp.ground.base.files import open_regular
 from tfdp.ground.base.process_identity import boot_id, state_and_start
 from tfdp.ground.text import say
 
-# Name of a ledger in a folder of logs, and ending of its name beside a directory.
+# Name of a ledger in a folder of logs. The name of a ledger beside a directory is the
+# directory's name, a dot and this name.
 NAME = "goodput.jsonl"
 # Version of the lines; lines of another version are not read.
 FORMAT = 1
@@ -307,7 +308,8 @@ def _open(path: str) -> int:
     """
     number = os.open(path, _FLAGS, 0o600)
     status = os.fstat(number)
-    # A hard link may name a file that belongs to something else.
+    # With a second hard link, the ledger may be another program's file, which must not
+    # be changed.
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(number)
         raise ValueError("it is not a regular file with a single link")
@@ -321,7 +323,8 @@ def _append(number: int, lines: list[str]) -> None:
         OSError: If they cannot be written.
     """
     size = os.fstat(number).st_size
-    # The last write of a killed process, or on a full disk, may have no end of line.
+    # The ledger may end within a line, after a write of a process that was killed, or a
+    # write to a full disk.
     is_torn = size > 0 and os.pread(number, 1, size - 1) != b"\n"
     data = "".join(f"{line}\n" for line in lines).encode()
     data = b"\n" + data if is_torn else data

@@ -24,8 +24,9 @@ from tfdp.ground.base import activities
 from tfdp.ground.base.process_identity import state_and_start
 from tfdp.ground.forks import Owner
 
-# Seconds between writes: a fraction of the attempt's time, between a least and a
-# largest number. A kill loses what is not written.
+# Least and largest number of seconds between two writes; in between, the interval is
+# this fraction of the attempt's time so far. If the process is killed, the time since
+# the last write is lost.
 _LEAST_SECONDS, _MOST_SECONDS, _OF_ATTEMPT = 1.0, 10.0, 1e-3
 # Class of time by activity.
 _CLASSES = {
@@ -81,8 +82,8 @@ class Recorder:
         self._waited = 0.0
         self._fit = 0
         self._epoch = 0
-        # First and last batch of the steps since the last line, and the running batch;
-        # all are counted in the epoch.
+        # First and last batch of the steps since the last line was written, and the
+        # batch of the running step. All three are numbers within the epoch.
         self._first: int | None = None
         self._last = self._batch = 0
         self._is_done = self._has_steps = False

@@ -56,7 +56,9 @@ class _Goodput(Feature):
             return
         callbacks = callback_list(fit.arguments.get("callbacks"))
         self._num_fits += not any(getattr(c, "is_again", False) for c in callbacks)
-        self._end_measuring()  # an earlier `fit` may have failed before its first step
+        # An earlier `fit` that failed before its first step has not ended its
+        # measurements.
+        self._end_measuring()
         directory = _directory_of(fit.arguments.get("callbacks"))
         launch = Launch.from_environment()
         if directory is None and launch is None:
@@ -67,7 +69,8 @@ class _Goodput(Feature):
         if extended is None or (
             extended.worker_group.is_job_chief and not extended.is_applicant
         ):
-            # After the loss of worker 0, this worker continues its ledger.
+            # After the loss of worker 0, this worker has replaced it, and continues its
+            # ledger.
             continues = extended is not None and extended.generation > 0
             recorder = self._recorder_at(directory, launch, continues=continues)
             self._record(fit, recorder)
@@ -125,8 +128,9 @@ class _Goodput(Feature):
         Returns:
             Callable with the arguments of `step`.
         """
-        # Traces are counted as their time stamps are added, while `data_waits` has
-        # hooks. Without time stamps, only the first call is known to trace the step.
+        # While `data_waits` has hooks, a trace of the step is noticed when time stamps
+        # are added to it. Without hooks, only the first call is known to trace the
+        # step.
         is_new = not data_waits and not model.run_eagerly
 
         @functools.wraps(step)
@@ -268,7 +272,8 @@ class _Ledger(keras.callbacks.Callback):
                 callback.latest.clear()
                 samples = [callback.meter.sample(reading) for reading in readings]
                 seconds = statistics.fmean(each.exposed_seconds for each in samples)
-                return seconds if seconds >= 0 else None  # NaN is not measured yet
+                # `seconds` is NaN if the communication was not measured yet.
+                return seconds if seconds >= 0 else None
         return None
 
 

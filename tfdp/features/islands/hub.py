@@ -206,7 +206,8 @@ class Hub:
         # Time by `time.monotonic()` at which each island that has ever connected was
         # last known to connect, run or disconnect.
         self._last_contact: dict[int, float] = {}
-        # With the cache, the warning about a lack of files is printed only once.
+        # `functools.cache` ensures that the warning about a lack of files is printed
+        # only once.
         self._acceptor = Acceptor(
             secret,
             SERVICE,
@@ -310,7 +311,7 @@ class Hub:
         finally:
             rounds.leave(member)
             with self._lock:
-                if rounds.is_over:  # no island will ask for their state
+                if rounds.is_over:  # no island will join these rounds any more
                     self._rounds_by_fit.pop(number, None)
 
     def _register_alive(self, connection: HubConnection, indices: set[int]) -> None:
@@ -324,7 +325,7 @@ class Hub:
             known = self._connections[connection] | indices
             self._last_contact.update(dict.fromkeys(known, time.monotonic()))
             self._connections[connection] = indices
-            self._expected |= indices  # also an island that was marked as lost
+            self._expected |= indices  # includes islands that were marked as lost
 
     def _serve_launcher(self, connection: HubConnection, head: dict[str, Any]) -> None:
         """Process the reports of another machine's launcher until it disconnects.

@@ -33,7 +33,8 @@ from tfdp.features.islands.hub_connection import (
 from tfdp.ground.base.threads import start_thread
 from tfdp.ground.forks import close_in_forks
 
-# Seconds for which an island tries to connect, and between two attempts.
+# Seconds for which an island tries to connect to the hub; and seconds between two of
+# its attempts.
 _CONNECT_SECONDS = 60.0
 _RETRY_SECONDS = 0.2
 # Timeout in seconds of the authentication of a connection.

@@ -16,7 +16,8 @@ from tfdp.ground.forks import close_in_forks
 
 # Name of the service in the handshake of `tfdp.communication.connection`.
 SERVICE = "hub"
-# Seconds between heartbeats, and of silence after which the other end counts as lost.
+# Seconds between two heartbeats; and seconds without a message after which the other
+# end counts as lost.
 BEAT_SECONDS = 5.0
 SILENT_SECONDS = 60
 _BEAT = {"kind": "beat"}
@@ -84,7 +85,9 @@ class HubConnection:
             is_over: `threading.Event` that ends the heartbeats earlier.
             lock: Context manager, entered to send a heartbeat.
         """
-        with contextlib.suppress(*GONE):  # the next message raises the error
+        # If the other end is lost, the heartbeats end without an error: the next
+        # message raises one.
+        with contextlib.suppress(*GONE):
             while not is_over.wait(BEAT_SECONDS):
                 with lock:
                     send_frame(self, _BEAT)

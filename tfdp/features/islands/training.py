@@ -77,8 +77,8 @@ class Islands(Feature):
             return
         writes = fit.strategy.extended.worker_group.is_job_chief
         chosen = [c for c in given if writes or not isinstance(c, WRITERS)]
-        # `DiLoCo` exchanges at the end of an epoch: callbacks after it, such as
-        # checkpoints, see the common weights.
+        # `DiLoCo` exchanges at the end of an epoch. It is called first, so that later
+        # callbacks, such as checkpoints, see the common weights.
         fit.arguments["callbacks"] = sorted(chosen, key=_order_of_callback)
 
     def after_fit(self, fit: Fit) -> None:
@@ -190,8 +190,9 @@ class IslandTraining:
     """
 
     _fit: int  # set by `begin_fit`
-    # Set by `join`. Its outer weights are those after the last exchange, from which
-    # pseudo-gradients are computed; the thread of an exchange changes them.
+    # Outer state, set by `join`. Its weights are those after the last exchange, and
+    # pseudo-gradients are computed from them. The thread of an exchange changes this
+    # state.
     _state: OuterState
 
     def __init__(

@@ -57,8 +57,8 @@ class Exchanges:
         self._reducer: Reducer | None = None
         self._background_reducer: Reducer | None = None
         self._in_flight: dict[int, BackgroundThread | Deferred] = {}
-        # Exchange in rounds, with `min_participants`: a late worker may miss outer
-        # steps.
+        # Exchange in rounds, or `None` without `min_participants`. In rounds, a worker
+        # that is late may miss outer steps.
         self.rounds: RoundExchange | None = None
         # For each fragment, the number of the update after which its pseudo-gradients
         # were sent; 0 if no exchange is in flight.
@@ -68,8 +68,8 @@ class Exchanges:
             initializer="zeros",
             name="exchanges_launched",
         )
-        # The largest number of updates by which an outer step was late since the last
-        # reset.
+        # The largest number of updates, since the last reset of this variable, that
+        # were made between sending pseudo-gradients and their outer step.
         self.staleness = make_variable(
             shape=(), dtype="int", initializer="zeros", name="exchange_staleness"
         )

@@ -28,7 +28,7 @@ from tfdp.training.reduction.reducer import Reducer
 # Numbers for the names of `RoundExchange`s; the same on all workers, since all create
 # these in the same order.
 _names = itertools.count()
-# Spec of the samples of a replica, which are sent before its pseudo-gradients.
+# Spec of a replica's number of samples, which is sent before its pseudo-gradients.
 _SAMPLES = tf.TensorSpec([], tf.float32)
 # Spec of the fields `is_made` and `is_behind` of a round's reply.
 _FLAGS = tf.TensorSpec([2], tf.int32)

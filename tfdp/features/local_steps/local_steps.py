@@ -262,7 +262,8 @@ class LocalSteps(LocalUpdates):
             return
         before = scale.read()
         scale.agree(reducer)
-        # Replicas that took local steps may have had different scales.
+        # Replicas that took local steps may have had different loss scales, so that
+        # each rescales its accumulated gradients to the common scale.
         if accumulation is not None:
             accumulation.rescale_own(scale.read() / before)
 
@@ -284,8 +285,8 @@ class LocalSteps(LocalUpdates):
             self.exchanges.adopt_common_weights()
             slots = slots_of(optimizer)
             assign(slots, _means(slots, reducer, 1.0 / reducer.num_replicas))
-            # With zero, the next step copies the weights into the anchors again, since
-            # callbacks may change the weights before it.
+            # A zero in `is_begun` makes the next step copy the weights into the anchors
+            # again, since callbacks may change the weights before that step.
             set_to_zero(self.exchanges.outer.is_begun)
         set_to_zero(self.updates)
         set_to_zero(self.waiting_samples)

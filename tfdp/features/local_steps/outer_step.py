@@ -29,7 +29,8 @@ class OuterStep:
     """
 
     def __init__(self, template: Any, anchors: Sequence[Any]) -> None:
-        with tf.init_scope():  # `get_config` reads the learning rate during a trace
+        # `init_scope` lets `get_config` read the learning rate while a step is traced.
+        with tf.init_scope():
             config = template.get_config()
         self.optimizer = type(template).from_config(config)
         self.anchors = list(anchors)

@@ -17,8 +17,8 @@ class KeptBatch:
     """
 
     def __init__(self) -> None:
-        # Queue and arguments of the latest trace, by the dtypes of the arguments'
-        # tensors.
+        # Queue, and arguments of the latest trace of the step, by the dtypes of the
+        # tensors in the queue.
         self._kinds: dict[tuple, tuple[tf.queue.FIFOQueue, tuple]] = {}
 
     def keep(self, args: tuple, rows: tf.Tensor) -> tuple:

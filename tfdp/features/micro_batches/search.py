@@ -106,7 +106,7 @@ def _begin(model: Any, division: MicroBatches) -> None:
     on_cpus = all(_compat.device_type(d) == "CPU" for d in extended.worker_devices)
     is_limited = bool(memory_search.predictors) and on_cpus
     is_known = kept is not None or division.number > 1
-    # All workers search if one has a limit.
+    # All workers search together if any of them has a limit of memory.
     if any(group.all_gather("limit of memory", is_limited)) and not is_known:
         division.begin_memory_search(memory_search)
 
@@ -161,8 +161,8 @@ def _double(model: Any, division: MicroBatches, error: Exception) -> None:
     number, rows = division.number, division.kept.num_rows()
     is_own = not isinstance(error, PeerStepFailed)
     reason = _obstacle(model, division, rows, is_own=is_own)
-    # Once this step has begun to change the state, another worker may have completed
-    # it, and waits in no collective: it then sees that this worker ends.
+    # If all replicas had computed their rows, another worker may have completed the
+    # step, and does not take part in a vote: it notices only that this worker ends.
     can_agree = _can_agree(model) and not division.has_computed()
     if can_agree and _any_worker(model.distribute_strategy, bool(reason)):
         reason = reason or "another worker could not make it again: see its message."
@@ -204,7 +204,8 @@ def _any_worker(strategy: Any, value: bool) -> bool:
             """Sum the value of this replica's worker and those of the others."""
             return training_group(strategy).reducer.sum([flag])[0]
 
-        # tfdp's own `run` would try to divide a batch.
+        # The `run` of tfdp's strategy would try to divide a batch, so that TensorFlow's
+        # is called.
         return tf.distribute.Strategy.run(strategy, on_replica)
 
     total = on_replicas(tf.constant(float(value)))

@@ -17,8 +17,8 @@ from tfdp.ground.plans.gathers import StepGathers
 # Fractions of a step below which no advice is given: exposed communication, and waiting
 # for data.
 _LITTLE, _MUCH_INPUT = 0.1, 0.25
-# A collective below both limits takes mostly latency; a small one that takes longer
-# runs over a slow link.
+# Limits of a small and of a short collective. If a collective is below both, most of
+# its time is latency; if a small one takes longer, its link is slow.
 _SMALL_BYTES, _SHORT_SECONDS = 2**20, 0.01
 
 

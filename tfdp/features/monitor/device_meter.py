@@ -80,7 +80,8 @@ class Profile:
         self._folder = TemporaryFolder("profile")
         try:
             tf.profiler.experimental.start(self._folder.name)
-        except tf.errors.AlreadyExistsError:  # such as by TensorBoard's callback
+        except tf.errors.AlreadyExistsError:
+            # Another profiler is active, such as that of TensorBoard's callback.
             self._folder.cleanup()
             self._folder = None
             return False

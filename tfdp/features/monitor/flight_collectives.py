@@ -17,11 +17,11 @@ from tfdp.communication.coordination.flight_steps import TENSORFLOW
 from tfdp.features.monitor.time_intervals import Interval, seconds_covered
 from tfdp.features.monitor.trace import clock_offset
 
-# Seconds of waiting for a worker from which it counts as stuck: even in a job that runs
-# well, records are written at slightly different times.
+# Seconds of waiting for a worker after which it counts as stuck. Even in a job that
+# runs well, workers write their records at slightly different times.
 STUCK_SECONDS = 1.0
-# A step whose collectives TensorFlow runs is stuck after this multiple of its usual
-# time: it also computes.
+# Multiple of its usual time after which a step whose collectives TensorFlow runs counts
+# as stuck, since such a step also computes.
 _SLOW_STEP = 3.0
 # A worker is slow if the others wait for it during the first fraction of the time, and
 # the second fraction of all their waits is for it. With fewer collectives than the
@@ -142,7 +142,9 @@ def completed(record: FlightRecord) -> dict[str, Interval]:
         for each in record.collectives
         if each.end is not None
         and len(each.ranks) == record.num_workers
-        and each.kind != TENSORFLOW  # replicas with local steps do not end it together
+        # Steps that TensorFlow runs are left out, since replicas with local steps do
+        # not end them together.
+        and each.kind != TENSORFLOW
     }
 
 
@@ -245,7 +247,8 @@ def _incomplete(
         late = [r for r in members if r in records and last.get(r, -1) < number]
         if waiting and (late or absent):
             begin = min(map(_begin, waiting.values()))
-            # A worker is missing at least until it has written its record.
+            # The record of a late worker shows that the worker was missing at least
+            # until it wrote the record.
             until = [max(records[rank].written_at for rank in waiting)]
             until += [records[rank].written_at for rank in late]
             yield IncompleteCollective(
@@ -270,7 +273,8 @@ def slowest_of(records: Records, lanes: Lanes) -> SlowWorker | None:
         for numbers in lanes.values()
         for entries in numbers.values()
         if len(entries) == len(records) == any_of(records).num_workers
-        # All begin a step when the one before has ended, however slow one of them is.
+        # Steps that TensorFlow runs are left out: all workers begin a step when the
+        # previous one has ended, however slow one of the workers is.
         and TENSORFLOW not in (entry.kind for entry in entries.values())
     ]
     if len(common) < _FEWEST_COLLECTIVES or len(records) == 1:

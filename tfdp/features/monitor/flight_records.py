@@ -216,8 +216,8 @@ def _activity(records: Records, rank: int) -> str:
     if rank not in records:
         return f"has left no record{_last_sign(records, rank)}"
     record = records[rank]
-    # The line of another thread is preferred while data is read, since TensorFlow may
-    # read it there.
+    # While a worker reads data, a line of the user's code in a thread other than the
+    # main one is preferred, since TensorFlow may read the data there.
     line = (record.source and record.other_user_line) or record.user_line
     at = f", at {line}" if line else ""
     if record.source:
@@ -332,7 +332,8 @@ def _number(entry: RecordedCollective) -> int:
 def _place(record: FlightRecord, entry: RecordedCollective) -> str:
     """Return the name of a worker's place when it entered a collective."""
     begin = entry.begin
-    # A step begins with a span, to within the precision of the clock.
+    # A step that TensorFlow runs begins at the same time as its span, to within the
+    # precision of the clock, so that the span is sought at the middle of the step.
     if entry.kind == TENSORFLOW:
         begin += ((entry.end or record.written_at) - begin) / 2
     before = [span for span in record.spans if span.begin <= begin]

@@ -131,6 +131,6 @@ class GradientNoise(StepFeature):
             part = _compat.local_part(variable)
             old = part.read_value()
             moved = self.smoothing * old + (1.0 - self.smoothing) * estimate
-            # An overflow, or a replica without samples, gives an estimate that is not
-            # finite; the average is kept.
+            # If a gradient overflows, or a replica has no samples, the estimate is not
+            # finite. The moving average then stays the same.
             part.assign(tf.where(tf.math.is_finite(estimate), moved, old))

@@ -6,8 +6,9 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
-# Waiting is reported from the first fraction of a step on. Below the second a worker
-# counts as not waiting: Keras itself takes a few milliseconds between two steps.
+# Fractions of a step that a worker waits for data. From the first on, the wait is
+# reported. Below the second, the worker counts as not waiting, since Keras itself takes
+# a few milliseconds between two steps.
 _MUCH, _LITTLE = 0.2, 0.1
 # First steps that are left out of the mean: prefetch buffers are full when training
 # starts, so that they hardly wait.
@@ -113,9 +114,9 @@ def advise(waits: Mapping[int, InputWait], pipeline: Pipeline) -> str:
     others = [wait.share for key, wait in waits.items() if key != rank]
     is_apart = bool(others) and statistics.median(others) < _LITTLE
     who = f"Worker {rank} waits" if others else "Training waits"
-    # An obstacle delays all workers alike, but a faster worker prepares data while it
-    # waits for the others in collectives: a single waiting worker is then no sign of a
-    # problem on its host.
+    # An obstacle in the input pipeline delays all workers alike, but a faster worker
+    # prepares data while it waits for the others in collectives. With an obstacle, a
+    # single waiting worker is therefore no sign of a problem on its host.
     is_of_one = is_apart and not pipeline.obstacle
     remedy = _REMEDY_OF_ONE if is_of_one else _remedy(pipeline)
     return f"{who} for its data for {share:.0%} of a step: {remedy}."

@@ -18,8 +18,9 @@ from tfdp.features.monitor.readings import (
 )
 from tfdp.features.monitor.trace import WorkerTrace, trace_of_worker
 
-# Difference between the elapsed times of the wall clock and of `perf_counter` above
-# which the wall clock was set; reading one after the other takes far less.
+# If the elapsed times of the wall clock and of `perf_counter` differ by more than this
+# many seconds, the wall clock was set. Reading one clock after the other takes far less
+# time.
 _CLOCK_SET_SECONDS = 0.2
 # Number of latest readings that `TimedSteps` keeps for other observers.
 _KEPT_READINGS = 5
@@ -80,7 +81,8 @@ class Meter:
         if begin is None or was_traced:
             return None
         seconds = self._clock - clock
-        # Time stamps of a graph use the wall clock, which the system may set.
+        # Time stamps in a graph use the wall clock. If the system has set this clock
+        # during the step, the step has no valid times.
         if abs(self._begin - begin - seconds) > _CLOCK_SET_SECONDS:
             return None
         return Reading(values, begin, self._begin, seconds, num_steps)

@@ -102,8 +102,8 @@ class RunReport:
             return
         last = windows[-1]
         if len(windows) == 1 and self._last_of_epoch_before is not None:
-            # A straggler needs two windows: with one window per epoch, the last one of
-            # the previous epoch is the other.
+            # Only a worker that is slow in two windows is a straggler. If this epoch
+            # has one window, the last window of the previous epoch is added.
             windows.appendleft(self._last_of_epoch_before)
         self._last_of_epoch_before = last
         straggler = persistent_straggler(windows, self._hosts)

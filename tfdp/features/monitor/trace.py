@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from tfdp.features.monitor.time_intervals import Interval, clipped, merged
 
-# Commands that do not import TensorFlow write traces too.
+# Commands that do not import TensorFlow write traces, too, so that modules that need
+# TensorFlow are imported for type checkers only.
 if TYPE_CHECKING:
     from tfdp.features.monitor.readings import Reading, Replica
 

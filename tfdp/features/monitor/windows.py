@@ -31,8 +31,9 @@ _LATEST = ("gradient_norm", "loss_scale", "skipped_steps")
 # from which `Totals` computes percentiles and medians. They are limited since a run may
 # have millions of steps.
 _KEPT_TIMES, _KEPT_ROWS = 20_000, 1_000
-# A worker is a straggler if it is slower by the first fraction of a step in several
-# windows, or by the second in one.
+# Fractions of a step by which a worker must be slower than the others to be a
+# straggler: in several windows the first fraction is enough, in a single window the
+# second.
 _NOTABLE, _CLEAR = 0.2, 0.5
 # Least number of windows in which a worker must be slow to be a persistent straggler.
 _SEVERAL = 2

@@ -41,10 +41,12 @@ class CheckedStep(LoopFeature):
         self._host = strategy.extended.host_group.devices[0]
         num_local = strategy.extended.num_local
         self.is_stand_in = False
-        # Digests that each local replica has computed as a stand-in: `[num_digests]`.
+        # Digests that each local replica has computed from the rows of the next
+        # replica, as a stand-in for it: `[num_digests]`.
         self._as_stand_in = [self._variable([None]) for _ in range(num_local)]
-        # Digests of all replicas: those of their own rows, then those as stand-ins,
-        # `[num_replicas, 2 * num_digests]`; and those of the sums, `[num_replicas]`.
+        # Digests of all replicas. `_computed` has those from their own rows, followed
+        # by those as stand-ins, `[num_replicas, 2 * num_digests]`; `_received` has
+        # those of the sums that each replica has received, `[num_replicas]`.
         self._computed = [self._variable([None, None]) for _ in range(num_local)]
         self._received = [self._variable([None]) for _ in range(num_local)]
         # By local replica: digests of what it gives to collectives of the step that is

@@ -37,7 +37,8 @@ class RankedGroup(TrainingGroup):
         joined = self.inner.gather(rows)
         if self.ranks == self.inner.ranks:
             return joined
-        # The last replica has the rank of the first one: its rows belong in front.
+        # Each replica has the rank of the next one here, and the last replica has the
+        # rank of the first one, so that the last rows belong in front.
         counts = self.inner.gather(tf.shape(rows)[:1])
         return tf.ensure_shape(tf.roll(joined, counts[-1], 0), joined.shape)
 

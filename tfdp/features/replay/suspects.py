@@ -32,7 +32,8 @@ class Round(NamedTuple):
         differs = own != others
         if not differs.any():
             return 0, []
-        # Later digests may be wrong since other replicas have received a wrong part.
+        # Only the first digest that differs is evidence: later ones may be wrong since
+        # replicas have received a wrong part.
         first = int(np.argmax(differs.any(axis=0)))
         size = len(own)
         ranks = np.flatnonzero(differs[:, first]).tolist()

@@ -92,13 +92,15 @@ class ReplayedSteps:
         try:
             batch = self._read(data)
         except tf.errors.OutOfRangeError:
-            return step(data)  # the same error of the step ends the epoch
+            # The data has ended: the step raises the same error, which ends the epoch.
+            return step(data)
         self._num_replayed += 1
         rounds: list[Round] = []
         while len(rounds) < 2:
             self._run(batch, is_stand_in=True)
             logs = self._run(batch, is_stand_in=False)
-            # All workers read the same digests, since these are all-gathered.
+            # The digests are all-gathered, so that all workers read the same ones and
+            # repeat the step together.
             rounds.append(Round(*self._checked.read()))
             if rounds[-1].is_right:
                 break

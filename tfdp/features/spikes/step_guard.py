@@ -20,8 +20,8 @@ from tfdp.training.step.state_layout import GradientStatistics
 from tfdp.training.step.step import Step, StepFeature
 from tfdp.training.step.undo import changed_outside_update, undo_after
 
-# Number of accepted values from which a finite value can be a spike, unless the window
-# is smaller.
+# A finite value can be a spike only after this number of accepted values, or after a
+# whole window if the window is smaller.
 LEAST_VALUES = 20
 # Number of the latest skipped updates that the step keeps until the end of an epoch.
 MOST_LOGGED = 256
@@ -30,7 +30,8 @@ MOST_LOGGED = 256
 MOST_EXCLUDED = 1024
 # Number of variables with the largest gradients that an error names.
 MOST_NAMED = 3
-# The least deviation, relative to the median: that of a constant loss would be zero.
+# The least deviation, as a fraction of the median: the deviation of a constant loss
+# would be zero.
 _LEAST_DEVIATION = 0.01
 # Ratio of a normal distribution's standard deviation to its median absolute deviation.
 _NORMAL = 1.4826
@@ -85,7 +86,8 @@ class StepGuard(StepFeature):
         # loss or gradient norm, paired with the median of the accepted ones before it.
         self.skipped_batches = zeros("skipped_batches", MOST_LOGGED)
         self.skipped_values = zeros("skipped_values", MOST_LOGGED, 2, dtype="float32")
-        # Positions of the variables with the largest gradients, plus one.
+        # Positions, counted from 1, of the variables with the largest gradients; the
+        # rest are 0.
         self.largest = zeros("largest", MOST_NAMED)
         # The last batch of the spike that the host has to act on, or 0; and the number
         # of batches in its update.

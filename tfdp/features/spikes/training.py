@@ -75,7 +75,7 @@ class SpikeGuards(Feature):
             Bool, whether `fit` is repeated: after a `SpikeRollback`, unless this loop
             runs inside another.
         """
-        # The enclosing `fit`, whose callback runs this loop, recovers.
+        # If a callback of another `fit` runs this loop, that enclosing `fit` recovers.
         if not isinstance(error, SpikeRollback) or loops.current() is not None:
             return False
         restart_data(arguments)

@@ -24,8 +24,8 @@ from tfdp.ground.forks import at_exit
 # the first worker; the temporary store of another worker does not have these.
 _IDS = ("run_id", "parent_run_id", "experiment_id")
 _VARIABLES = ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID")
-# Name of the experiment in the temporary store if the script chooses one by an id,
-# which is that of the first worker's store.
+# Name of the experiment in the temporary store if the script chooses an experiment by
+# its id, which is valid only in the first worker's store.
 _EXPERIMENT = "other workers"
 
 

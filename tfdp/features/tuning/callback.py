@@ -43,7 +43,8 @@ from tfdp.training.reduction.link_measure import (
 
 # Name of the option in messages.
 _NAME = '`bucket_mb="auto"`'
-# A `fit` must be this many times as long as a trial: a trial takes at most half of it.
+# Least ratio of the lengths of a `fit` and of its trial, so that a trial takes at most
+# half of the `fit`.
 MIN_TRIALS_PER_FIT = 2
 
 
@@ -179,8 +180,8 @@ class BucketTuning(keras.callbacks.Callback):
             return
         model = self.model
         if model.train_function is not self._active_function:
-            # Another callback has had the step traced again, so that all traced
-            # functions are outdated.
+            # Another callback has replaced the model's `train_function`, so that all
+            # functions that were traced before are outdated.
             self._functions.clear()
         self._functions[self._plan] = model.train_function
         self._plan = proposal
@@ -381,7 +382,9 @@ def update_steps(model: Any) -> int:
     """
     optimizer: Any = model.optimizer
     plan = getattr(getattr(optimizer, "features", None), "plan", None)
-    if isinstance(plan, dict):  # from an epoch to micro-batches per update since then
+    if isinstance(plan, dict):
+        # The keys of `plan` are epochs, and its values are the micro-batches per update
+        # from that epoch on.
         accumulated = max(plan.values())
     else:
         accumulated = batches_per_update(optimizer)

@@ -60,8 +60,8 @@ class PlanChoice:
         """
         size = self.bucket_bytes / _MB
         if size == DEFAULT_BUCKET_MB:
-            # The default size would be reduced for small models; the next larger float
-            # counts as an explicit size.
+            # A strategy reduces buckets of the default size for small models. The next
+            # larger float counts as an explicit size, which is not reduced.
             size = math.nextafter(size, math.inf)
         return dataclasses.replace(
             base,

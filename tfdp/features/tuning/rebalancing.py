@@ -19,8 +19,9 @@ from tfdp.training.keras_hooks.worker_callbacks import callback_list
 # The speed of a worker is the median of its latest steps: of at most the first number
 # of steps, and at least the second.
 _KEPT_STEPS, _MIN_STEPS = 64, 5
-# Step of the first rebalancing, since an epoch may last for hours; each further one is
-# due at twice the step of the previous one.
+# Number of the step of the first rebalancing, which does not wait for the end of an
+# epoch, since that may take hours. Each further rebalancing is due at twice the step of
+# the previous one.
 _FIRST_STEP = 20
 
 

@@ -22,14 +22,15 @@ from tfdp.ground.text import pluralize
 # Number of the default among the plans of a trial; candidates, the other plans, are
 # numbered from 1.
 DEFAULT = 0
-# Rounds before each halving, and of the last comparison. The interval of nine ratios
-# leaves out the lowest and the highest, and contains the median with a probability of
-# 96 %.
+# Number of rounds before each halving of the candidates, and in the last comparison.
+# That comparison leaves out the lowest and the highest of its nine ratios: the interval
+# of the others contains the median with a probability of 96 %.
 _ROUNDS, _LAST_ROUNDS = 2, 9
 # Timed steps of a block, and with gradient accumulation its minimum of timed updates.
 BLOCK_STEPS, _MIN_UPDATES = 20, 5
-# Updates at the start of a block that are not timed: caches hold data of the previous
-# plan. In the first block of a plan they also trace it and allocate memory.
+# Number of updates at the start of a block that are not timed, since caches still hold
+# data of the previous plan. The second number is for the first block of a plan, in
+# which the plan is also traced, and its memory allocated.
 _SKIPPED, _SKIPPED_AT_FIRST = 1, 3
 
 

@@ -184,7 +184,8 @@ def writes_while_read(dataset: tf.data.Dataset) -> bool:
     """Return whether reading a dataset writes files or consumes work of a service."""
     for part in dataset_inputs(dataset):
         name = getattr(part, "_filename", None)
-        if name is not None and tf.get_static_value(name):  # a cache in a file
+        if name is not None and tf.get_static_value(name):
+            # A stage with a file name is a cache, which is written to this file.
             return True
         if kind_of_stage(part).startswith(("Snapshot", "Save", "DataService")):
             return True

@@ -74,7 +74,8 @@ def build_eagerly(model: Any, data_batch: Any) -> None:
         if loss is not None and not loss.built:
             loss.build(y, y_pred)
         if metrics is not None and not metrics.built:
-            # A metric may create states in its first update. A later error is ignored.
+            # A metric may create its states in its first update, which is traced here.
+            # An error after that is ignored.
             with contextlib.suppress(Exception):
                 keras_backend.compute_output_spec(
                     model.compute_metrics, x, y, y_pred, sample_weight=sample_weight

@@ -158,7 +158,8 @@ def built_without_memory(optimizer: Any, variables: list) -> Any:
 
     Variables in a separate graph have shapes and names, but no values.
     """
-    with tf.init_scope():  # a step may be traced at the moment
+    # `init_scope` lets the configuration be read while a step is traced.
+    with tf.init_scope():
         config = optimizer.get_config()
     with tf.Graph().as_default(), outside_strategies():
         clone = type(optimizer).from_config(config)

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from tfdp.ground.base.step_context import ActiveHooks
 
-# Names of activities: a loop of Keras that does not train, a file that is saved, and a
-# backup that `fit` can resume from.
+# Names of activities: `EVALUATION` is a loop of Keras that does not train, `SAVE` is
+# the save of a file, and `BACKUP` is the save of a state that `fit` can resume from.
 EVALUATION, SAVE, BACKUP = "evaluation", "save", "backup"
 
 

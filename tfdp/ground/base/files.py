@@ -67,7 +67,8 @@ def replaced(
         remove_left_over(os.path.dirname(target) or ".")
         temporary = _temporary_path_beside(target)
     elif os.path.lexists(temporary):
-        _remove(temporary)  # the file of a killed process, or a link to another place
+        # The path may have the file of a killed process, or a link to another place.
+        _remove(temporary)
     try:
         yield temporary
         if os.path.isdir(temporary):
@@ -99,7 +100,7 @@ def _replace_folder(temporary: str, target: str, replaces_folder: bool) -> None:
         shutil.rmtree(target, ignore_errors=True)
     try:
         os.rename(temporary, target)
-    except OSError:  # another process has created the target
+    except OSError:  # the target exists, perhaps because another process created it
         _remove(temporary)
 
 
@@ -207,7 +208,8 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
     try:
         number = os.open(path, _READ_FLAGS)
     except OSError as error:
-        # The error codes of `open` for a link, and for a socket.
+        # `open` fails with `ELOOP` or `EMLINK` for a symbolic link, and with `ENXIO`
+        # for a socket.
         if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
             raise
         raise NotRegularFile("it is not a regular file") from error

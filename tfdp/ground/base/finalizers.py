@@ -72,14 +72,15 @@ class FinalizerThread:
     def _reset(self) -> None:
         """Begin without thread and pending calls, at first and in a forked process."""
         self._lock = threading.Lock()
-        # Garbage collection may call `put` during another `put` of the same thread.
-        # `SimpleQueue` allows that.
+        # Garbage collection may call `put` while the same thread is inside another
+        # `put`, which `SimpleQueue` allows.
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = None
 
     def _finish(self, thread: threading.Thread) -> None:
         """Wait for the thread's pending calls, when the process exits."""
-        # A process that was forked after the start does not have the parent's thread.
+        # A process that was forked after the thread's start does not have the thread,
+        # which runs only in the parent.
         if thread is self._thread:
             self._calls.put(None)
             thread.join(_LONGEST_SECONDS)
@@ -97,5 +98,6 @@ def _run(calls: queue.SimpleQueue) -> None:
         del call, function, args, kwargs
 
 
-# The finalizers that close connections and stop threads, without joining them.
+# Shared thread for finalizers that close connections, and that stop threads without
+# joining them.
 finalizers = FinalizerThread("tfdp-finalizers")

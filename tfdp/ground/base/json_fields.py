@@ -60,7 +60,7 @@ def _value_of(hint: Any, value: Any) -> Any:
     kinds = arguments or (hint,)
     if type(value) is int and float in kinds:
         value = float(value)
-    # Types are compared exactly, since a bool is an int, too.
+    # Types are compared exactly, since `isinstance` would accept a bool as an int.
     if type(value) not in kinds or (type(value) is float and not math.isfinite(value)):
         raise TypeError(value)
     return value

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 
-# The states of a process that has ended, in Linux's letters.
+# Letters of the states of a process that has ended, as in Linux's `/proc/PID/stat`.
 ENDED = frozenset("ZXx")
 
 
@@ -59,7 +59,8 @@ def boot_id() -> str:
 def machine() -> str:
     """Return the boot id, the namespace of process ids and the user, or `""`."""
     try:
-        # Processes of another user may be hidden, so the user is part of the identity.
+        # The user is part of the identity, since `/proc` may hide the processes of
+        # other users, which would then seem to have ended.
         return f"{boot_id()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
     except OSError:
         return ""
@@ -79,6 +80,7 @@ def state_and_start(pid: int) -> tuple[str, str]:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except (FileNotFoundError, ProcessLookupError):
         return "X", ""
-    # The second field is the program's name in parentheses, which may have spaces.
+    # The second field of `/proc/PID/stat` is the program's name in parentheses, which
+    # may contain spaces. Only the text after it is split.
     fields = text.rpartition(")")[2].split()
     return fields[0], fields[19]

@@ -54,7 +54,7 @@ class ProgramTrace:
     def __init__(self, graph: Any) -> None:
         self.graph = graph
         self.effects: dict[Any, list[Effect]] = {}
-        # Functions by which each replica reads a value, by the `id` of the placeholder
+        # Functions that read a value on each replica, by the `id` of the placeholder
         # that stands for the value in the program.
         self.reads: dict[int, Callable[[], tf.Tensor]] = {}
         # The tensors that gradients are taken of.
@@ -74,7 +74,8 @@ class ProgramTrace:
         """
         graph = tf.compat.v1.get_default_graph()
         if graph is not self.graph:
-            # TensorFlow drops a branch that returns nothing and has no side effect.
+            # The assertion always holds. It is a side effect, without which TensorFlow
+            # would drop a branch that returns nothing.
             tf.raw_ops.Assert(condition=True, data=["an update"])
             tensors = tf.nest.map_structure(
                 lambda part: None if part is None else tf.identity(part),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-# The last stand-in seed of this process, or empty.
+# The last seed of `set_seed` in this process; an empty list before the first call.
 _stand_in: list[int] = []
 
 

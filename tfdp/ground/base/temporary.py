@@ -20,10 +20,11 @@ import uuid
 from tfdp.ground.base.process_identity import ENDED, machine, state_and_start
 from tfdp.ground.forks import TemporaryDirectory
 
-# Parts of a temporary name: `tfdp-`, purpose, host, process, its start, suffix.
+# Matches a temporary name: `tfdp-`, the purpose, the host in hexadecimal digits, the id
+# of the process, the time of the process's start, and a suffix.
 _NAME = re.compile(r"\.?tfdp-[a-z]+-([0-9a-f]{8})-([0-9]+)-([0-9]+)-.+")
-# Seconds since the last change after which a file of another host counts as left over:
-# a file that is still being written changes more often.
+# Seconds without a change after which a temporary file of another host counts as left
+# over. A file that is still being written changes more often.
 _LONGEST_PAUSE_SECONDS = 3600.0
 
 
@@ -98,7 +99,8 @@ def _remove_if_left_over(entry: os.DirEntry) -> None:
     """Remove a temporary file or folder of this user if its process has ended."""
     status = entry.stat(follow_symlinks=False)
     is_folder = entry.is_dir(follow_symlinks=False)
-    # The modification time of a folder does not show changes of files inside it.
+    # The age of a folder is unknown, since its modification time does not show changes
+    # of the files inside it.
     age = None if is_folder else time.time() - status.st_mtime
     if status.st_uid != os.geteuid() or not is_left_over(entry.name, age):
         return

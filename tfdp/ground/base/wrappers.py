@@ -25,7 +25,8 @@ def register_wrapper(optimizer: Any, wrapper: Any) -> None:
         optimizer: Keras optimizer.
         wrapper: `DistributedOptimizer` around it.
     """
-    # Keras would save a wrapper that is an attribute of the optimizer.
+    # The reference hides the wrapper from Keras, which would otherwise save it as an
+    # attribute of the optimizer.
     vars(optimizer)[_ATTRIBUTE] = _WrapperReference(wrapper)
 
 

@@ -15,9 +15,10 @@ import tensorflow as tf
 from tfdp.ground import _compat
 from tfdp.ground.base import loops, step_context
 
-# Values for unknown dimensions in the check of a function. The check tries them in this
-# order until the model accepts one. A model with many strides needs large images, and a
-# model that halves and doubles images, or folds axes, needs multiples.
+# Sizes that replace unknown dimensions in the check of a function. The check tries the
+# sizes in this order until the model accepts one. A model with many strides needs large
+# images. A model that halves and doubles images, or folds axes, needs sizes that are
+# divisible by a power of two.
 _TRIED_SIZES = (16, 96, 224, 512)
 # The part of TensorFlow's error with the type and name of an unsupported operation.
 _LACKS = re.compile(r": (\w+) \(No registered .*?\{\{node ([^}]*)\}\}", re.DOTALL)

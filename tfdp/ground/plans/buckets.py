@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-# The wanted number of buckets of a step, and the smallest bucket in bytes: launching a
-# collective takes longer than moving fewer bytes.
+# The number of buckets to aim for in a step, and the least size of a bucket in bytes.
+# For a smaller bucket, launching the collective takes longer than moving the bytes.
 _WANTED_BUCKETS = 8
 _LEAST_BUCKET_BYTES = 2**20
 

@@ -58,7 +58,9 @@ class StepPrediction:
         """
         total_bytes = sum(bucket.num_bytes for bucket in self.buckets)
         window = self.overlap * self.compute_seconds
-        ready_bytes, done = 0, -window  # seconds; the backward pass ends at 0
+        # Times are in seconds since the end of the backward pass, which overlaps with
+        # communication from `-window` on.
+        ready_bytes, done = 0, -window
         for bucket in self.buckets:
             ready_bytes += bucket.num_bytes
             ready = -window * (1 - ready_bytes / total_bytes) if total_bytes else 0.0

@@ -35,8 +35,8 @@ class Segment:
 
 Row = tuple[Segment, ...]
 
-# The largest ratio of moved elements, with padding, to elements of variables. An
-# all-reduce moves twice the elements, so at a larger ratio it moves less.
+# The largest ratio of elements in padded slices to elements of variables. At a larger
+# ratio an all-reduce, which moves each element twice, moves less.
 _MOST_PADDING = 2.0
 
 

@@ -15,7 +15,8 @@ from tfdp.ground.options import ADASUM
 from tfdp.ground.options import FLAT_ALGORITHMS as FLAT
 from tfdp.ground.plans.topology import Topology
 
-# The names of the algorithms that sum; Adasum combines gradients otherwise.
+# Names of the algorithms that sum gradients. Adasum is left out, since it combines
+# gradients in another way.
 NAMES = (*FLAT, "hierarchical")
 
 

@@ -77,8 +77,9 @@ def work(make_variants: Callable[[dict[str, Any]], Variants]) -> None:
     os.dup2(2, 1)
     orders: queue.Queue[dict[str, Any]] = queue.Queue()
     pipe = sys.stdin
-    # A forked process, such as a worker of a PyTorch `DataLoader`, closes `sys.stdin`,
-    # and would wait indefinitely for the lock of the thread that reads it.
+    # `sys.stdin` is replaced, because a forked process, such as a worker of a PyTorch
+    # `DataLoader`, closes it. To close the pipe, the process would wait indefinitely
+    # for the lock of the thread that reads from the pipe.
     sys.stdin = open(os.devnull)  # noqa: SIM115
     threading.Thread(target=_read_orders, args=(pipe, orders), daemon=True).start()
     variants = make_variants(json.loads(sys.argv[1]))

@@ -55,8 +55,8 @@ class CollectiveVariants:
         collective, algorithm, size = name.split("/")
         length = int(size) // self._dtype.size
         if collective == "all_gather":
-            # The size of a case is that of the larger side, as in nccl-tests: here of
-            # the output.
+            # The size of a case is that of its larger side, as in nccl-tests. Here this
+            # is the output, which has the inputs of all replicas.
             length //= self._group.size
         call = _call(collective, algorithm)
         return _Case(collective, call, self._group, length, self._dtype)

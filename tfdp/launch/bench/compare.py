@@ -378,7 +378,7 @@ def _draw(axes: Axes, ratios: list[Ratio], label: str, place: tuple[int, int]) -
         axes.annotate(
             f"{ratio.median:.2f}",
             (x, 0),
-            (0, 4),  # points above the axis, clear of the interval
+            (0, 4),  # offset in points: just above the axis, away from the interval
             textcoords="offset points",
             ha="center",
             color="white",

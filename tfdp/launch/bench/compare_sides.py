@@ -15,7 +15,7 @@ DEFAULTS, TUNED = "defaults", "tuned"
 DEVICES, WORKERS, PLAIN, STOCK, DDP = "devices", "workers", "plain", "stock", "ddp"
 # Name of the variant in which the processes of a set-up do not communicate.
 ALONE = "no communication"
-# Pack sizes, in MiB, that are tried for the stock strategy.
+# Sizes, in MiB, that are tried for the packs of gradients of TensorFlow's own strategy.
 PACKS_MB = (1, 4, 25)
 _GIBIBYTE = str(2**30)
 # Environment variables with which glibc keeps the freed memory of a large tensor for

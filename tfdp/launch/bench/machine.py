@@ -15,7 +15,7 @@ from typing import Any
 from tfdp.ground.text import pluralize
 
 _PACKAGES = ("tensorflow", "keras", "numpy", "tfdp")
-# Display names of packages, in the order of a caption.
+# Display names of packages, in the order in which a caption lists them.
 _NAMES = {
     "tfdp": "tfdp",
     "tensorflow": "TensorFlow",
@@ -45,7 +45,7 @@ def describe(program: str | None = None) -> dict[str, Any]:
     >>> "core" in described["machine"], "tensorflow" in described
     (True, True)
     """
-    # Imported late, since it imports TensorFlow.
+    # The module is imported late, since it imports TensorFlow.
     from tfdp.communication.cluster import cpu_kernels
 
     return {

@@ -17,7 +17,7 @@ IMAGE_SIDE, IMAGE_CHANNELS, NUM_STAGES = 32, 3, 3
 # The transformer reads characters: number of different ones, and sequence length.
 VOCABULARY, CONTEXT = 128, 64
 _BLOCKS, _HEADS = 4, 4
-# Largest width that is searched, in units of 8 (of 4 for a CNN).
+# Upper end of the search for a width, in units of 8 (of 4 for a CNN).
 _MOST_UNITS = 1 << 24
 
 
@@ -66,7 +66,8 @@ class Model:
             )
             return convolutions + (inputs[-1] + 1) * NUM_CLASSES
         # A block has two norms, attention (query, key, value, output), and two dense
-        # layers. The ends are the embeddings, the last norm and the linear head.
+        # layers. Outside of the blocks are the embeddings, the last norm and the linear
+        # head.
         block = 4 * width + 4 * (width + 1) * width + 8 * width * width + 5 * width
         ends = (VOCABULARY + CONTEXT) * width + 2 * width + (width + 1) * VOCABULARY
         return self.num_blocks * block + ends

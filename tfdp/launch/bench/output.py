@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Width of the console in columns. A narrow terminal may wrap the rows of a table, which
-# is better than cells that are cut off.
+# Least and largest width of the console in columns. A narrow terminal may wrap the rows
+# of a table, which is better than cells that are cut off.
 _LEAST_WIDTH, _MOST_WIDTH = 120, 1000
 # The palette of Okabe and Ito, which is distinguishable with color blindness.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

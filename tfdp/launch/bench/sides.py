@@ -111,7 +111,8 @@ class Side:
         """
         for worker in self._workers:
             assert worker.stdin is not None
-            # A worker that has ended is reported with its log by `_replies`.
+            # A worker that has ended has closed its pipe. `_replies` reports the
+            # worker, with its log.
             with contextlib.suppress(BrokenPipeError):
                 worker.stdin.write(
                     json.dumps({"variant": variant, "steps": steps}) + "\n"

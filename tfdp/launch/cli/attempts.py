@@ -25,8 +25,8 @@ from tfdp.launch.rendezvous.restarts import Restarts
 
 # Seconds between checks for signals and `--timeout` while no worker runs.
 _POLL_SECONDS = 0.2
-# Seconds that a node which leaves waits for node 0's answer, in addition to the grace
-# period of workers, which exit first.
+# Seconds for which a node that leaves the job waits for node 0's answer, in addition to
+# the grace period in which the node's workers exit.
 _GOODBYE_SECONDS = 2.0
 
 
@@ -246,7 +246,7 @@ class NodeAttempts:
             is_late: Bool, whether the workers of other nodes train already. It has no
                 effect here: only `ElasticAttempts` admits nodes to a running job.
         """
-        del is_late  # only nodes of elastic jobs are late
+        del is_late  # nodes join late only in elastic jobs
         return Job(self._context, clusters, self._logs, others=self._others)
 
     def _after(self, job: Job, code: int) -> None:

@@ -37,7 +37,7 @@ from tfdp.launch.cli.topology_tree import (
     port_states,
 )
 
-# Defaults of `--steps` and `--timeout`.
+# Defaults of `--steps`, a number of steps, and of `--timeout`, in seconds.
 _STEPS, _TIMEOUT_SECONDS = 60, 120.0
 # Longest wait in seconds for the other processes of an MPI job.
 _MPI_SECONDS = 60.0
@@ -191,7 +191,7 @@ def local_devices(tf: Any, cluster: Cluster | None) -> list[str]:
     Returns:
         List of strings, the devices of one worker's replicas.
     """
-    # Imported late, since it imports TensorFlow.
+    # The module is imported late, since it imports TensorFlow.
     from tfdp.communication.cluster import devices
 
     gpus = tf.config.list_physical_devices("GPU")
@@ -208,7 +208,7 @@ def local_devices(tf: Any, cluster: Cluster | None) -> list[str]:
 
 def _show_devices(console: Console, tf: Any) -> None:
     """Print physical and logical devices, the kernels of CPUs, and NCCL."""
-    # Imported late, since it imports TensorFlow.
+    # The module is imported late, since it imports TensorFlow.
     from tfdp.communication.cluster import cpu_kernels
 
     num_gpus = len(tf.config.list_physical_devices("GPU"))
@@ -263,7 +263,8 @@ def _show_cluster(
             console.print(f"  1 worker, {replicas}: {', '.join(devices)}")
         return
     console.print(f"  from {_source()}; this process is {_describe_task(cluster)}")
-    # Without TensorFlow no devices are known, but the cluster has their number.
+    # Without TensorFlow the list of devices is empty, but the cluster knows their
+    # number.
     devices = devices or [f"CPU:{i}" for i in range(cluster.devices_per_worker or 1)]
     _title(console, "Topology")
     topology = topology_of(cluster.hosts, len(devices))

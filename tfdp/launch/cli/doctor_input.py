@@ -68,7 +68,8 @@ def check_input(
     ):
         folder, ranks = Path(name), range(num_workers)
         starter = Starter([*module, name, str(num_steps), script, *args])
-        # A screen on /dev/null: the workers' output is only in their logs.
+        # The screen writes to /dev/null, since the workers' output is only in their
+        # logs.
         screen = Screen(nowhere, nowhere)
         logs = [LogFile(folder / f"worker-{rank}.log", screen.warn) for rank in ranks]
         with contextlib.closing(SignalPipe(until)) as signals:

@@ -20,8 +20,8 @@ from tfdp.launch.rendezvous.failure import NODE_LOST
 
 # Seconds before a worker that has failed for a second time is replaced.
 _PAUSE_SECONDS = 1.0
-# Seconds between checks whether workers wait for others that will not join them: for
-# workers that have ended without an error, or that are lost.
+# Seconds between checks whether workers wait for other workers that will not join them,
+# because the others have ended without an error or are lost.
 _CHECK_SECONDS = 15.0
 # Most replacements of all workers together, unless `--max-restarts` is given.
 DEFAULT_REPLACEMENTS = 10
@@ -67,9 +67,9 @@ class ElasticJob(SeparateWorkersJob):
         self._replaced: list[int] = []
         # Indices of the workers that were started while others were training.
         self._late: set[int] = set()
-        # Time of the next check for workers that wait without result, or `None` while
-        # none can; and the time of the last answer of a worker that trains, or of the
-        # first check.
+        # Time of the next check whether workers wait for others that will not join
+        # them, or `None` if no check is due; and time of the last answer of a training
+        # worker, or else the time at which the checks began.
         self._check_at: float | None = None
         self._answered_at = 0.0
 
@@ -147,8 +147,8 @@ class ElasticJob(SeparateWorkersJob):
         """Schedule a replacement of a failed worker, or report why there is none."""
         assert worker.exit_code is not None
         if self._has_success():
-            # `PREEMPTED` is not a failure here: a replacement that is too late exits
-            # with it.
+            # `PREEMPTED` is not a failure here, since it is the exit code of a
+            # replacement that has started too late to join the others.
             if worker.exit_code != PREEMPTED:
                 self._code = self._code or shell_code(worker.exit_code)
                 self._report(worker, "others have ended without an error")

@@ -54,8 +54,9 @@ def import_without_gpus(name: str) -> Any:
         with quiet_stderr():
             import tensorflow as tf
 
-            # A running training may need the GPUs, which cannot be hidden any more once
-            # TensorFlow has initialized them.
+            # The GPUs are hidden, since a running training may need them.
+            # `RuntimeError` means that TensorFlow has already initialized its devices,
+            # so that GPUs cannot be hidden any more.
             with contextlib.suppress(RuntimeError):
                 tf.config.set_visible_devices([], "GPU")
             return importlib.import_module(name)

@@ -108,7 +108,7 @@ def _show(found: Shares, directory: str) -> None:
         found: `Shares` of the job.
         directory: String, the job's directory, for the title.
     """
-    # Imported late, since it would delay other commands.
+    # The module is imported late, since its import would delay other commands.
     from rich.table import Table
 
     restarts = pluralize(found.num_restarts, "restart")
@@ -166,7 +166,8 @@ def _draw(found: Shares, directory: str, path: Path) -> None:
     )
     axes.bar_label(bars, [f"{found.seconds[name]:,.1f} s" for name in names], padding=3)
     axes.invert_yaxis()
-    # The axis is longer than the longest bar, for the labels at the ends of the bars.
+    # The axis ends at 115 % of the longest bar, which leaves room for the labels at the
+    # ends of the bars.
     axes.set_xlim(0, 115 * max(map(found.share, names)))
     axes.set_xlabel("share of the time in percent")
     with usage_errors(OSError):

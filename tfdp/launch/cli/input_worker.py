@@ -25,7 +25,8 @@ def main(arguments: list[str]) -> None:
     rank = 0 if cluster is None else cluster.rank
     measure_fits(InputProbe(result_path(Path(folder), rank), int(num_steps)))
     sys.argv = [script, *script_arguments]
-    # For a folder or an archive, `runpy` sets the path itself.
+    # `runpy` adds a folder or an archive that it runs to `sys.path` itself, but not the
+    # folder of a script.
     if os.path.isfile(script):
         sys.path[0] = os.path.dirname(os.path.abspath(script))
     # The exception is dropped and its frames, which hold the dataset, are collected:

@@ -220,7 +220,8 @@ def _hub(
         with contextlib.closing(LauncherLink(island, indices)) as link:
             yield options.hub, None, link.ended
         return
-    # Imported late, since it imports NumPy, which would delay other commands.
+    # The module is imported late, since it imports NumPy, which would delay other
+    # commands.
     from tfdp.features.islands.hub import Hub
 
     host, port = split_address(options.hub) if options.hub else ("127.0.0.1", 0)

@@ -31,13 +31,14 @@ from tfdp.launch.rendezvous.failure import LOST_EXIT_SECONDS
 
 # Longest wait in seconds for events in one round of the loop.
 _POLL_SECONDS = 0.1
-# Longest wait in seconds for the flight records of workers before they are stopped, and
-# greatest age of a record of the same failure.
+# Longest wait in seconds for the flight records that workers write before they are
+# stopped, and largest age in seconds of a record that belongs to the same failure.
 _RECORD_SECONDS, _RECENT_SECONDS = 2.0, 5.0
 # Pause of the loop in seconds while the reader of the launcher's output is slower than
 # the workers.
 _BEHIND_SECONDS = 0.01
-# Seconds between requests to save: a worker outside of `fit` does not receive one.
+# Seconds after which the request to save is repeated, since a worker outside of `fit`
+# does not receive a request.
 _ASK_AGAIN_SECONDS = 5.0
 
 
@@ -110,7 +111,8 @@ class Job:
         self._num_record_requests = 0
         self._selector = selectors.DefaultSelector()
         self._tracebacks = Tracebacks()
-        # Number of printed lines, and by rank the number of each worker's last line.
+        # Number of lines printed so far, and the value of this number at each worker's
+        # last line, by rank.
         self._num_lines = 0
         self._last_line: dict[int, int] = {}
 
@@ -299,7 +301,8 @@ class Job:
         for key, _ in ready:
             if key.data is not None and key.data.is_running:
                 self._show(key.data, key.data.read())
-                # The worker has closed its output, but may continue to run.
+                # A worker that has closed its output is not read any more, but may
+                # continue to run.
                 if key.data.output.has_ended:
                     self._forget(key.data)
         for worker in self._running():
@@ -386,7 +389,8 @@ class Job:
         if failed.exit_code != PREEMPTED:
             self._repeat_last_lines(cause)
         because = "" if cause is failed else f" since worker {cause.rank} was lost"
-        # On several nodes, node 0 names the worker, in a message to all.
+        # In a job on several nodes, node 0 names the worker instead, in a message to
+        # all nodes.
         if self._others is None or self._others.is_alone:
             self._screen.message(
                 f"tfdp: worker {failed.rank} {failed.describe_end()}{because}{rest}. "
@@ -470,7 +474,8 @@ class Job:
         for worker in self._running():
             worker.send(signum)
         self._wait_for_exits()
-        # A worker inside a native collective does not react to SIGTERM.
+        # A worker inside a native collective does not react to SIGTERM, so it is
+        # killed.
         self._kill()
         self._poll()
 

@@ -29,8 +29,8 @@ from tfdp.launch.cli.screen import Screen
 
 # Most workers for each CPU core.
 _WORKERS_PER_CORE = 64
-# Open files of the launcher: for each worker (a pipe and a log), and all others
-# together.
+# Open files of the launcher: two for each worker (a pipe and a log), and the total of
+# all others.
 _FILES_PER_WORKER, _OTHER_FILES = 2, 64
 
 

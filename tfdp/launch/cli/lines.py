@@ -51,7 +51,8 @@ class LineReader:
             rest = ""
         *drawn, tail = rest.split("\r")
         if drawn and not without_escapes(tail).strip():
-            # The carriage return is kept, since the next text draws over the line.
+            # The line ends with a carriage return, which is kept, since the next text
+            # will be drawn over the line.
             self._pending = f"{last_drawn(rest)}\r{tail}"
         else:
             self._pending = tail

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 
 from tfdp.communication.cluster.gpus import visible_gpus
 
-# Environment variable of TensorFlow's log level. TensorFlow reads it late, and writes
-# some lines before that at any level.
+# Environment variable of TensorFlow's log level. TensorFlow reads the variable only
+# after it has logged some lines, which therefore appear at any level.
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 # Matches time, thread and C++ file of a log line. Lines that a script logs by absl come
 # from Python files and do not match.
@@ -102,7 +102,8 @@ def quiet_stderr() -> Iterator[None]:
     try:
         yield
     finally:
-        # `dup2` closes the last writing end of the pipe, so that the child exits.
+        # `dup2` closes the last writing end of the pipe, so that the child, which reads
+        # from the pipe, exits.
         os.dup2(stderr, 2)
         os.close(stderr)
         os.waitpid(child, 0)

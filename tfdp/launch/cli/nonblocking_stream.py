@@ -49,7 +49,8 @@ class NonBlockingStream:
         self._taken_at = time.monotonic()
         self._changed = threading.Condition()
         if self._fd is not None:
-            # A daemon thread, so that a blocked write does not keep the process alive.
+            # The thread is a daemon, so that a blocked write does not keep the process
+            # alive.
             threading.Thread(target=self._serve, args=(self._fd,), daemon=True).start()
 
     @property

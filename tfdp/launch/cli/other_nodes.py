@@ -178,7 +178,8 @@ class ElasticNodes(OtherNodes):
                 case "done":
                     self.is_over = True
                 case "lost" if self.running and (self.trains or self.job_runs()):
-                    # Node 0 may be lost before it has seen that training has begun.
+                    # Node 0 may be lost before it has sent `trains`, so the attribute
+                    # is set here, too.
                     self.trains = True
                     self.is_alone = True
                     self._screen.message(

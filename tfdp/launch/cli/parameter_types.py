@@ -25,8 +25,9 @@ _LONGEST_NAME = 255  # bytes of a file's name, on all usual file systems
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 T = TypeVar("T")
-# Hints for options of `mpirun`, `torchrun` and `horovodrun`, by regular expressions.
 _COUNT = "Give the number of workers with -n"
+# Hints for options of `mpirun`, `torchrun` and `horovodrun`, by a regular expression
+# that matches the option.
 _OTHER_LAUNCHERS = {
     r"-np\d*|--np|--num-proc|--nproc-per-node|-N|--gpus": _COUNT,
     r"-H.*|--host": "Give the machines with --hosts HOST:N,HOST:N",
@@ -58,7 +59,7 @@ class _Bounded(click.ParamType):
         except click.BadParameter:
             number = math.nan
         problem = f"it must be {self.what}"
-        # The condition is true for a finite number. `math.isfinite` would raise
+        # The condition excludes NaN and infinity. `math.isfinite` would raise
         # `OverflowError` for a very long int.
         if number == number and number != math.inf:
             problem = _problem_of(number)

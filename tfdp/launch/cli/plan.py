@@ -142,7 +142,7 @@ def plan(
             links=links,
         )
     loaded = _load_model(model)
-    # Imported late, since it imports TensorFlow.
+    # The module is imported late, since it imports TensorFlow.
     from tfdp.training.program.gathers import gathers_of_model
 
     levels = algorithm.values() if isinstance(algorithm, dict) else (algorithm,)

@@ -53,7 +53,8 @@ def _forward_signals(lines: Iterator[bytes], grace_seconds: float) -> None:
         if word == b"signal" and number.isdigit():
             os.kill(os.getpid(), int(number))
     os.kill(os.getpid(), signal.SIGHUP)
-    # A kill leaves no worker behind: the guard of the workers outlives this process.
+    # The kill leaves no worker behind, since the guard of the workers outlives this
+    # process.
     time.sleep(grace_seconds + _END_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -63,7 +64,8 @@ def main() -> None:
     # The process that started sshd may ignore SIGHUP, and child processes inherit that.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     print(banner(), flush=True)
-    # One stream keeps the order of the lines of workers and launcher.
+    # stdout and stderr become one stream, which keeps the order of the lines of workers
+    # and launcher.
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
     lines = _lines()
     line = next((line for line in lines if line != BEAT.strip()), None)

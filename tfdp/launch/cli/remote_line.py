@@ -21,8 +21,8 @@ from tfdp.launch.cli.ssh import address_of
 # Heartbeat line, and the seconds between heartbeats.
 BEAT = b".\n"
 BEAT_SECONDS = 2.0
-# Seconds of silence after which the connection counts as lost, such as that to a
-# suspended machine.
+# Seconds of silence after which the connection counts as lost. The connection to a
+# suspended machine, for example, stays open but is silent.
 SILENT_SECONDS = 20.0
 # Most bytes of a line between the launchers, in either direction.
 MOST_BYTES = 1 << 20

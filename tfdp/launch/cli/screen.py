@@ -25,7 +25,8 @@ from tfdp.launch.cli.signals import SignalPipe
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 # Least number of seconds between two drawings of the progress bar.
 _REDRAW_SECONDS = 0.1
-# Seconds that the reader has to take the last lines, once the job was asked to end.
+# Seconds that the reader of the output has to read the last lines, after a signal has
+# asked the job to end.
 _LAST_LINES_SECONDS = 2.0
 
 # Severity of the launcher's messages, and their styles on a terminal.
@@ -99,7 +100,8 @@ class Screen:
             and not self._console.is_dumb_terminal
             and not self.is_verbatim
         )
-        # The line that each worker is drawing, by rank; the last updated one is last.
+        # The unfinished line of each worker, by rank. The line that was updated last is
+        # the last entry.
         self._unfinished: dict[int, str] = {}
         self._bar: tuple[int, str] | None = None
         self._bar_drawn_at = 0.0

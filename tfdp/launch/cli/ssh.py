@@ -11,7 +11,7 @@ from tfdp.launch.cli.hosts import Host
 
 # Exit code of ssh if the connection has failed.
 CONNECTION_LOST = 255
-# Exit code of the remote command if the working directory does not exist there.
+# Exit code of the remote command if the working directory does not exist on the host.
 _NO_FOLDER = 96
 # Exit codes of a shell if the command cannot be executed, or does not exist.
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
@@ -64,7 +64,7 @@ def ssh_command(
         f"cd {shlex.quote(folder)} || exit {_NO_FOLDER}; "
         f"{variables}exec {shlex.quote(python)} -m {REMOTE_MODULE}"
     )
-    # The login shell on the host may be any; it only has to start `sh`.
+    # The login shell of the host may be any shell, since it only has to start `sh`.
     remote = f"exec sh -c {shlex.quote(script)}"
     return ["ssh", "-T", *options, host.target, remote]
 

@@ -25,8 +25,8 @@ _POLL_SECONDS = 0.1
 # Longest wait in seconds for the first line of a launcher, whose Python may be read
 # from a network file system.
 _ANSWER_SECONDS = 60.0
-# Seconds after a failure before the remaining launchers are ended from here: normally
-# they notify each other of the reason and end by themselves.
+# Seconds after a failure before this process ends the remaining launchers. Normally the
+# launchers notify each other of the reason, and end by themselves.
 _DISMISS_SECONDS = 3.0
 # Seconds that launchers and connections have to end after the grace period of the
 # workers.
@@ -105,7 +105,8 @@ class SshJob:
         try:
             self._wait(time.monotonic())
         finally:
-            # Print held-back tracebacks, and the reason of a lost connection.
+            # Tracebacks that are still held back are printed, and the reason of a lost
+            # connection.
             for rank in self._ranks:
                 self._print(rank, self._tracebacks.rest(rank))
             self._report_lost()
@@ -147,7 +148,7 @@ class SshJob:
             if stream is worker.output:
                 for line in lines:
                     self._show(worker, line)
-            else:  # stderr of ssh, and of the host before its launcher has answered
+            else:  # stderr of ssh, or of a host whose launcher has not answered yet
                 worker.errors += lines
         for rank in self._ranks:
             self._print(rank, self._tracebacks.due(rank))

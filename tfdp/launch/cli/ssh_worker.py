@@ -13,8 +13,8 @@ from tfdp.launch.cli.lines import MAX_LINE_LENGTH, PipeReader, without_escapes
 from tfdp.launch.cli.remote_line import signal_line, version_of
 from tfdp.launch.cli.worker import TAIL_LINES
 
-# Most characters of a worker's line as JSON, which has up to six for each character of
-# the line, and further fields.
+# Most characters of the JSON object for a worker's line: JSON has up to six characters
+# for each one of the line, and the object has further fields.
 _MAX_LINE_LENGTH = 8 * MAX_LINE_LENGTH
 # Seconds that ssh has to exit before it is killed.
 _KILL_SECONDS = 2.0

@@ -13,8 +13,8 @@ from tfdp.launch.cli.import_once.fork_server import ForkServer
 from tfdp.launch.cli.import_once.script import Imports, imports_of
 from tfdp.launch.cli.launch import RunSettings
 
-# Environment variables with which Python does more at its start or exit than a fork
-# would do.
+# Environment variables that make Python do more at its start or exit than a fork does.
+# Workers are not forked if one of the variables is set.
 _INTERPRETER_VARIABLES = (
     *("PYTHONINSPECT", "PYTHONPROFILEIMPORTTIME", "PYTHONVERBOSE", "PYTHONTRACEMALLOC"),
     *("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"),
@@ -90,7 +90,8 @@ class Starter:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        # With a return code, `Popen` never reaps the process.
+        # `Popen` does not reap a process that has a return code. `Worker` reaps the
+        # process.
         process.returncode = 0
         return process.pid
 
@@ -104,14 +105,14 @@ class Starter:
         self, imports: Imports, environment: dict[str, str]
     ) -> ForkServer | None:
         """Start the process that forks workers; return `None` if that fails."""
-        # By the id of the job in its `TF_CONFIG`, `process_tree` finds this process,
-        # too, when it ends the processes of the job.
+        # `TF_CONFIG` contains the id of the job. By this id, `process_tree` finds also
+        # the process that forks workers, when it ends the processes of the job.
         config = {"TF_CONFIG": json.dumps({"tfdp": {"job": self.job}})}
         environment = {**environment, **imports.variables, **config}
         try:
             fork_server = ForkServer(self.command, imports.packages, environment)
         except OSError:
-            return None  # a separately started worker raises the same error
+            return None  # the start of a separate worker will report the same error
         if not self._wait(fork_server):
             fork_server.close()
             return None

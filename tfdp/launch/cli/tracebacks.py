@@ -13,8 +13,8 @@ from tfdp.launch.cli.lines import without_escapes
 # bar that was being drawn may precede either on the same line.
 _BEGIN = "Traceback (most recent call last):"
 _INTERRUPTED = "tfdp: interrupted"
-# Matches the error of a worker whose peer was lost. Its message has the place in the
-# script, so that the frames are left out.
+# Matches the error of a worker whose peer was lost. The frames of such an error are not
+# shown, since its message names the place in the script.
 _LOST = re.compile(r"tfdp\.[\w.]+\.WorkerLost: ")
 # Matches a line of a traceback with the file and the line number of a frame.
 _FRAME = re.compile(r'  File "(?!<)(.+)", line (\d+)')
@@ -25,7 +25,8 @@ _PAUSE_SECONDS = 0.3
 # shown as it is.
 _MAX_SECONDS = 2.0
 _MAX_LINES = 1000
-# Seconds after which the same traceback is shown in full again.
+# Seconds after which a traceback that was already shown for one worker is shown in full
+# for another.
 _RECENT_SECONDS = 30.0
 # Matches parts of a line that differ between processes: addresses and task indices.
 _PROCESS_DETAILS = re.compile(r"(?<=0x)[0-9a-f]+|(?<=/task:)\d+")
@@ -170,7 +171,8 @@ class Tracebacks:
             rest = block.lines[size:]
             if not rest:
                 return [f"tfdp: the same error as on worker {other.rank}"]
-            # The frames are the same, and only the message differs.
+            # The condition is true if the tracebacks have the same frames, and differ
+            # only in the message of the error.
             if all(_is_message(lines, size) for lines in (block.lines, other.lines)):
                 return [
                     f"tfdp: the same traceback as on worker {other.rank}, and:",

@@ -26,7 +26,7 @@ from tfdp.launch.rendezvous.failure import Failure
 
 # Last lines of a worker that are kept for messages.
 TAIL_LINES = 20
-# Seconds between two records of an unfinished line, such as a progress bar.
+# Seconds after which an unfinished line, such as a progress bar, is logged again.
 _SNAPSHOT_SECONDS = 10.0
 # Longest wait in seconds for the end of a killed process.
 _REAP_SECONDS = 1.0
@@ -99,8 +99,9 @@ class Worker:
         is_new_line = not self.output.unfinished
         lines = self.output.read()
         if is_new_line:
-            # Python writes the end of a line separately. A new unfinished line is
-            # therefore shown only after an interval.
+            # Python writes a line and the end of the line separately. A new unfinished
+            # line is shown only after an interval, since its end probably follows at
+            # once.
             self._shown_at = time.monotonic()
         self._record(lines)
         return lines
@@ -262,7 +263,8 @@ class LogFile:
         try:
             self._fd = os.open(path, _FLAGS, 0o666)
             status = os.fstat(self._fd)
-            # A hard link may name a file that belongs to something else.
+            # A file with several hard links is refused, since its other names may
+            # belong to something else.
             if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
                 os.close(self._fd)
                 raise OSError(0, "it is not a regular file with a single link")

@@ -92,8 +92,8 @@ class Coordinator:
         self._until = clock() + join_seconds
         self._reports = Reports(self._roster)
         self._decide_at: float | None = None
-        # Exit code of the job unless it starts again, and the failure that stopped all
-        # workers; no failure if the job was asked to end.
+        # Exit code of the job if it is not started again, and the failure that stopped
+        # all workers. The failure is `None` if the job was asked to end.
         self._code = 0
         self._failure: Failure | None = None
         # Exit code of workers that have saved a checkpoint because of a signal.
@@ -152,7 +152,7 @@ class Coordinator:
         if kind == "leaving":
             self._leave(node, message)
         elif message.get("attempt") != self._attempt:
-            return  # a late message of an earlier attempt
+            return  # the message belongs to an earlier attempt
         elif kind == "ports":
             node.ports = _ports(message, node.hello.num_workers)
         elif kind == "failed":
@@ -287,7 +287,8 @@ class Coordinator:
             self._roster.revoke_ranks()
         self.phase = Phase.GATHERING
         self._until = self._clock() + self._join_seconds
-        # A past time, so that the next tick sends a notice about the missing nodes.
+        # The time is set to the past, so that the next tick sends a notice about the
+        # missing nodes.
         self._noticed_at = self._clock() - _NOTICE_SECONDS
 
     def _prepare(self) -> None:

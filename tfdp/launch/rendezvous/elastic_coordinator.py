@@ -25,7 +25,8 @@ from tfdp.launch.rendezvous.link import Link
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Hello, Node
 
-# Seconds without a further node after which a job starts with fewer than the maximum.
+# Seconds since the last node has joined, after which a job starts with fewer nodes than
+# the maximum.
 _GRACE_SECONDS = 5.0
 # Seconds without an answer of any worker after which the job counts as no longer
 # training.
@@ -123,8 +124,9 @@ class ElasticCoordinator(Coordinator):
         self.phase, self._has_started = Phase.RUNNING, True
         self._started_at = self._clock()
         self._attempt, self._id = hello.attempt, hello.attempt_id
-        # Nodes come back only if their workers train. If these are lost meanwhile,
-        # those that wait for them must not wait indefinitely.
+        # Nodes reconnect only while their workers train, so the present counts as the
+        # time of the workers' last answer. Without this time, `_check_silence` would
+        # not stop a job whose workers are lost before they answer.
         self._probe.seen_at = self._started_at
         self._roster.restore()
         for node in self._roster.nodes:
@@ -185,7 +187,8 @@ class ElasticCoordinator(Coordinator):
             if self._known_id != self._id:
                 self._known_id = self._id
                 self._send_all("trains")
-            # Nodes that return with a rank are awaited before new nodes get free ranks.
+            # Nodes that reconnect keep their ranks, so they are awaited for some
+            # seconds before new nodes get free ranks.
             is_known = self._roster.has_assigned_ranks
             if not is_known and clock_seconds < self._joined_at + _GRACE_SECONDS:
                 return
@@ -196,8 +199,9 @@ class ElasticCoordinator(Coordinator):
 
     def _check_silence(self, clock_seconds: float) -> None:
         """Stop all workers if none of them has answered for `SILENT_SECONDS`."""
-        # After a suspension of this process, the probe has not asked the workers for a
-        # while. They are checked only once the nodes have had time to connect again.
+        # If this process was suspended, the probe has not asked the workers for a
+        # while. The workers' silence is therefore checked only once the nodes have had
+        # time to connect again.
         is_new = clock_seconds < self._joined_at + _GRACE_SECONDS
         if is_new or not self._roster.nodes:
             return
@@ -263,7 +267,8 @@ class ElasticCoordinator(Coordinator):
         super()._gather()
         self._roster.revoke_ranks()
         for node in self._roster.nodes:
-            # The rank of a node that has returned belongs to the previous attempt.
+            # A node that has reconnected has a rank of the previous attempt. Node 0
+            # keeps its rank.
             if node.rank:
                 node.rank = None
         self._joined_at = self._clock()

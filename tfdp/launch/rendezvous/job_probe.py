@@ -55,7 +55,8 @@ class JobProbe:
         self.members: set[str] = set()
         self._secret = secret
         self._cluster: Cluster | None = None
-        # An answer of an earlier attempt must not count for the next one.
+        # The lock keeps `forget` from running between the check that an answer belongs
+        # to the current attempt and the record of the answer.
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(

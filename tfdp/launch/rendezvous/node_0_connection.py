@@ -104,7 +104,8 @@ class Node0Connection:
     def close(self) -> None:
         """Send pending messages for up to 2 s, and close the connection."""
         self._is_closed.set()
-        # A thread that still connects has nothing to send, and ends by itself.
+        # A thread that is still connecting is not joined, since it has nothing to send
+        # and ends by itself.
         if self._link is not None:
             self._thread.join()
         self._wakes.close()

@@ -19,11 +19,12 @@ _MOST_OF_NODE = 1 << 16
 DOUBTFUL_SECONDS = 3.5
 # Most workers of a job: the addresses of all of them are one message.
 _MOST_WORKERS = 8192
-# Nodes that a sentence names before it only counts the rest.
+# Most nodes that a sentence names; it only counts further ones.
 _MOST_NAMES = 8
 
-# Sentences about fields of a `Hello` that differ. The parts are node 0's value, the
-# host that differs, and its value.
+# Sentences about a field of `Hello` that must be the same on all nodes. The
+# placeholders are node 0's value, the name of a host that differs, and the value of
+# that host.
 _SAME_ON_ALL = {
     "version": "Node 0 has tfdp {0}, {1} has tfdp {2}. Install the same version on all "
     "machines.",

@@ -51,7 +51,7 @@ class Server(Acceptor):
             SERVICE,
             [listener],
             self._add_link,
-            # With the cache, the same warning is logged only once.
+            # The cache keeps the same warning from being logged more than once.
             lacks_files=functools.cache(_logger.warning),
             tick=self._tick_links,
         )

@@ -61,7 +61,7 @@ class WireFormat:
 
 
 RING = Algorithm("ring")
-# Elements travel in their own dtype, without a compressor.
+# Wire format without a compressor: elements are sent in their own dtype.
 _PLAIN = WireFormat()
 
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 # Bytes of an int32: codes travel as int32, which every transport moves.
 WORD_BYTES = 4
-# Blocks with a smaller scale are rounded to zero: the quotient of an element and such a
+# A block with a smaller scale is rounded to zero, since an element divided by such a
 # scale may be infinite.
 _LEAST_SCALE = 1e-37
 

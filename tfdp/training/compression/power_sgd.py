@@ -14,8 +14,8 @@ from tfdp.ground.arguments import checked_integer
 from tfdp.training.compression.compressor import Compressor, GradientBucket, State
 from tfdp.training.compression.replica_group import ReplicaGroup
 
-# Largest size of the factors of a matrix, as a fraction of its elements. Matrices with
-# larger factors are not compressed.
+# Largest ratio of the number of elements in a matrix's factors to that in the matrix.
+# Matrices with larger factors are not compressed.
 _LARGEST_SHARE = 0.5
 # Seed of the initial factors, which must be equal on all replicas.
 _SEED = 0
@@ -225,7 +225,8 @@ def _reduce(
     *left, rest = _sum_together(
         [*left, tf.concat([flat[a:b] for a, b in rests] + [flat[:0]], axis=0)], group
     )
-    # Each replica computes the same decomposition: `qr` of one matrix uses one thread.
+    # The results are equal on all replicas, since `qr` of one matrix uses a single
+    # thread.
     left = [tf.linalg.qr(p).q for p in left]
     local = [
         tf.matmul(m, p, transpose_a=True) for m, p in zip(wanted, left, strict=True)

@@ -82,8 +82,8 @@ class TopK(Compressor):
         count = self._num_sent(bucket)
         places = tf.math.top_k(tf.abs(waiting), count, sorted=False).indices  # [count]
         values = tf.gather(waiting, places)
-        # The sum is zero, or NaN if any element is infinite or NaN. Added to the values
-        # sent, it shows the overflow to all replicas.
+        # The sum of `waiting * 0.0` is zero, or NaN if any element is infinite or NaN.
+        # Added to the values that are sent, NaN shows the overflow to all replicas.
         values += tf.reduce_sum(waiting * 0.0)
         sent = tf.cast(values, tf.float32)
         words = tf.concat([tf.bitcast(sent, tf.int32), places], axis=0)

@@ -23,8 +23,9 @@ from tfdp.training.data.rows import (
 )
 
 _PARTS = ("x", "y", "sample_weight")
-# Matches tfdp's own messages inside errors of TensorFlow: this one that of an assertion
-# in a data graph, the next one those of Python code that the graph calls.
+# Patterns of tfdp's own messages inside errors of TensorFlow: `_IN_GRAPH` matches the
+# message of an assertion in a data graph, and `_IN_PYTHON` matches those of Python code
+# that the graph calls.
 _IN_GRAPH = re.compile(re.escape(UNEQUAL_ROWS) + r" Received: (.*) with\] \[([\d ]+)\]")
 _IN_PYTHON = re.compile(
     r"(All batches of a generator must have the same structure\. |"

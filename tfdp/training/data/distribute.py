@@ -53,8 +53,8 @@ REBALANCE_REASON = (
 # of an earlier generation is refused: its order depends on reads before the change.
 _generations: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _POLICY = tf.data.experimental.AutoShardPolicy
-# Stages that read no files. The check whether there are enough files leaves them out,
-# so that it does not prepare elements, with `shuffle` a whole buffer of them.
+# Stages that read no files. The check whether there are enough files skips these
+# stages, since they would prepare elements; `shuffle` would fill its whole buffer.
 _STAGES_AFTER_READING = {
     *(
         *BATCHES,
@@ -215,8 +215,8 @@ def _distribute_own_files(
     """
     local_batches = _batch_local_rows(strategy, dataset)
     lengths = _check_shards(strategy, shard, dataset, local_batches)
-    # All workers need steps of one kind, since steps have collectives. So no worker
-    # rebatches its rows if one of them cannot.
+    # All workers must run steps of the same kind, since steps contain collectives. If
+    # one worker cannot rebatch its rows, none does.
     if local_batches is None or None in lengths:
         return _distribute_own_batches(strategy, dataset, options)
     syncs_end_of_data = (
@@ -356,7 +356,7 @@ def warn_not_split_early(strategy: Any, obstacle: str) -> None:
     """
     extended = strategy.extended
     num_workers = extended.worker_group.num_workers
-    # The obstacle is the same on all workers, so that one warning is enough.
+    # The obstacle is the same on all workers, so only the first worker warns.
     if obstacle and extended.worker_group.is_chief:
         user_code.warn(
             f"Each of the {num_workers} workers prepares all rows of this dataset, and "

@@ -47,7 +47,8 @@ def _per_replica_spec(specs: tuple) -> Any:
         `own` are the specs of the part on each local replica. A spec of `None` is
         returned as it is.
         """
-        # TensorFlow keeps `None` as one object for all replicas.
+        # TensorFlow keeps a single `None` for all replicas, so its spec is not per
+        # replica.
         is_none = isinstance(own[0], _compat.NoneTensorSpec)
         return own[0] if is_none else _compat.PerReplicaSpec(*own)
 

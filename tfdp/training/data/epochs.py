@@ -375,8 +375,8 @@ def _with_common_end(
     Returns:
         A distributed dataset.
     """
-    # Only arrays have `batch_rows`. If these and all other fields of the lengths are
-    # equal, each batch has the same number of rows on all workers.
+    # Only lengths of arrays have `batch_rows`. If all lengths have it and are equal,
+    # each batch has the same number of rows on all workers.
     is_settled = len(set(lengths)) == 1 and lengths[0].batch_rows is not None
     if isinstance(dataset, PerReplicaDataset):
         before = dataset.read_options
@@ -432,7 +432,8 @@ def _with_local_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]
     if not isinstance(source, keras.utils.PyDataset):
         return arguments
     if arguments.get("y") is not None or arguments.get("sample_weight") is not None:
-        return arguments  # Keras raises: a `PyDataset` yields targets and weights
+        # Keras raises an error, since a `PyDataset` itself yields targets and weights.
+        return arguments
     reads_rows = supports_row_reads(source)
     if reads_rows and strategy.extended.balance is not None:
         warn_not_split_early(strategy, REBALANCE_REASON)

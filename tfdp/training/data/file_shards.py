@@ -22,15 +22,16 @@ from tfdp.ground.text import pluralize
 from tfdp.training.data.same_datasets import list_by_worker
 from tfdp.training.data.stages import no_autograph
 
-# Prefix of the name of a dataset stage that carries its `FileShard`.
+# Prefix of a dataset stage's name in which the fields of a `FileShard` are stored.
 _MARK = "tfdp_shard_files"
-# The number of file sizes requested at once: an object store answers each request in
-# tens of milliseconds.
+# The number of file sizes that are requested in parallel. An object store takes tens of
+# milliseconds for each answer, so requests one after another would take long.
 _NUM_THREADS = 32
-# The ratio of the busiest worker's bytes to the mean above which a warning says that
-# the other workers wait for long.
+# A warning is given if a worker reads more than this multiple of the workers' mean of
+# bytes, because the others have no rows at the end of each epoch.
 _MAX_IMBALANCE = 1.25
-# The maximum number of file names that a worker sends, to find one that differs.
+# The maximum number of file names that a worker sends if the workers' lists of files
+# differ. The error names the first difference among them.
 _MAX_SENT_NAMES = 1000
 
 
@@ -379,7 +380,8 @@ def _dataset_of_shard(
     """
     dataset = tf.data.Dataset.from_tensor_slices((names, owners), name=shard.name)
     if seed is not None:
-        # TensorFlow combines each seed with the global seed, which users may set.
+        # TensorFlow combines `seed` with the global seed, which users may set
+        # differently on each worker. So the global seed is replaced for the shuffle.
         with _compat.temporary_seed(seed):
             dataset = dataset.shuffle(len(names), seed=seed)
     own_names = dataset.filter(no_autograph(lambda name, owner: owner == shard.rank))

@@ -33,15 +33,15 @@ _STORED_ROWS = 64
 # The number of bytes that a string or another object counts for: its hash costs as much
 # as that of this many bytes of numbers.
 _OBJECT_BYTES = 256
-# The tolerance for floats and 8-bit integers such as images, which workers may have
-# computed with different rounding: a difference over the norm of a block of numbers.
+# Workers may have computed floats, and 8-bit integers such as images, with different
+# rounding. Values of a block count as equal up to this multiple of the block's norm.
 _ROUNDING = 1e-3
-# An array is divided into at most this many blocks, of at least this many numbers if
-# there are several. A projection and the norm of each block are compared.
+# The maximum number of blocks into which an array is divided, and the minimum length of
+# a block if there are several. A projection and the norm of each block are compared.
 _MAX_BLOCKS = 64
 _BLOCK_SIZE = 1024
-# Limits in bytes and rows of an array up to which it is described so that the same rows
-# in another order can be recognized.
+# The maximum size of an array, in bytes and in rows, whose rows are hashed one by one,
+# so that the same rows in another order can be recognized.
 _ORDERED_BYTES = 250_000_000
 _ORDERED_ROWS = 100_000
 # The approximate number of evenly spaced numbers that are hashed of a long row.
@@ -218,7 +218,8 @@ class _ArrayPart:
             `digest`.
         """
         values = self.read()
-        # NumPy's kind V has bfloat16 and float8, and also records, which have names.
+        # NumPy's kind V includes bfloat16 and float8, which are floats, and records,
+        # which are not, and whose fields have names.
         is_float = values.dtype.kind in "fcV" and values.dtype.names is None
         if not is_float and (values.dtype.kind not in "biu" or values.itemsize > 1):
             return digest

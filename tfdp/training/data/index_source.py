@@ -71,8 +71,8 @@ def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
     def element(index: tf.Tensor) -> Any:
         """Load the element of an index in a graph, as a nest of tensors."""
         dtypes = [spec.dtype for spec in specs]
-        # The function is marked as stateless: with a stateful one, the `map` would not
-        # be split, and each worker would load all elements.
+        # A `map` with a stateful function is not divided among workers: each worker
+        # would load all elements. So the function is marked as stateless.
         parts = tf.numpy_function(load, [index], dtypes, stateful=False)
         for part, spec in zip(parts, specs, strict=True):
             part.set_shape(spec.shape)
@@ -106,7 +106,8 @@ def _spec_of(part: Any) -> tf.TensorSpec | None:
     if array.dtype == object and not all(
         isinstance(s, (str, bytes)) for s in array.flat
     ):
-        return None  # TensorFlow would convert the objects to strings
+        # TensorFlow would convert objects that are not strings to strings.
+        return None
     try:
         return tf.TensorSpec(array.shape, tf.as_dtype(array.dtype))
     except TypeError:

@@ -15,8 +15,8 @@ from tfdp.training.data.rows import count_of, has_rows, take_rows
 EQUAL = 1000
 # Step times that differ by at most this many percent count as equal.
 _NEGLIGIBLE_PERCENT = 5
-# The maximum number of measurements to wait after a reverted change before another is
-# tried. It is bounded because the speed of a host may change during a run.
+# The maximum number of measurements from a change of the weights that was reverted to
+# the next change. It is bounded because the speed of a host may change during a run.
 _MAX_PATIENCE = 8
 
 
@@ -197,7 +197,7 @@ def rows_by_weight(num_rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
         excess * num_left // total,
         excess * num_left % total,
     )  # [num_replicas]
-    # A stable sort, so that among equal remainders the lower rank gets the row.
+    # The sort is stable, so that among equal remainders the lower rank gets the row.
     order = tf.argsort(remainders, direction="DESCENDING", stable=True)
     position = tf.cast(tf.math.invert_permutation(order), tf.int64)
     rows = 1 + whole + tf.cast(position < num_left - tf.reduce_sum(whole), tf.int64)

@@ -31,7 +31,8 @@ _ROW_KEEPING_STAGES = {
     *(*PASS_THROUGH, *SELECTIONS, "ShuffleDataset", "CacheDataset", "SnapshotDataset"),
     "AssertCardinalityDataset",
 }
-# Description of the row count of a part that a `map` returns: only a batch shows it.
+# Description of the row count of a part that a `map` returns. The count is known only
+# after a batch has been read.
 _UNKNOWN_ROWS = "unsure"
 
 
@@ -160,7 +161,9 @@ def _rows_of_zip(datasets: list[tf.data.Dataset]) -> list:
     described: list = []
     for i, (each, sizes_of_one) in enumerate(zip(datasets, sizes, strict=True)):
         text = json.dumps(sizes_of_one)
-        if "last" in text:  # the smaller last batch comes at the end, or is shuffled
+        if "last" in text:
+            # The smaller last batch is at the end of its dataset, or anywhere if the
+            # batches are shuffled. Only equal positions give equal descriptions.
             is_shuffled = "ShuffleDataset" in text
             text += f" {i}" if is_shuffled else f" of {int(each.cardinality())}"
         described += [_ZippedBatches(text, rows) for rows in _rows_by_stages(each)]

@@ -80,7 +80,8 @@ def distribute_local_rows(
     pairs = items.map(lambda item: (item["rows"], item["total"][0]))
     ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
     divided = divide_rows(pairs, ranks, num_replicas)
-    if is_ahead:  # one device would read one batch ahead, too
+    if is_ahead:
+        # Keras's own prefetch was removed above. One batch is read ahead in its place.
         divided = divided.prefetch(1)
     # Workers have compared their numbers of batches, which are part of the description,
     # so that no step has to synchronize the end of the data.
@@ -358,7 +359,8 @@ class StoredArraysAdapter(_compat.ArrayDataAdapter):
 
         given = {name: arguments.get(name) for name in _PARTS}
         for name, part in given.items():
-            # With class weights Keras reads all of `y` at once, so `y` is not replaced.
+            # With class weights Keras reads all values of `y` at once, so `y` is not
+            # replaced by row numbers.
             if name != "y" or not self._has_class_weight:
                 given[name] = keras.tree.map_structure(stand_in, part)
         super().__init__(

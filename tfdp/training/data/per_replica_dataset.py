@@ -321,7 +321,8 @@ class PerReplicaSpec(ComponentsSpec):
 
 def _spec_of(value: Any) -> PerReplicaSpec:
     """Return the type spec of a value, and register its strategy."""
-    # TensorFlow compares type specs by plain values, and a strategy is not one.
+    # TensorFlow compares type specs by plain values. So a spec holds the `id` of the
+    # strategy, and `_strategies` leads from the `id` to the strategy.
     _strategies[id(value.strategy)] = value.strategy
     return PerReplicaSpec.of(
         value, id(value.strategy), tuple(value.read_options), value.generation
@@ -388,6 +389,7 @@ def is_read_on_cpus(strategy: Any, options: Any) -> bool:
     extended = strategy.extended
     devices = map(_compat.device_type, extended.worker_devices)
     has_gpus = extended.group.backend == "nccl" or "GPU" in devices
-    # Stock distributed data does not notice that the workers have changed.
+    # In a job that continues after a loss, the user's options are ignored, because
+    # stock distributed data does not notice that the workers have changed.
     is_ours = options is None or extended.continues_after_loss
     return is_ours and (not has_gpus or extended.balance is not None)

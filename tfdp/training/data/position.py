@@ -27,7 +27,8 @@ from tfdp.training.data.determinism import (
 )
 from tfdp.training.data.file_shards import FileShard
 
-# The positions of the running loops, innermost last; `None` for a loop without one.
+# The data positions of the running loops, that of the innermost loop last; `None` for a
+# loop whose position is not tracked.
 _position_stack: list[DataPosition | None] = []
 # The key of the number of batches in a description of the data.
 _NUM_BATCHES = "the number of batches"
@@ -89,8 +90,8 @@ class DataPosition:
         if worker_group is not None:
             facts_by_worker = worker_group.all_gather("the position in the data", facts)
         self._descriptions = [item["description"] for item in facts_by_worker]
-        # All workers restore their positions, or none does. So the first reason that a
-        # worker has applies to all.
+        # All workers restore their positions, or none does. So if the order of the data
+        # is not reproducible on some worker, its reason applies to all workers.
         self.nondeterminism = _first_not_none(
             item["nondeterminism"] for item in facts_by_worker
         )
@@ -234,8 +235,8 @@ class DataPosition:
             elif reshuffles and taken[number]:
                 _compat.begin_shuffles(source)
             elif reshuffles:
-                # Keras created the iterator and read no batch: of several shuffles
-                # only the last one has drawn a seed.
+                # Keras created the iterator of this epoch, but read no batch. If the
+                # dataset has several shuffles, only the last one drew a seed, as here.
                 iter(source)
         self._taken = list(taken)
         if self._order is not None:

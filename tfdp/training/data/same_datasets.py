@@ -185,8 +185,8 @@ def _lengths_differ(strategy: Any, lengths: list[int]) -> bool:
         lengths: List of ints, the cardinality of each worker's dataset.
     """
     same = len(set(lengths)) == 1
-    # Where the shortest data ends the epoch, the module `epochs` warns instead, of the
-    # batches that are dropped.
+    # If an epoch ends with the shortest dataset, `tfdp.training.data.epochs` warns of
+    # the batches that are dropped, and no other warning is needed.
     if not same and not stops_at_shortest(strategy):
         listed = list_by_worker(map(Length.of_cardinality, lengths))
         user_code.warn(

@@ -13,8 +13,8 @@ from tfdp.ground import _compat
 MAPS = ("MapDataset", "ParallelMapDataset")
 BATCHES = ("BatchDataset", "ParallelBatchDataset")
 # Stages that pass elements through unchanged, and stages that select or repeat elements
-# without reading their values. `cache` is not listed: a user's cache lasts for all
-# calls of `fit`, the cache of a rebuilt stage would not.
+# without reading their values. `cache` is not listed: the user's cache is filled once
+# for all calls of `fit`, but a rebuilt `cache` would be filled again in each call.
 PASS_THROUGH = ("PrefetchDataset", "OptionsDataset")
 SELECTIONS = ("TakeDataset", "SkipDataset", "RepeatDataset")
 # Prefixes of the names of `map` functions that treat each row of a batch separately:
@@ -75,8 +75,8 @@ def stages_after_batch(
         if kind in (*PASS_THROUGH, *SELECTIONS):
             after.insert(0, rebuild_stage(dataset))
         elif is_row_by_row(dataset):
-            # A traced function may have a fixed batch size. The Python function is
-            # traced again with the sizes of the rebuilt pipeline.
+            # The traced function of the `map` may have a fixed batch size. So its
+            # Python function is traced again, with the sizes of the rebuilt pipeline.
             call = _compat.python_function_of_map(dataset)
             after.insert(0, rebuild_map(dataset, call))
         else:

@@ -19,12 +19,12 @@ from tfdp.ground import _compat
 from tfdp.ground.base.finalizers import FinalizerThread
 from tfdp.ground.forks import keep_in_forks
 
-# The variables with the number of batches that this process has requested and received.
-# Empty until `count_reads` is called, so that graphs have no counters by default.
+# Two variables, the numbers of batches that this process has requested and received.
+# The list is empty until `count_reads` is called: graphs have no counters by default.
 _counts: list[Any] = []
 _deletions = FinalizerThread("tfdp-iterators")
-# Classes of values by their `id`: TensorFlow compares type specs by plain values, so
-# that a spec holds the `id` of a class.
+# Classes by their `id`. TensorFlow compares type specs by plain values, so a spec holds
+# the `id` of the class of its values instead of the class.
 _kinds: dict[int, type] = {}
 
 
@@ -89,7 +89,7 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
     """
 
     def __init__(self, iterator: Any, strategy: Any) -> None:
-        # The only reference to the iterator, in a list that can be emptied: this
+        # The list holds the only reference to the iterator, so that emptying the list
         # deletes the iterator, see `delete_in_background`.
         self._kept = [iterator]
         self.strategy = strategy
@@ -208,7 +208,8 @@ class ShortestIterator(StockIterator):
     def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
         """Return whether all workers have data, and the reader of the next batch."""
         optionals = _compat.optionals_of_replicas(self._iterator)
-        # At the end of its data a worker may have batches for only some replicas.
+        # At the end of its data a worker may have batches for only some replicas. The
+        # other replicas then get empty batches.
         has_data = _compat.any_has_value(optionals)
         has_next = has_next_step(self.strategy, has_data, stops=True)
         return has_next, lambda: _compat.values_or_empty(self._iterator, optionals)
@@ -334,7 +335,8 @@ def _read_counts() -> ReadCounts:
     """Return how many batches this process has requested and received."""
     return ReadCounts(
         *(
-            # The raw operation costs less than a traced function, and wakes no thread.
+            # The raw operation costs less than the call of a traced function, and wakes
+            # no other thread.
             int(tf.raw_ops.ReadVariableOp(resource=count.handle, dtype=tf.int64))
             for count in _counts
         )

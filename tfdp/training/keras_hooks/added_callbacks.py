@@ -151,6 +151,7 @@ class OptimizerProgressCheck(keras.callbacks.Callback):
 def _is_replicated(variable: Any) -> bool:
     """Return whether each replica has a full copy of a Keras variable."""
     value = variable.value
-    # Each worker restores its own part of a variable that has parts.
+    # A variable that has parts is not replicated: each replica holds a part of its
+    # elements, and each worker restores its own parts.
     has_parts = getattr(value, "has_parts", False)
     return isinstance(value, _compat.MirroredVariable) and not has_parts

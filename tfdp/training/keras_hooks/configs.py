@@ -35,7 +35,8 @@ _IGNORED_KEYS = (
     "shape",
 )
 _IGNORED_ENDINGS = ("seed", "initializer")
-# Callbacks of Keras that set the learning rate or weights on the worker they run on.
+# Callbacks of Keras that set the learning rate or the weights on each worker. So their
+# settings must be the same on all workers, and are compared.
 _TRAINING_CALLBACKS = (
     keras.callbacks.LearningRateScheduler,
     keras.callbacks.ReduceLROnPlateau,
@@ -119,7 +120,8 @@ def _comparable_dict(value: dict) -> dict[str, Any]:
     if value.get("class_name") == "__lambda__" or set(value) == {"value"}:
         # The code of a lambda is not compared: it includes line numbers of the file.
         return {}
-    # A dict with only a name is the config of a dtype policy.
+    # A dict with only a name is the config of a dtype policy. The name is compared,
+    # unlike the names of other objects.
     if set(value) == {"name"}:
         return dict(value)
     return {
@@ -132,7 +134,8 @@ def _comparable_dict(value: dict) -> dict[str, Any]:
 def _is_ignored(key: str, value: Any) -> bool:
     """Return whether an entry of a config is not compared: it may differ by worker."""
     if key == "learning_rate":
-        # A dict is a schedule, which is compared.
+        # A dict is the config of a schedule, which is compared. A number is not
+        # compared, because it may differ between workers.
         return not isinstance(value, dict)
     return key == "name" or key in _IGNORED_KEYS or key.endswith(_IGNORED_ENDINGS)
 
@@ -192,8 +195,9 @@ def _argument_config(value: Any) -> Any:
 def _layer_config(layer: Any) -> dict[str, Any]:
     """Return a dict with the class name, the dtype and the settings of a layer."""
     entry = {"class_name": type(layer).__name__, "dtype": layer.dtype_policy.name}
-    # The layers of a nested model are listed separately. A default config consists of
-    # constructor arguments, which may differ between workers.
+    # The config of a nested model is left out, because its layers are listed
+    # separately. A default config is left out, because it consists of constructor
+    # arguments, which may differ between workers.
     is_left_out = isinstance(layer, (keras.Model, keras.layers.Lambda))
     if not (is_left_out or _compat.has_default_config(layer) or _is_large(layer)):
         entry |= _config(layer)
@@ -261,7 +265,8 @@ def _setting(callback: Any, name: str) -> Any:
         name: String, name of an attribute of the callback.
     """
     value = _config(getattr(callback, name))
-    # Keras changes the sign of `min_delta` at the end of the first epoch.
+    # Keras changes the sign of `min_delta` at the end of the first epoch. Without the
+    # absolute value, a callback that was used before would differ from a new one.
     return abs(value) if name == "min_delta" else value
 
 

@@ -48,8 +48,8 @@ def save_file(
     strategy = strategy_of(model)
     if strategy is None or is_saving():
         return save(model, filepath, *args, **kwargs)
-    # The save has to be atomic here, too, because `keras.saving.save_model` does not
-    # call `model.save`.
+    # `keras.saving.save_model` does not call `model.save`, whose replacement is atomic.
+    # So its own save is made atomic here.
     with local_variables(strategy):
         return save_atomically(strategy, save, model, filepath, *args, **kwargs)
 

@@ -172,8 +172,8 @@ class AccumulatedGradients:
             index: Int, index of the variable.
         """
         if self.slices is not None:
-            # Divisor 1: a slice holds the sum over all replicas and has one owner, so
-            # that it is saved once.
+            # A slice holds the sum over all replicas and has one owner. So a loaded sum
+            # is assigned to the slice without a division, by divisor 1.
             sum_view, divisor = _view_of(*self.slices[index]), 1
         else:
             sum_view = self._local_sum(self.accumulation.sums[index])
@@ -187,8 +187,9 @@ class AccumulatedGradients:
             """Return the unscaled sum over all replicas, or zeros after an overflow."""
             total = sum_view.numpy()
             total = total / np.asarray(factor(), total.dtype)
-            # tfdp skips an update with an overflow in the sum. Keras checks only new
-            # gradients, so that a file must not hold non-finite sums.
+            # tfdp skips an update if its sum has an overflow. Keras checks new
+            # gradients only, and would apply a non-finite sum from a file. So zeros are
+            # saved.
             return total if np.isfinite(total).all() else np.zeros_like(total)
 
         def write(value: Any) -> None:

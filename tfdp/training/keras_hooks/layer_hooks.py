@@ -24,8 +24,8 @@ from tfdp.ground.base import loops, program_trace, xla
 from tfdp.ground.base.context import in_tfdp_scope, is_tfdp, replica_context
 from tfdp.training.reduction.training_group import training_group
 
-# The difference between the seeds of consecutive ranks: odd, and far larger than the
-# increments of the counter, which is the other half of a seed.
+# The difference between the seeds of consecutive ranks. It is odd, so that its
+# multiples differ modulo 2**32, and far larger than the increments of a seed's counter.
 _SEED_STRIDE = 1_000_003
 
 
@@ -51,8 +51,8 @@ def reduce_values(
     is_traced = program_trace.current() is not None
     if is_traced or not in_tfdp_scope() or not is_mean or tuple(values.shape):
         return result
-    # Keras returns a scalar from a loss function without the division by the number of
-    # replicas that it applies to its own means.
+    # Keras divides its own means by the number of replicas, but not a scalar mean that
+    # a loss function returns. So that scalar is divided here.
     return _compat.keras_loss.scale_loss_for_distribution(result)
 
 
@@ -104,8 +104,8 @@ def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
     if program_trace.current() is None:
         sums = context.all_reduce(tf.distribute.ReduceOp.SUM, sums)
     else:
-        # The program of a step reduces marked tensors. Three marks without operations
-        # between them are summed by one all-reduce.
+        # The replicas that run the traced program sum the marked tensors over all
+        # replicas. Three marks without operations between them share one all-reduce.
         sums = [_compat.marked(part, "whole") for part in sums]
     total, squares, count = sums
     mean = tf.math.divide_no_nan(total, count)

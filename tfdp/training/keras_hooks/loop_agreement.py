@@ -117,8 +117,8 @@ def agree_on_batch(
     calls = _batch_calls.setdefault(model, {})
     number, before = calls.get(name, (0, ""))
     so_far = digest([before, arrays])
-    # `number` counts earlier calls, so this call is the first, second, fourth, eighth
-    # and so on.
+    # `number` counts the earlier calls. Only the first, second, fourth, eighth and so
+    # on of all calls are compared, so that a comparison rarely delays a call.
     if number & (number + 1) == 0:
         named = named_arrays({part: arguments.get(part) for part in _DATA_ARGUMENTS})
         own = {

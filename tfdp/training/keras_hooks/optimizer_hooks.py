@@ -30,7 +30,9 @@ from tfdp.training.step.path import take_step
 from tfdp.training.step.step import checked_gradients, keras_step
 
 
-@tf.autograph.experimental.do_not_convert  # AutoGraph skips Keras's function, too
+# AutoGraph does not convert functions of Keras, so it must not convert their
+# replacements either.
+@tf.autograph.experimental.do_not_convert
 def apply(
     original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
@@ -105,8 +107,8 @@ def check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
     context = replica_context()
     if context is None:
         return finite
-    # Replicas that disagree would take different branches, and only the branch with an
-    # update has collectives.
+    # All replicas need the same answer. Otherwise only some would take the branch with
+    # the update, and its collectives would wait for the others indefinitely.
     overflows = context.all_reduce(
         tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(finite), tf.int32)
     )

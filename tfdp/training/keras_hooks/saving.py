@@ -23,7 +23,8 @@ import tensorflow as tf
 from tfdp.communication.cluster.islands import Island
 from tfdp.ground.base.files import replaced
 
-# File endings of Keras, which a temporary file must keep.
+# File endings by which Keras selects a format. The name of a temporary file keeps the
+# ending of its target, so that Keras writes the same format.
 _FILE_ENDINGS = (".weights.h5", ".keras", ".h5", ".hdf5")
 
 
@@ -71,15 +72,17 @@ def _save(
     arguments = (
         inspect.signature(original).bind(model, path, *rest, **options).arguments
     )
-    # With `overwrite=False` Keras asks the user before it replaces the target.
+    # With `overwrite=False` Keras asks the user before it replaces an existing file, so
+    # Keras has to receive the target itself, not a temporary path.
     if target is None or arguments.get("overwrite") is False:
         return original(model, path, *rest, **options)
     if worker_group.num_workers == 1:
         if not _is_replaceable(target) or _is_sharded_save(arguments):
             return original(model, path, *rest, **options)
     elif "://" in target or _is_sharded_save(arguments):
-        # Neither files in object stores nor several files can be moved atomically, so
-        # that only worker 0 writes. All workers take part in gathering sharded state.
+        # Files in object stores cannot be moved atomically, nor can several files. So
+        # only worker 0 writes. All workers take part if sharded state has to be
+        # gathered.
         optimizer = getattr(model, "optimizer", None)
         takes_part = worker_group.is_chief or getattr(optimizer, "is_sharded", False)
         return original(model, path, *rest, **options) if takes_part else None
@@ -91,7 +94,8 @@ def _save(
     if worker_group.is_chief:
         pattern = _temporary_path(target, f"{island_prefix}worker(rank)")
         _remove_stale_files(pattern, worker_group.num_workers)
-    # A folder cannot replace another one, so that only worker 0 replaces a folder.
+    # An existing folder has to be removed before another one is moved to its path, so
+    # only worker 0 replaces a folder.
     with replaced(
         os.path.realpath(target), temporary_path, replaces_folder=worker_group.is_chief
     ) as temporary:

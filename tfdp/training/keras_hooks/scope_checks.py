@@ -84,7 +84,7 @@ def bring_into_scope(optimizer: Any) -> None:
     if _compat.strategy_of_optimizer(optimizer) is active:
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             # For float16 `compile` creates a `LossScaleOptimizer` in the scope, around
-            # the user's optimizer, which may be from outside.
+            # the user's optimizer. The user may have created it outside the scope.
             bring_into_scope(optimizer.inner_optimizer)
         return
     if optimizer.built or not tf.distribute.in_cross_replica_context():

@@ -26,7 +26,8 @@ from tfdp.training.keras_hooks.logs import merge_logs
 from tfdp.training.parameters.conversion import num_conversions
 from tfdp.training.step.empty_step import Updates, recording
 
-# The attribute of a model with the function that a loop of Keras calls for a step.
+# The attribute in which a model keeps the function of a step, by the name of the method
+# of the model that calls the function.
 _FUNCTION_OF_LOOP = {
     "fit": "train_function",
     "train_on_batch": "train_function",
@@ -128,7 +129,7 @@ def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
                 return compute(*args, **kwargs)
         except tf.errors.OutOfRangeError:
             # With XLA, or with several steps per execution, Keras reads the data before
-            # the first update, so that no update has run.
+            # its first update. At the end of the data it has then made no update.
             if not model.jit_compile and model.steps_per_execution == 1:
                 updates.take_without_data(strategy_of(model))
             raise
@@ -204,7 +205,8 @@ def build_symbolically(
     try:
         return _compat.build_symbolically(model, spec)
     except Exception:
-        # An overridden step need not use `call`, which may not exist.
+        # A model that overrides its step may have no `call`. Its variables are created
+        # by running the steps instead.
         if not _compat.overridden(model):
             if not model.run_eagerly:
                 raise

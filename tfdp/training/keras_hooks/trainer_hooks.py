@@ -159,7 +159,9 @@ def _run_loop(
     with loops.looping(model, name, exchange=exchange), _undo_recording_after(fit):
         result = original(*bound.args, **bound.kwargs)
     if fit is not None:
-        # No worker returns before worker 0 has completed its files.
+        # All workers wait for worker 0, so that its files are complete when `fit`
+        # returns. If training continues after losses, a loss does not make a finished
+        # `fit` fail.
         continues = strategy.extended.continues_after_loss
         with contextlib.suppress(*[WorkerLost] * continues):
             _complete_fit(model)
@@ -273,8 +275,9 @@ def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
     results = original(model, logs)
     is_local = loops.loop_uses_local_steps() or loops.exchange() is not None
     if results is logs and logs and is_local:
-        # Keras returns the same `logs` only if the step is overridden: they are values
-        # of this worker. Metrics need no mean, since reading them merges their states.
+        # Keras returns the object `logs` itself only if the step is overridden. It then
+        # holds values of this worker, whose mean over workers is returned. Metrics need
+        # no mean, since reading a metric merges its states.
         return mean_over_workers(model.distribute_strategy.extended.worker_group, logs)
     return results
 
@@ -407,8 +410,8 @@ def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> 
         result = original(*bound.args, **bound.kwargs)
         file_hooks.unwrap_loss_scaling(model)
         if (wrapper := wrapper_of(model.optimizer)) is not None:
-            # A callback of an earlier `fit` wrapped the optimizer, and its state is in
-            # the wrapper.
+            # A callback of an earlier `fit` wrapped the optimizer. The wrapper has the
+            # optimizer's state, so the model gets the wrapper again.
             model.optimizer = wrapper
         scope_checks.bring_into_scope(model.optimizer)
     return result

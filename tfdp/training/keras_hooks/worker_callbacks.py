@@ -19,7 +19,8 @@ from tfdp.training.keras_hooks.added_callbacks import (
 )
 from tfdp.training.reduction.link_measure import num_fit_steps
 
-# Callbacks that write to a path of the user's, which is the same on all workers.
+# Callbacks that write to a path that the user gives. The path is the same on all
+# workers, so only worker 0 runs these callbacks.
 WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.CSVLogger,
@@ -89,7 +90,8 @@ def order_callbacks(callbacks: Any) -> Any:
         given[:] = [*first, *last]
         return callbacks
     if not any(isinstance(item, keras.callbacks.History) for item in first):
-        # Keras would append a `History` after the backup callbacks.
+        # Without a `History` in the list, Keras would append one after the backup
+        # callbacks, which have to be last.
         first.append(keras.callbacks.History())
     return [*first, *last]
 
@@ -169,7 +171,8 @@ def add_optimizer_check(model: Any, callbacks: Any) -> Any:
     given = callback_list(callbacks)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and hasattr(optimizer, "features"):
-        # An earlier `fit` may have raised before its callbacks ended their features.
+        # If an earlier `fit` raised, its callbacks may have left features of the
+        # optimizer active that they end after a complete `fit`.
         optimizer.features.reset()
     if getattr(optimizer, "needs_trace", False):
         model.train_function = None

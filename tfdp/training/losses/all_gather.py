@@ -108,7 +108,8 @@ def _gather_rows(rows: tf.Tensor, context: Any) -> tuple[tf.Tensor, tf.Tensor]:
         Tuple of the rows and a tensor of shape `[num_replicas]`.
     """
     if tf.executing_eagerly():
-        # Eager replicas run one after another, so each collective needs a merge call.
+        # Eager replicas of a process run one after another. `context.all_gather` waits
+        # for all of them by a merge call, which the group's own collectives do not.
         sizes = tf.size(rows)[tf.newaxis]
         return context.all_gather(rows, axis=0), context.all_gather(sizes, axis=0)
     reducer = tf.distribute.get_strategy().extended.reducer

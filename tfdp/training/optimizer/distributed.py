@@ -171,7 +171,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             slices = self.shards.accumulated_slices
         self.features.build(trained, slices)
 
-    # AutoGraph may convert a training loop, and would then convert this method, too.
+    # If AutoGraph converts a training loop, it converts the functions that the loop
+    # calls, too. This method needs no conversion.
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: Any) -> Any:
         """Multiply a loss by the loss scale, before its gradient is computed.
@@ -254,8 +255,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         scope_checks.bring_into_scope(self)
         loops.check_local_steps_optimizer(self)
         gradients, variables = checked_gradients(self, grads, trainable_variables)
-        # On one device the step waits for a gradient. Without data it then fails before
-        # it changes a variable, as a step on replicas does.
+        # On one device the step waits for the first gradient. If the data has ended,
+        # the step then fails before it changes a variable, as a step on replicas does.
         with (
             keras.name_scope(self.name),
             tf.control_dependencies(_first_traced(gradients)),
@@ -460,8 +461,9 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         """
         weight, num_groups = reducer.gradient_weight(), 1
         local = self.features.local_updates
-        # In a custom loop the loss is a part of the global mean already, so only
-        # gradients of Keras's loops are divided by the number of groups.
+        # With local steps, gradients are divided by the number of groups of replicas
+        # that update independently, but only in Keras's loops: in a custom loop the
+        # loss is a part of the global mean already.
         if local and batch_weight.is_part_of_sum():
             num_groups = len(local.groups_of_ranks(tf.distribute.get_strategy()))
         state = self.features.accumulation

@@ -23,7 +23,8 @@ class InnerAttribute:
         return None if inner is None else getattr(inner, self._name)
 
     def __set__(self, instance: Any, value: Any) -> None:
-        # Keras's constructor sets its defaults before `inner_optimizer` is set.
+        # Keras's constructor sets the defaults of all settings before `inner_optimizer`
+        # exists. These defaults are dropped.
         inner = vars(instance).get("inner_optimizer")
         if inner is not None:
             setattr(inner, self._name, value)

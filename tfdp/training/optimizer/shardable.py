@@ -222,7 +222,8 @@ class ShardableOptimizer(OptimizerSettings):
         Raises:
             ValueError: For `tf.train.Checkpoint`, which would lose sharded state.
         """
-        # Older versions of Keras also call this with "checkpoint" to export a model.
+        # Older versions of Keras also pass "checkpoint" when they export a model, which
+        # `is_saving` recognizes.
         is_checkpoint = save_type == "checkpoint" and not is_saving()
         if self.is_sharded and is_checkpoint:
             raise ValueError(
@@ -234,7 +235,8 @@ class ShardableOptimizer(OptimizerSettings):
     def _warn_of_one_replica(self) -> None:
         """Warn if parameters are to be sharded over one replica only."""
         strategy = self._distribution_strategy
-        # Other replicas may still join a job that continues after losses.
+        # A job that continues after losses is not warned, because other replicas may
+        # still join it.
         is_alone = (
             is_tfdp(strategy)
             and strategy.num_replicas_in_sync == 1
@@ -302,11 +304,12 @@ class ShardableOptimizer(OptimizerSettings):
                 _compat.local_value(item, 0).numpy().ravel() * replicas
                 for item in self.features.accumulation.sums
             ]
-        # Traced functions would keep the whole sums alive.
+        # The traced functions are dropped, because they would keep the whole sums
+        # alive.
         self._traces.drop()
         self.features.accumulate(self.shards.accumulated_slices)
-        # New variables of a scope would later receive worker 0's values. Synchronized
-        # now, they keep the shards that are written below.
+        # When a strategy's scope ends, its new variables receive the values of worker
+        # 0. They are synchronized now instead, so that the shards below are kept.
         synchronize_new_variables(self._distribution_strategy)
         accumulation = self.features.accumulation
         if accumulation is None or not count:

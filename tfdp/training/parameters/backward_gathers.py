@@ -29,8 +29,8 @@ from tfdp.training.parameters.step_gathers import (
     gather_unit,
 )
 
-# Types of operations that are repeated after a second gather: they depend on the
-# parameter only, and cost less than keeping their outputs.
+# Types of operations that the backward pass repeats after it has gathered a parameter
+# again. They depend on the parameter only, and cost less than keeping their outputs.
 _REPEATED_OPS = frozenset(
     (
         "Cast",
@@ -85,7 +85,8 @@ class BackwardGathers:
         )
         self._begin = passes[0][0] if passes else 0
         self._done = 0
-        # Operations that compute the results of the previous gather.
+        # Operations that compute the results of the latest gather, for which the next
+        # gather waits.
         self._previous: list[tf.Operation] = []
         # Operations that have reduced gradients, in the order of the trace, and the
         # number of those that a gather already waits for.

@@ -38,7 +38,8 @@ class Gathers:
 
     def __init__(self, extended: Any, groups: ShardGroups) -> None:
         self.groups = groups
-        # Only the parameters keep a unit alive, so that it is freed with its model.
+        # A unit is a set of parameters that are gathered together. Only its parameters
+        # keep it alive, so that it is freed with its model.
         self._units: list[weakref.ref[Unit]] = []
         self._host_group = extended.host_group
         self._worker_group = extended.worker_group
@@ -257,8 +258,8 @@ def marked_backward_pass(trace: ProgramTrace) -> Iterator[None]:
 
 def gathers_of(extended: Any, groups: ShardGroups) -> Gathers:
     """Return a strategy's `Gathers` for some owners, created at the first call."""
-    # A change of the cluster creates a new group of all replicas, which has no
-    # `Gathers` yet, so that none of the old group are used.
+    # `Gathers` are stored in the process group. A change of the cluster creates a new
+    # group, so that `Gathers` of the former cluster are not used.
     found = vars(groups.group).setdefault("_parameter_gathers", {})
     key = groups.num_copies, groups.has_two_levels, groups.group.nodes
     if key not in found:
@@ -279,8 +280,8 @@ def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Ten
         with _compat.autocasting(dtype if parameter.casts else None):
             return parameter.reader.read(parameter)
 
-    # The read is traced outside of loops: gradients reach the reads of a loop's body
-    # through its captures.
+    # A read in the body of a loop is traced outside the loop, and its value is
+    # captured. The gradient of the loop then reaches the read through the capture.
     with trace.graph.as_default():
         value = tf.identity(trace.read(parameter.whole_shape, dtype, read))
     _compat.record_read(parameter, value)

@@ -23,7 +23,7 @@ from tfdp.ground.plans.units import UnitOptions
 from tfdp.training.compression.block_code import WORD_BYTES, BlockCode
 from tfdp.training.parameters.sharded_parameter import ShardedParameter
 
-# The code of all quantized gathers: 8 bits and the default block size.
+# The quantization of all compressed gathers, with 8 bits and the default block size.
 _CODE = BlockCode()
 
 

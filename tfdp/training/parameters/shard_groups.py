@@ -36,8 +36,9 @@ class ShardGroups:
         has_nodes = len(group.nodes) > 1
         self._is_copied = scope == "node" and has_nodes
         self.has_two_levels = has_nodes and is_hierarchical and not self._is_copied
-        # Process groups of each local replica. The inner group is its node, or all
-        # replicas with one level; the outer group reaches across nodes.
+        # The process groups of each local replica. With two levels, the inner group is
+        # the replica's node, and the outer group reaches across nodes. With one level,
+        # the inner group has all replicas.
         self._inner: Sequence[ProcessGroup] = (group,) * len(group.devices)
         self._outer: Sequence[ProcessGroup | None] = (None,) * len(group.devices)
         if has_nodes and (is_hierarchical or self._is_copied):
@@ -171,7 +172,8 @@ class ShardGroups:
         if not bucket.is_lopsided:
             piece = self.gather_across_nodes(piece, replica, channel=channel)
             return self.gather_in_node(piece, replica, channel=channel)
-        # A node that holds the whole state gathers among its own replicas.
+        # If each node holds the whole state, the replicas of a node gather among
+        # themselves.
         group = self._inner[replica] if self._is_copied else self.group
         placed = place_row(bucket, self.owner(replica), piece)
         return ring(placed, group, replica, channel=channel, is_alone=False)
@@ -187,9 +189,9 @@ class ShardGroups:
             Tensor like `tensor`, equal on all replicas.
         """
         if not self.is_first_copy(replica):
-            # Replicas with copies of a slice add zeros to one sum over all replicas.
-            # With a sum for each node, results could be rounded differently, and copies
-            # would drift apart.
+            # Of the copies of a slice only the first one counts: replicas with other
+            # copies add zeros to one sum over all replicas. Separate sums of nodes
+            # could be rounded differently, so that the copies would drift apart.
             tensor = tf.zeros_like(tensor)
         return Member(self.group, replica).all_reduce(tensor)
 

@@ -51,8 +51,9 @@ class ShardedParameter(MirroredVariable):
         self.ranges = ranges
         self.reader = reader
         self.casts = casts
-        # The unit of the parameter. In eager mode also its whole value, with the object
-        # of the `strategy.run` that has gathered it, and its tensor on gradient tapes.
+        # The `Unit` with which the parameter is gathered. In eager mode also the
+        # gathered value, with the object of the `strategy.run` that has gathered it,
+        # and the tensor that stands for the parameter on gradient tapes.
         self.unit: Any = None
         self.eager_value: tuple[Any, tf.Tensor] | None = None
         self.eager_source: tf.Tensor | None = None
@@ -200,7 +201,8 @@ def check_reader(variables: Sequence[Any], reader: Any) -> None:
         if parameter is None or parameter.reader is reader:
             continue
         if parameter.unit is None and reader is not None:
-            # No other optimizer has added the parameter to a unit, so this one may.
+            # No optimizer has planned a unit with this parameter yet, so the optimizer
+            # of `reader` may do it.
             continue
         if parameter.unit is None:
             raise ValueError(

@@ -119,7 +119,8 @@ class StepGathers:
         self._current: dict[tuple[int, str], GatheredUnit] = {}
         self._sources: dict[int, tf.Tensor] = {}
         self._backward_passes: list[tuple[int, int]] = []
-        # Ages of the last operations before the backward passes that are being traced.
+        # For each backward pass that is being traced, the age of the last operation
+        # before it. The age of an operation is its position in the graph.
         self._open_passes: list[int] = []
 
     def source(self, parameter: ShardedParameter) -> tf.Tensor:
@@ -384,8 +385,8 @@ class ComputeOrder:
         self._graph = graph
         self._num_scanned = len(graph.get_operations())
         self._dependent: set[tf.Operation] = set()
-        # Ages of the dependent operations that take time to compute, and these
-        # operations.
+        # Ages, which are positions in the graph, of the operations that depend on
+        # gathered parameters and take time to compute, and these operations.
         self._ages: list[int] = []
         self._computing: list[tf.Operation] = []
 

@@ -501,8 +501,9 @@ class Builder:
             return self.get(values), self.get(indices)
         whole = self.get(indices, WHOLE)
         if are_unique(indices):
-            # Unique indices of a sparse gradient: each replica keeps its own row for an
-            # index, and the reduction adds the rows of equal indices.
+            # No index occurs twice. So each replica has all indices, with its own
+            # addend of the row of each index, and the reduction adds the rows of equal
+            # indices.
             return self.get(values, PART), marked_unique(whole)
         whole_values = self.get(values, WHOLE)
         return (
@@ -577,8 +578,9 @@ class Builder:
             fact: `Fact` of the tensor: the form in which replicas hold it.
             need: `Need`, the needed form, which is another one.
         """
-        # The checks of `tfdp.training.program.plan` leave one conversion of lists: a
-        # replicated list becomes a partial sum, zeros on all replicas but the first.
+        # `tfdp.training.program.plan` allows only one conversion of a list: a
+        # replicated list becomes a partial sum, with zeros on all replicas but the
+        # first.
         is_whole = fact.form is Form.WHOLE and need.kind is Kind.PART
         assert is_whole or tensor.dtype not in (tf.variant, tf.resource), tensor
         own = self._own_value(tensor)
@@ -591,8 +593,7 @@ class Builder:
         if fact.form is Form.LOCAL:
             return own
         whole = self.get(tensor, WHOLE)
-        # The static shape after a gather may have fewer known sizes than that of the
-        # program's tensor.
+        # A gather may lose static sizes, which are restored from the program's tensor.
         whole.set_shape(tensor.shape)
         if need.may_broadcast and fact.sizes is not None:
             size = fact.sizes[need.axis]

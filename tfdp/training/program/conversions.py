@@ -242,7 +242,8 @@ class Replica:
         is_known = all(own is not None for own in variables)
         if not is_known or not self._group.is_all:
             return False
-        # A tensor of the function that XLA compiles cannot be used after the step.
+        # If XLA compiles the step, the average needs tensors from outside of the
+        # compiled function, because those inside cannot be used after the step.
         rows = self.rows.outside or self.rows
         extended.record_statistics(variables, self.local_id, rows.fraction)
         return True

@@ -180,8 +180,9 @@ class EagerStep:
         with tracing(program):
             result = self.function(*args)
         if not program.contributes:
-            # All workers have updated the metrics with the same rows. These count once,
-            # on the first worker.
+            # All workers have updated their metrics with the same rows, which must
+            # count once. So the metric states of all workers but the first are set to
+            # zero.
             for variable in self.states:
                 component = variable.values[0]
                 component.assign(tf.zeros_like(component))
@@ -197,8 +198,9 @@ class EagerStep:
         """
         program = self._program
         assert program is not None
-        # The first replica appends jobs while this loop runs: its thread continues
-        # whenever a job waits for a collective with this replica.
+        # The thread of the first replica appends jobs while this loop runs: it
+        # continues whenever a job of this loop waits for a collective with the first
+        # replica.
         for job in program.jobs:
             program.run_job(job, contributes=False)
         program.copy_assigned(group.replica)

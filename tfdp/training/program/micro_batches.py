@@ -151,7 +151,9 @@ class _Planner:
             fact = self._fact(tensor)
             is_own = fact.form is Form.PART and not is_conversion(fact, need)
             if is_own and tensor.op not in self._micro.inside:
-                return False  # a metric's state counts once, not per micro-batch
+                # A partial sum from outside the loop, such as the state of a metric,
+                # counts once, not once for each micro-batch.
+                return False
         return self._has_rows(op, decision)
 
     def _has_rows(self, op: Any, decision: Decision) -> bool:
@@ -163,7 +165,9 @@ class _Planner:
             if fact.form in _DIVIDED and not is_conversion(fact, need):
                 return True
             if tensor.dtype == tf.resource and tensor.op in self._micro.inside:
-                return True  # the handle of a variable, returned by a divided loop
+                # The tensor is the handle of a variable, and comes from a loop of the
+                # program that runs on rows of a micro-batch.
+                return True
         return False
 
     def _fact(self, tensor: Any) -> Fact:
@@ -218,7 +222,7 @@ class _Planner:
     def _position_of_update(self, positions: Mapping[Any, int]) -> float:
         """Return the position in the graph of a step's first update, or infinity."""
         effects = self._effects.get(self._plan.graph, ())
-        # Effects of the kind "as is" only observe a tensor.
+        # Effects of the kind "as is" only observe a tensor, so they are not updates.
         found = [effect.position for effect in effects if effect.kind != "as is"]
         for op in self._order:
             plans = self._plan.decisions[op].plans if op in self._plan.decisions else ()
@@ -268,7 +272,8 @@ class _Planner:
         num_loops = 1 + max((levels[t.op] for t in self._frontier.values()), default=-1)
         for level in range(num_loops):
             returned = [t for t in self._frontier.values() if levels[t.op] == level]
-            # Buckets of gradients are filled in the order of the program.
+            # Gradients have to be returned in the order of the program, because they
+            # fill their buckets in the order in which they are returned.
             returned.sort(key=_compat.op_position)
             for tensor in returned:
                 self._check_returned(tensor)

@@ -58,7 +58,8 @@ class StagedBuilder(Builder):
                 everywhere = self.replica.sum([tf.ones([])])
                 stack.enter_context(tf.control_dependencies(everywhere))
             stack.enter_context(tf.control_dependencies(self.begin_changes()))
-            # All that changes states: updates, assignments, and what follows.
+            # The last stage has the operations that change states, such as updates and
+            # assignments, and the operations that follow from them.
             self._build_with_effects(set(self._of_stage(self.micro.last_stage)))
 
     def _gate(self, stage: int) -> tf.Operation:
@@ -116,7 +117,8 @@ class StagedBuilder(Builder):
             body,
             [tf.constant(0), *(join.start() for join in joins)],
             shape_invariants=[tf.TensorShape([]), *(join.invariant for join in joins)],
-            # The next micro-batch begins when the memory of this one is free.
+            # Micro-batches run one after another: each one begins when the memory of
+            # the previous one is free.
             parallel_iterations=1,
         )
         for join, result in zip(joins, results[1:], strict=True):

@@ -559,7 +559,8 @@ def _loop_variable_fact(before: Fact, after: Fact, *, is_list: bool) -> Fact:
     first = (before.sizes or (sizes.UNKNOWN,) * (after.axis + 1))[after.axis]
     is_whole_first = before.form is Form.WHOLE and not is_list
     if is_whole_first and after.is_rows and first.kind == "rows":
-        # An initial state such as zeros is whole. A replica takes its own rows of it.
+        # The initial value, such as zeros, is whole, and each pass returns a replica's
+        # own rows. So each replica takes its own rows of the initial value.
         return Fact(Form.ROWS, after.axis, after.sizes)
     if {before.form, after.form} == {Form.WHOLE, Form.PART}:
         return Fact(Form.PART, sizes=shape)

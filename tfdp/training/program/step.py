@@ -100,7 +100,8 @@ class DividedStep:
         self._traced: _Traced | None = None
         self._graph: Any = None
         self._captures: dict[Any, dict[int, Any]] = {}
-        # The `gates` of each local replica's `StagedBuilder`, until all have built.
+        # The `gates` of each local replica's `StagedBuilder`, until all local replicas
+        # have built their steps.
         self._gates: list[list[tuple[Any, Any]]] = []
 
     @property
@@ -126,8 +127,9 @@ class DividedStep:
         Raises:
             ValueError: If the step cannot be divided, or differs between workers.
         """
-        # A trace captures tensors of the graph in which it was created. A step that XLA
-        # compiles is built inside the compiled function, which has another graph.
+        # A trace captures tensors of the graph in which it was created. So the program
+        # is traced again in another graph, such as that of a function that XLA
+        # compiles.
         graph = tf.compat.v1.get_default_graph()
         if self._divider is not None and xla.is_tracing():
             raise xla.CannotCompileError("rows are computed in micro-batches")
@@ -230,8 +232,8 @@ class DividedStep:
             return builder.get(result, WHOLE)
         if (fact.is_rows and fact.axis == 0) or fact.form is Form.LOCAL:
             return builder.get(result, AS_IS)
-        # The rows of this result may belong to another part of the batch, whose
-        # number of rows differs from that of the first one.
+        # The number of rows of this result may differ from that of the batch, as in an
+        # argument with other rows. So each replica returns an equal share of the rows.
         return replica.take_equal_share(builder.get(result, WHOLE))
 
     @staticmethod

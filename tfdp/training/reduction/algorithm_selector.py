@@ -52,7 +52,8 @@ class AlgorithmSelector:
         self._fixed, problem = _fixed_algorithm(options, topology)
         self._inner, self._outer = options.reduce_dtypes
         if topology.replicas_per_node == 1:
-            # All messages are across nodes, also those of flat algorithms.
+            # With one replica per node all messages are sent across nodes, also those
+            # of flat algorithms. So the dtype across nodes applies to all of them.
             self._inner = self._outer
         self._compressors = LevelCompressors.of(options, topology)
         self._compresses = options.compression is not None
@@ -219,8 +220,8 @@ class AlgorithmSelector:
         candidates = candidates_for(self.topology)
         if self.are_links_known:
             return candidates
-        # Without a measurement the links are assumptions. These suffice for a choice by
-        # the bytes between nodes, but not for one by the latency of messages.
+        # The links are assumed, not measured. Assumed links suffice to choose between
+        # algorithms by their bytes between nodes, but not by the latency of messages.
         safe = (RING, Algorithm("hierarchical"))
         return tuple(algorithm for algorithm in candidates if algorithm in safe)
 

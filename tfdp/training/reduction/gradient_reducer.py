@@ -132,8 +132,9 @@ class ReplicaReducer(GradientReducer):
         elif any(isinstance(item, tf.IndexedSlices) for item in gradients):
             reducer.warn_of_momentum("rows of sparse gradients are not compressed")
         if reducer.combines_means:
-            # Gradients are shares of the global mean, but Adasum combines the means
-            # themselves, which are larger by the number of them.
+            # The gradients are shares of the global mean, but Adasum combines the means
+            # of replicas or nodes. A share times the number of these means is such a
+            # mean.
             members = tf.constant(reducer.num_means, tf.float64)
             weight = members if weight is None else weight * members
         return reducer.all_reduce(

@@ -14,21 +14,22 @@ from tfdp.ground.plans.cost_model import num_serial_messages, predict_seconds
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm, transfers_of
 
-# Limit on the alternations between the choice of the slower link and the fit.
+# The maximum number of rounds. In each round the constants are fitted, and then decide
+# whether the links inside or across nodes are slower in the next round.
 _MAX_ROUNDS = 20
 # Relative and absolute difference below which the losses of two fits count as equal.
 _RELATIVE_TIE, _ABSOLUTE_TIE = 0.01, 1e-12
-# Largest error of a logarithm whose square enters the loss; larger errors enter
-# linearly. A burst on a link, or a worker that was late, causes times that no constants
-# can explain, and whose squares would dominate the fit.
+# The error of a sample is the logarithm of its predicted over its measured time. Errors
+# up to this one enter the loss by their squares, larger ones linearly. A burst on a
+# link, or a late worker, causes errors whose squares would dominate the fit.
 _OUTLIER = 0.1
 # The fitted link of a level that no sample depends on: it takes no time.
 _ZERO_LINK = Link(0.0, 0.0)
 # Least ratio of predicted to measured time. A fit may predict no time at all, which has
 # no logarithm.
 _LEAST_RATIO = 1e-6
-# The constants are alpha and beta inside nodes, alpha and beta across nodes, and the
-# cost of an operation.
+# The constants are the latency (alpha) and the seconds per byte (beta) of the links
+# inside nodes, those of the links across nodes, and the seconds of an operation.
 _NUM_CONSTANTS = 5
 
 

@@ -18,8 +18,9 @@ import tensorflow as tf
 
 # The modulus of all checksums: the smallest prime above 2**32.
 MODULUS = 2**32 + 15
-# Numbers that are summed before the modulo is taken. A weight has at most 18 bits, so a
-# sum of 2**12 products of a number of 33 bits and a weight is below 2**63.
+# The number of products that are summed before the modulo is taken. A product of a
+# number of 33 bits and a weight of at most 18 bits has 51 bits, so the sum of 2**12
+# products is below 2**63.
 _ROW = 2**12
 _FACTOR_BITS = 18
 # The number of elements that are widened to int64 at a time, which bounds the memory

@@ -117,8 +117,8 @@ class DriftProbe:
         """Bool, whether the step being traced has checksums to pass to `record`."""
         if not self.rows:
             return False
-        # Steps outside of Keras's loops have no logs to be reduced with, so rows may be
-        # left from an earlier graph or from eager execution.
+        # A step outside of Keras's loops has no logs, with which `rows` are reduced and
+        # cleared. So `rows` may be left from an earlier graph or from eager execution.
         in_graph = tf.is_symbolic_tensor(self.rows[0])
         if tf.executing_eagerly():
             return not in_graph
@@ -176,7 +176,7 @@ def begin_step(model: Any, batch: Any) -> None:
         return
     data = tf.nest.flatten(batch, expand_composites=True)
     data = [item for item in data if tf.is_tensor(item)]
-    # Runs without data, such as an optimizer's flush, are not steps.
+    # A `strategy.run` without data, such as an optimizer's flush, is not a step.
     for probe in probes.active() if data else ():
         if probe.model is model:
             probe.begin_step(data)

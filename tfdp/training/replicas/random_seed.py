@@ -23,8 +23,8 @@ def agree_on_seed(strategy: Any) -> None:
     worker_group = strategy.extended.worker_group
     if worker_group.num_workers == 1:
         return
-    # The seed is drawn from the operating system, so that the user's generators keep
-    # their states.
+    # The seed is drawn from the operating system, because a draw from one of the user's
+    # generators would change the state of the generator.
     local = {"seed": random.SystemRandom().getrandbits(30), "states": _random_states()}
     gathered = worker_group.all_gather("random seed", local)
     for name, set_seed in _SET_SEED.items():

@@ -44,8 +44,8 @@ class NewVariables:
 
     def __init__(self) -> None:
         self._records: list[tuple[weakref.ref[Any], list]] = []
-        # While a step runs: pairs of a weak reference and a signature, those of
-        # `_records` whose variables were created before the step.
+        # While a step runs, the items of `_records` whose variables were created before
+        # the step: pairs of a weak reference to a variable and its signature.
         self.before: list[tuple[weakref.ref[Any], list]] = []
         self._are_local = False
 
@@ -176,16 +176,16 @@ class SynchronizedScope:
         extended.defers_parameters, calls = self._outer.pop()
         extended.num_scopes -= 1
         result = self._stock.__exit__(kind, error, trace)
-        # Nested scopes synchronize when the outermost one is left. After an error
-        # nothing is synchronized: this worker may be the only one with the error, and
-        # may enter the scope again.
+        # New variables are synchronized when the outermost of nested scopes is left.
+        # After an error they are not: this worker may be the only one with the error,
+        # and may enter the scope again.
         if kind is None and not extended.num_scopes:
             line = user_code.place_of(inspect.currentframe())
             # If a collective ran inside, all workers leave the scope and can compare
             # their variables, even if only one worker has created any.
             is_called_by_all = extended.worker_group.num_calls > calls
-            # These collectives are the first ones of a script: a firewall that blocks
-            # them shows here, and the error explains it.
+            # The collectives of the synchronization are the first ones of a script. If
+            # a firewall blocks them, the error explains it.
             with extended.explaining():
                 synchronize_new_variables(
                     self._strategy, line, is_called_by_all=is_called_by_all

@@ -167,8 +167,8 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
             if before == "sum" != self.merge and self._begins_with is not None:
                 self._begin_whole(self._begins_with)
         elif not in_replica and self.merge != "sum":
-            # TensorFlow's method divides the value by the number of replicas, which is
-            # right for sums only.
+            # TensorFlow's method would divide the value by the number of replicas,
+            # which is right only for components that are merged by a sum.
             for component in self.values:
                 component.assign(value)
             return self

@@ -231,9 +231,8 @@ def _decayed_segment(
         rate: Scalar tensor, the learning rate.
     """
     value = _segment_value(segment, variables)
-    # The exclusion of variables from weight decay compares names. Only replica 0's copy
-    # is called like the variable: the names of other copies end in the replica's
-    # number.
+    # Variables are excluded from weight decay by name. Only the copy of replica 0 has
+    # the name of the variable: the names of other copies end in the replica's number.
     first = _compat.local_value(variables[segment.index], 0)
     if not _compat.uses_weight_decay(optimizer, first):
         return value

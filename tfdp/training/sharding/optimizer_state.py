@@ -224,8 +224,9 @@ class _FlatBuffer:
     def __init__(self, variable: Any) -> None:
         self._variable = variable
         self._data: np.ndarray | None = None
-        # Positions of all ranges, and of the ranges that are not written yet. Once all
-        # are written, the buffer drops its reference to the memory.
+        # The positions where ranges of the variable begin, of all ranges and of those
+        # that are not written yet. Once all ranges are written, the buffer drops its
+        # reference to the variable's memory.
         self.begins: set[int] = set()
         self._unwritten: set[int] = set()
         self._is_copied = False
@@ -274,8 +275,8 @@ class _FlatBuffer:
             self._data[begin : begin + len(values)] = values
             variable.assign(from_bytes(tensor, dtype))
         self._unwritten = set(self.begins)
-        # If steps write to slices of the variable, TensorFlow copies assigned tensors:
-        # the variable does not take their memory.
+        # If steps write to slices of the variable, TensorFlow copies an assigned
+        # tensor, so that the variable does not have the memory of the buffer.
         self._is_copied = not self._is_of_variable()
 
 
@@ -321,8 +322,8 @@ def _range_shard(
             return
         is_whole = not getattr(variable, "had_slice_assigned", False)
         if is_whole and np.array_equal(read(0, size), values):
-            # Without the assignment of equal values, such as the zeros of a new
-            # optimizer, later reads stay fast.
+            # An assignment to a slice makes later reads slow. So equal values, such as
+            # the zeros of a new optimizer, are not assigned.
             return
         variable[begin : begin + size].assign(values)
         variable.had_slice_assigned = True
@@ -330,7 +331,8 @@ def _range_shard(
     if buffer is not None:
         buffer.begins.add(begin)
 
-    # With a buffer, reads are views, or copy the whole variable.
+    # With a buffer, a function that reads a range saves nothing: each read is a view,
+    # or copies the whole variable.
     read_range = read if buffer is None else None
     return LocalShard(
         segment.start, segment.stop, lambda: read(0, size), write, read_range

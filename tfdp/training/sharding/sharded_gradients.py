@@ -176,9 +176,9 @@ class ShardedGradientStatistics(GradientStatistics):
         norms = [tf.reduce_sum(squares) for squares in self._measured[::2]]
         total = tf.cast(tf.add_n(norms), tf.float32)
         for rows in [rows for sums in self.sums for rows in sums.sparse.values()]:
-            # For clipping, rows of a sparse gradient with the same index are squared
-            # separately. For the norm of all gradients, they are summed first and then
-            # squared.
+            # Rows of a sparse gradient may have the same index. `_measured`, which is
+            # for clipping, squares such rows separately. The norm of all gradients
+            # squares their sum, so the difference is added.
             one_by_one = tf.cast(_sum_of_squares(rows.values), tf.float32)
             total += squared_norm([rows]) - one_by_one
         return total

@@ -15,8 +15,8 @@ import tensorflow as tf
 from tfdp.ground import _compat
 from tfdp.ground.base.param_groups import path_of
 
-# Elements of a shard that are read at a time, at most, where a read is a copy: a few
-# megabytes, which bounds the memory of a save.
+# The maximum number of elements of a shard that are read at a time, if a read makes a
+# copy. The copy has a few megabytes, so that a save needs little memory.
 READ_ELEMENTS = 2**20
 
 

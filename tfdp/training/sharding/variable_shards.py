@@ -49,7 +49,7 @@ class VariableShards(OwnedState):
             self._copies = dict(zip(self.owned, owned, strict=True))
         self.clone = _compat.plain_clone(optimizer)
         # A clone is created from the optimizer's config, which lacks the variables that
-        # the user has excluded from weight decay.
+        # the user has excluded from the trust ratio of `LARS`.
         if hasattr(optimizer, "exclude_alike"):
             wholes = [variables[index] for index in self.owned]
             optimizer.exclude_alike(self.clone, wholes, owned)

@@ -78,7 +78,8 @@ class Updates:
             @tf.function(autograph=False)
             def on_replicas() -> None:
                 """Run the empty step on every replica."""
-                # tfdp's own `run` would try to divide a batch.
+                # The strategy's own `run` would divide a batch, and an empty step has
+                # none.
                 tf.distribute.Strategy.run(strategy, self._on_replica)
 
             self._function = on_replicas

@@ -34,8 +34,9 @@ class FlatParameter:
         self._unique_id = self.name
         self._variables = variables
         self._tensor = value
-        # Pending subtraction, kept as long as the value is not read: `write_back` then
-        # applies it by `assign_sub` of the variables, without copies.
+        # A subtraction that stays pending as long as the value is not read.
+        # `write_back` then applies it by `assign_sub` of the variables, which makes no
+        # copies.
         self._subtrahend: tf.Tensor | None = None
         self._is_changed = False
 

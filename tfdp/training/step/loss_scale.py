@@ -14,7 +14,8 @@ from tfdp.ground.arguments import checked_integer, checked_number
 from tfdp.ground.base.context import replica_context
 from tfdp.training.reduction.gradient_reducer import GradientReducer
 
-# Consecutive skipped steps at the smallest scale after which training has failed.
+# The number of consecutive skipped steps at the smallest scale after which an error
+# says that training has failed.
 MOST_SKIPS = 10
 
 
@@ -114,7 +115,7 @@ class LossScale:
         good = _local(self.good_steps).read_value() + 1
         grows = good >= self.options.growth_steps
         scale = self.read()
-        # An infinite scale would stay infinite when halved.
+        # The scale stays finite, because halving an infinite scale would not reduce it.
         doubled = tf.where(tf.math.is_finite(scale * 2.0), scale * 2.0, scale)
         _set(self.value, tf.where(grows, doubled, scale))
         _set(self.good_steps, tf.where(grows, tf.zeros_like(good), good))

@@ -71,7 +71,7 @@ def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
         feature.begin(has_batch=gradients is not None)
     micro_batch = None if gradients is None else list(gradients)
     with step_residuals(lambda: _scale_of(step)) as micro_batch_residuals:
-        take_totals, is_due = step.accumulator.take(micro_batch)  # 1 accumulate
+        take_totals, is_due = step.accumulator.take(micro_batch)  # stage 1: accumulate
         step.add_loss(is_due)
     micro_batch_residuals.keep_finite()
 
@@ -82,16 +82,16 @@ def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
             step_residuals(lambda: _divisor(step, totals)) as residuals,
             carrying(step.take_loss(totals)) as loss,
         ):
-            sums = _reduce(step, totals)  # 2 reduce
-        sums = _unscale(step, sums, totals)  # 3 unscale
+            sums = _reduce(step, totals)  # stage 2: reduce
+        sums = _unscale(step, sums, totals)  # stage 3: unscale
         statistics, conditions = _examine(step, sums, totals, loss)
-        is_finite = _is_finite(step, statistics)  # 4 all finite?
+        is_finite = _is_finite(step, statistics)  # stage 4: all finite?
         is_made = functools.reduce(tf.logical_and, conditions, is_finite)
 
         def apply() -> None:
             """Run stages 5 and 6, and keep the residuals of compression."""
-            clipped = _clip(step, sums, statistics)  # 5 clip
-            _decay_and_update(step, clipped)  # 6 decay and update
+            clipped = _clip(step, sums, statistics)  # stage 5: clip
+            _decay_and_update(step, clipped)  # stage 6: decay and update
             residuals.keep()
 
         run_if(
@@ -102,14 +102,15 @@ def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
         return is_made
 
     is_updated, is_kept = _update_if(is_due, update)
-    _average(step, is_kept)  # 7 moving averages
-    _constrain(step, is_kept)  # 8 constraints
+    _average(step, is_kept)  # stage 7: moving averages
+    _constrain(step, is_kept)  # stage 8: constraints
     is_due = True if is_due is None else is_due
     if step.makes_local_updates:
-        # A local update counts even if it was skipped: other replicas may have updated.
-        _count(step, is_due, True)  # 9 count
+        # With local updates each replica may skip its own update. A skipped update
+        # counts, too, because other replicas may have made theirs.
+        _count(step, is_due, True)  # stage 9: count
     else:
-        _count(step, is_updated, is_kept)  # 9 count
+        _count(step, is_updated, is_kept)  # stage 9: count
     for feature in step.features:
         feature.end(step, is_due, is_kept)
 

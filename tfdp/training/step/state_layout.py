@@ -161,7 +161,7 @@ class StateLayout:
             for slot in slots:
                 slot.assign(slot * tf.cast(factor, slot.dtype), read_value=False)
 
-        # The branch makes a factor of 1, as after the warmup, cost nothing.
+        # The branch saves the products for a factor of 1, as after the warmup.
         run_if(tf.not_equal(factor, 1.0), scale)
 
     def update(

@@ -40,7 +40,8 @@ class CrossDeviceOps(_compat.CollectiveAllReduce):
         return self._reducer.reduce(reduce_op, value, replica_id)
 
     def __deepcopy__(self, memo: dict) -> CrossDeviceOps:
-        # Copies of a strategy have the same devices, so they share one launch order.
+        # Collectives of a device need one launch order, and a copy of a strategy has
+        # the devices of the original. So both share this object.
         return self
 
 

@@ -49,7 +49,8 @@ from tfdp.training.strategy.transports import (
     new_transport,
 )
 
-# The distance between the first collective keys of two strategies of a process.
+# The number of keys that are reserved for TensorFlow's own collectives of a strategy,
+# so that two strategies of a process do not share keys.
 _STOCK_KEYS_PER_STRATEGY = 1000
 _strategy_counter = itertools.count()
 _OTHER_WORKERS = (
@@ -99,7 +100,8 @@ class ReplicaExtended:
     num_scopes = 0
     # The balancer that divides rows by the workers' speed, see `tfdp run --rebalance`.
     balance: LoadBalancer | None = None
-    # The `generation` of the data that a custom training loop has read last, or `None`.
+    # The number of earlier clusters of the job when the data was created that a custom
+    # training loop has read last; or `None`.
     read_generation: int | None = None
     # The statistics of the step that is being built, see `step_scope`.
     _statistics: _Statistics | None = None
@@ -346,7 +348,8 @@ class ReplicaExtended:
         locals_ = [[part.read_value() for part in v.values] for v in variables]
         kinds = [v.merge for v in variables]
         group = self.host_group
-        if not tf.executing_eagerly():  # some steps must not wait for all workers
+        if not tf.executing_eagerly():
+            # Local steps, for example, must not wait for all workers.
             group = merging_group(self._container_strategy())  # type: ignore[attr-defined]
         return merge_states(locals_, kinds, group)
 

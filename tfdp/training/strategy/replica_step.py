@@ -71,7 +71,8 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
         for replica in range(strategy.extended.num_local)
     ]
     if first_tensor(local[0]) is None:
-        # A function without data is one of a callback or of an optimizer, not a step.
+        # A function without data is not a step: a callback or an optimizer runs it, for
+        # example to change variables.
         return fn, args
     parts = batch_weights.weigh_batches(
         local, merging_group(strategy), strategy.num_replicas_in_sync, total
@@ -163,8 +164,8 @@ def _divided_step(
         total = None
     are_alike = batch_weights.have_equal_rows(local, merging_group(strategy))
     divided = DividedStep(strategy, loop, fn, others, divider)
-    # Whether XLA is wanted is read once, so that it is the same for all replicas: it
-    # changes if the first replica's step builds the model.
+    # Whether XLA is wanted is read once for all replicas, because the answer changes if
+    # the step of the first replica builds the model.
     compiles = xla.is_wanted()
     counts = {
         rank: tf.cast(count_of(first), tf.int32)
@@ -196,8 +197,8 @@ def _divided_step(
             """
             replica_rows = rows
             if xla.is_tracing() and not are_alike:
-                # XLA needs static shapes: inside the compiled function the number of
-                # rows is read from the batch.
+                # Shapes are static inside a function that XLA compiles, so the number
+                # of rows is read from the shape of the batch there.
                 replica_rows = dataclasses.replace(
                     rows, own=tf.shape(first_tensor(args))[0], outside=rows
                 )
@@ -209,7 +210,8 @@ def _divided_step(
         else:
             result = run(args, part)
         if strategy.num_replicas_in_sync == 1 and divided.tail is not None:
-            # Keras does not merge the logs of a single replica.
+            # Keras merges the logs only of several replicas, so the logs of a single
+            # replica are computed here.
             return divided.tail.compute([[own] for own in result], _only_values)
         loop.program_logs = divided.tail
         return result

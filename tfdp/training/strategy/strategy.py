@@ -125,10 +125,10 @@ class _Strategy:
             )
         if loops.current() is None:
             # Keras's loops synchronize new variables when they begin. Outside of these
-            # loops, each call does.
+            # loops, each call of `run` synchronizes them.
             synchronized_scope.synchronize_new_variables(self)
-            # The assertion runs before `fn`, since otherwise a collective of the former
-            # workers would fail first.
+            # The assertion that the workers have not changed runs before `fn`.
+            # Otherwise a collective of the former workers would fail first.
             fn = replica_step.run_after(self.extended.assert_same_workers(), fn)
         fn, args = replica_step.prepare_run(self, fn, args)
         with synchronized_scope.synchronizing_step(self), self.extended.step_scope():
@@ -338,6 +338,7 @@ def auto_strategy(
     if not tf.config.list_physical_devices("GPU"):
         default_cpus(cluster.devices_per_worker if cluster else None)
     strategy = MirroredStrategy(local_devices(), communication=communication)
-    # Scripts for any number of workers read their task from the resolver.
+    # A script for any number of workers reads its task from the strategy's cluster
+    # resolver, so that this strategy of one worker needs one, too.
     _compat.set_cluster_resolver(strategy, resolver_of_environment(cluster))
     return strategy

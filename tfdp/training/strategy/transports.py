@@ -75,7 +75,8 @@ def new_transport(
         mesh = _mesh(options, worker_group, host, interfaces)
         new_group, connect = functools.partial(new_communicator, mesh), mesh.connect
     transport = ProcessTransport(name, worker_group.rank, new_group, connect)
-    # Transports are closed before the exit functions of communicators run.
+    # `close_all` is registered again for each transport, so that transports are closed
+    # before the exit functions of their communicators run.
     forks.at_exit(close_all)
     _transports.add(transport)
     return transport
@@ -274,7 +275,8 @@ def _mesh(
     """
     key = worker_group.store, interfaces
     if key not in _meshes:
-        # The store is lost if the first worker exits.
+        # Workers exchange addresses through the store, which is lost if the first
+        # worker exits. The guard translates the resulting error.
         with worker_group.guard():
             _meshes[key] = Mesh(
                 worker_group.rank,

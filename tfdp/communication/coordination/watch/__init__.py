@@ -47,7 +47,7 @@ __all__ = [
     "watch_data",
 ]
 
-# At most one of each kind, since a process is a worker of one cluster at a time.
+# Each list has at most one item, since a process is a worker of one cluster at a time.
 _watchdogs: list[Watchdog] = []
 _data_watchdogs: list[DataWatchdog] = []
 

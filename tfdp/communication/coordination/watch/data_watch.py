@@ -15,7 +15,8 @@ from tfdp.ground import _compat
 from tfdp.ground.text import say
 
 _CHECK_SECONDS = 1.0
-# Fraction of one CPU core: a process that polls uses less, one that prepares data more.
+# Fraction of one CPU core below which processes are idle: a process that polls uses
+# less, and one that prepares data uses more.
 _IDLE_FRACTION = 0.2
 
 

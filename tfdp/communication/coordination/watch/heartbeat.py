@@ -18,11 +18,11 @@ from tfdp.communication.store import HostLost, Store
 from tfdp.ground import _compat
 from tfdp.ground.base.process_identity import ProcessIdentity
 
-# Wait after which a worker's report goes to all workers, long before the watchdog warns
-# of stragglers.
+# Seconds of a wait after which a worker's report is sent to all workers, long before
+# the watchdog warns of stragglers.
 _LONG_WAIT_SECONDS = 5.0
-# Fraction of one CPU core: a process that only sends heartbeats uses less, one that
-# computes more.
+# Fraction of one CPU core below which a process is idle: one that only sends heartbeats
+# uses less, and one that computes uses more.
 _IDLE_FRACTION = 0.2
 # Fields of a report. A change of `_NEWS` goes to all workers at once; while one of
 # `_NOTABLE` is set, the report goes to all with each heartbeat; `_STATUS` are also
@@ -55,7 +55,8 @@ class IdleMeter:
         is_idle = self._last[0] - cpu <= _IDLE_FRACTION * elapsed
         self.seconds = self.seconds + elapsed if is_idle else 0.0
         before = self._call
-        # The frame is kept only while idle, since it keeps tensors alive.
+        # The stack frame of a call is kept only while this process is idle, since the
+        # frame keeps tensors alive.
         self._call = _compat.call_in_progress() if self.seconds else None
         is_same = self._call is not None and self._call is before
         self.call_seconds = self.call_seconds + elapsed if is_same else 0.0
@@ -229,12 +230,12 @@ class Heartbeat(threading.Thread):
             report: Dict, the result of `_report` on that worker.
             age: Float, age of the report in seconds.
         """
-        # The failure is read first: a worker that ends since another one is lost must
-        # not be declared lost itself.
+        # The failure is read first, since a worker that ends because another one is
+        # lost must not be declared lost itself.
         if report["failure"] and self.failure is None:
             self.failure = WorkerFailure(**report["failure"])
-            # All workers have received the failure, so this worker does not send it as
-            # news.
+            # The failure counts as sent, since all workers have received it: this
+            # worker must not send it as news again.
             self._news[-1] = report["failure"]
         self._detector.record_heartbeat(rank, age, WorkerProgress(**report["progress"]))
         status = {name: report[name] for name in _STATUS}

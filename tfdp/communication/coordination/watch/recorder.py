@@ -36,8 +36,8 @@ from tfdp.ground.text import say
 
 # Longest wait of an error for the file of the record, which a slow disk may delay.
 _WRITE_SECONDS = 2.0
-# A request within this time after another one is a repetition: the signal has reached
-# other workers too.
+# Seconds after a request for a record within which another request is ignored: one
+# signal to several workers causes several requests.
 _SAME_REQUEST_SECONDS = 1.0
 # Largest number of frames of a stack in a record, the innermost ones.
 _MOST_FRAMES = 60
@@ -253,8 +253,8 @@ def listen(request: Callable[[], None]) -> None:
     signals = {
         number
         for number in (RECORD_SIGNAL, LAUNCHER_SIGNAL)
-        # Python does not know of handlers in C, such as another one of `faulthandler`,
-        # so the system's list of handled signals is read, too.
+        # `signal.getsignal` does not show handlers in C, such as those of
+        # `faulthandler`, so the system's list of handled signals is read, too.
         if signal.getsignal(number) is signal.SIG_DFL
         and not process_tree.has_signal_handler(os.getpid(), number)
     }

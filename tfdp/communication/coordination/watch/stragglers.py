@@ -45,7 +45,8 @@ class StragglerCheck:
         if own.is_computing and not own.name:
             self._check_deadlock(own)
             return
-        # Long waits in an all-gather of texts are reported by `WorkerGroup`.
+        # No warning is printed here for long waits in an all-gather of texts, since
+        # `WorkerGroup` reports these waits.
         if own.seconds < _WARN_AFTER_SECONDS or not own.name or own.is_all_gathering:
             return
         stragglers = self._detector.stragglers(own) or self._past_this_step(own)

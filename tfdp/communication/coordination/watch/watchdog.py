@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-# `ThreadPoolExecutor` is imported here, because the interpreter may be shutting down at
-# its first use.
+# `ThreadPoolExecutor` is imported with this module: at its first use the interpreter
+# may be shutting down, and an import would then fail.
 from concurrent.futures import ThreadPoolExecutor
 
 import tensorflow as tf
@@ -38,17 +38,20 @@ from tfdp.ground.text import say
 
 DEFAULT_LIMIT_SECONDS = 60.0
 _CHECK_SECONDS, _URGENT_CHECK_SECONDS, _PROBE_SECONDS = 1.0, 0.1, 2.0
-# Longest wait until a heartbeat is published; pause between checks of the main thread.
+# Longest wait in seconds until a heartbeat is published; and pause between two checks
+# of whether the main thread has raised the error of a lost worker.
 _BEAT_SECONDS = _POLL_SECONDS = 0.2
 # Longest wait for the name of the lost worker after an error of TensorFlow.
 _DIAGNOSIS_SECONDS = 8.0
-# Longest wait after `NotConnected`: workers have tried to connect for long enough that
-# a dead or hanging worker is already known.
+# Longest wait for the name of the lost worker after `NotConnected`. The wait is short:
+# the error comes after long attempts to connect, during which a dead or hanging worker
+# was found.
 _SHORT_DIAGNOSIS_SECONDS = 2.0
-# Time that the main thread has to raise the error before the process is ended.
+# Seconds that the main thread has to raise the error after a worker was declared lost.
+# A main thread that needs longer hangs, and the process is ended.
 _GRACE_SECONDS = 4.0
-# Part of `limit_seconds` in which this worker's process exits after another worker is
-# declared lost. Detection has the rest.
+# Seconds that this process needs to exit after another worker was declared lost. The
+# rest of `limit_seconds` is for the detection of the loss.
 _EXIT_SECONDS = _CHECK_SECONDS + _GRACE_SECONDS + 1.0
 # Longest wait until the end of this worker's script is published, a little more than
 # one interval of heartbeats.
@@ -92,7 +95,7 @@ class Watchdog(threading.Thread):
         self._detector = FailureDetector(
             others, limit - min(_EXIT_SECONDS, limit / 4), membership.store.host
         )
-        # Event that makes the thread check the other workers at once.
+        # Event that makes this thread, the watchdog, check the other workers at once.
         self._wakes = threading.Event()
         self._heartbeat = Heartbeat(
             self._rank,
@@ -111,20 +114,24 @@ class Watchdog(threading.Thread):
         )
         self._data = DataWatch(limit_seconds)
         self._failure: WorkerFailure | None = None
-        # Event that is set while an error of TensorFlow waits to learn which worker is
-        # lost: then all watched workers are probed right away, not only suspects.
+        # Event that is set while the main thread waits, after an error of TensorFlow,
+        # for the name of the lost worker: then all watched workers are probed right
+        # away, not only suspects.
         self._is_urgent = threading.Event()
         self._has_failed = threading.Event()
         self._has_left = False
-        # Whether the last probes found a worker whose process may have ended.
+        # Whether the last probes found a worker whose port refuses connections although
+        # it has not announced its end. The next check then comes sooner.
         self._may_have_ended = False
-        # Event that is set once the main thread has raised the error.
+        # Event that is set once the main thread has raised the error of a loss, so that
+        # the process need not be ended.
         self._is_raised = threading.Event()
-        # Whether training continues after a loss. If so, the process is ended only
-        # after the limit, since the main thread may take long to raise the error.
+        # Whether training continues after the loss of a worker. If so, the main thread
+        # may take long to raise the error: the process is ended only after the time
+        # limit of the detector.
         self.outlives_losses = False
-        # Callables that close connections of tfdp; their argument is the reason, a
-        # string.
+        # Callables that close connections of tfdp after a loss, so that collectives
+        # over these connections fail; the argument is the reason, a string.
         self.closers: list[Callable[[str], None]] = []
         # Callable that returns why a collective over tfdp's connections has failed, or
         # `""`.
@@ -185,11 +192,13 @@ class Watchdog(threading.Thread):
             self._heartbeat.last_error = _describe(error)
             return
         if isinstance(error, ClusterChanges):
-            self._is_raised.set()  # the watchdog need not end the process
-            return  # all workers raise `ClusterChanges`, so nothing is published
+            # All workers raise `ClusterChanges`, so that nothing is published, and the
+            # watchdog need not end this process.
+            self._is_raised.set()
+            return
         if isinstance(error, SystemExit) and error.code == PREEMPTED:
             return
-        # The other workers need the text of an error that ends this script.
+        # If this worker ends, the other workers name this error in their messages.
         self._heartbeat.last_error = _describe(error)
         self._heartbeat.beat_now(_BEAT_SECONDS)
 
@@ -216,7 +225,9 @@ class Watchdog(threading.Thread):
         is_own = isinstance(error, Exception) and not isinstance(error, WorkerLost)
         text = _describe(error)
         if not is_own or text == self._heartbeat.last_error:
-            return  # `translate_errors` has reported it already
+            # There is nothing to report: the exception is no failure of this worker, or
+            # `translate_errors` has published its text already.
+            return
         is_collective = COLLECTIVE_FAILED in str(error)
         may_be_lost = isinstance(error, _ERRORS_OF_OTHERS) or is_collective
         if may_be_lost and self._await_failure():
@@ -397,8 +408,8 @@ class Watchdog(threading.Thread):
         limit = self._detector.limit_seconds
         pause = clock.pause_within(limit)
         if pause > limit:
-            # During the suspension, the other workers have declared this one lost, and
-            # ended.
+            # This worker was suspended for longer than the limit, so that the other
+            # workers have declared it lost.
             rank, cause = self._rank, f"it was suspended for {pause:.0f} s"
         self._set_failure(WorkerFailure(rank, cause))
 
@@ -416,15 +427,18 @@ class Watchdog(threading.Thread):
         """Publish the failure, abort collectives, and end the process if it hangs."""
         reason = f"worker {failure.rank} is lost"
         store = self.membership.store
-        is_host = self._rank != failure.rank == store.host  # no standby has replaced it
-        # A host that leaves closes its connections, which makes workers follow the
-        # standby.
+        # The lost worker is still the host of the store if no standby has replaced it.
+        is_host = self._rank != failure.rank == store.host
+        # A host that has left has closed its connections, so that the workers follow
+        # the standby.
         if is_host and not self._detector.status(failure.rank).has_left:
             store.give_up(failure.rank, f"The store of the job is lost: {reason}.")
         else:
             self._heartbeat.beat_now(_GRACE_SECONDS / 2)
         if self._has_left:
-            return  # the open connections belong to the next cluster
+            # This worker has left its cluster: the open connections belong to the next
+            # one.
+            return
         for close in self.closers:
             close(reason)
         # A process outside of Keras's loops is not killed: its next collective raises

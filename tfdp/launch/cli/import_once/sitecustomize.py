@@ -45,7 +45,8 @@ def main() -> None:
     try:
         packages = json.loads(_receive(connection)[0])
         _import(packages)
-        # A fork has only the thread that called `fork`: other threads would be lost.
+        # A fork has only the thread that called `fork`. If the imports have started
+        # other threads, this process exits, since the forks would lack these threads.
         if threading.active_count() > 1 or _is_shadowed(sys.argv[0]):
             os._exit(1)
         preloaded = _Preloaded(packages, environment)
@@ -163,9 +164,9 @@ class _Preloaded:
     """
 
     def __init__(self, packages: list[str], environment: dict[str, str]) -> None:
-        # Keys are packages only: Python imports `keras` first, also for
-        # `from keras.layers import Dense`, and that import puts all modules of the
-        # package back.
+        # The keys are only packages, without their modules. Python imports `keras`
+        # first, also for `from keras.layers import Dense`, and the import of `keras`
+        # puts all of its modules back.
         self._modules: dict[str, dict[str, Any]] = {name: {} for name in packages}
         for name, module in sys.modules.items():
             if (package := name.partition(".")[0]) in self._modules:

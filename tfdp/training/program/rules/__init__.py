@@ -63,7 +63,8 @@ _RULES_OF_ANY_FORM = (
     decide_local,
     decide_zeros,
 )
-# Rules for operations with an input of own rows, in order of priority.
+# Rules for operations with an input that has different rows on each replica, in order
+# of priority.
 _RULES_OF_ROWS = (
     decide_layout,
     decide_contraction,
@@ -71,7 +72,8 @@ _RULES_OF_ROWS = (
     decide_reduction,
     decide_row_by_row,
 )
-# Layout operations that can create own rows when an input holds sizes.
+# Layout operations that can create different rows on each replica, although no input
+# has rows: an input holds sizes that depend on the number of rows.
 _LAYOUTS_FROM_SIZES = operations(
     "BroadcastTo ConcatOffset Fill Range StridedSliceGrad Tile"
 )

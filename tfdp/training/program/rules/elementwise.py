@@ -175,7 +175,8 @@ def _linear_inputs(view: View, parts: list[int]) -> list[int]:
     """
     kind, dtype = view.type, view.op.outputs[0].dtype if view.op.outputs else tf.bool
     if kind in ("Cast", "Mean") and not dtype.is_floating:
-        return []  # Rounding of the result is not linear.
+        # The result is rounded to an integer, and rounding is not linear.
+        return []
     if kind in _PADDED_WITH:
         added = view.numbers(_PADDED_WITH[kind])
         if added is None or added.any():

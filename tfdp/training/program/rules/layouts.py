@@ -266,7 +266,8 @@ def _pad(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
     outputs = same_rows(view, input_fact)
     if not view.type.startswith("MirrorPad"):
         return Decision(needs, outputs)
-    # TensorFlow raises an error where it mirrors a tensor without rows, along any axis.
+    # TensorFlow cannot mirror a tensor without rows. A replica without rows pads a row
+    # of zeros instead, which is supported only for rows along the first axis.
     return None if input_fact.axis else Decision(needs, outputs, build_or_use_zero_row)
 
 

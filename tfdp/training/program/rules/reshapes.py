@@ -128,7 +128,9 @@ def _may_mix_rows(input_fact: Fact, after: Size, inner: Size, size: Size) -> boo
             return False
         return bool(input_fact.multiple * after.number % size.number)
     if inner.kind != "number":
-        return True  # The unknown size may cut a row at any place.
+        # The target shape has a row of unknown size, which may end within a row of the
+        # tensor.
+        return True
     if not inner.number:
         return False
     # Unknown sizes of a row can only multiply the product of its known sizes. If the

@@ -89,8 +89,9 @@ def _can_slice(view: View, item: int, input_fact: Fact, *, is_rows: bool) -> boo
     """
     begin, end, strides = view.facts[1].value, view.facts[2].value, view.numbers(3)
     if not is_rows:
-        # A bound that depends on the number of rows counts this replica's rows only.
-        # It would cut an axis other than that of rows elsewhere than on one device.
+        # A bound that depends on the number of rows is computed from this replica's
+        # rows. It would differ from the bound on one device, and cut the axis
+        # elsewhere.
         return not _counts_rows(begin, item) and not _counts_rows(end, item)
     bit, own = 1 << item, (input_fact.sizes or ())[input_fact.axis]
     takes_first = view.attribute("begin_mask") & bit or _equals(begin, item, sizes.ZERO)

@@ -73,7 +73,8 @@ def _moved(move: Callable, data: slice = slice(1)) -> Callable:
         try:
             result = move(view, *inputs)
         except (IndexError, ValueError):
-            # The operation would fail, but may lie in a branch that never runs.
+            # The operation would fail with these values. The plan raises no error,
+            # because the operation may lie in a branch that never runs.
             return None
         return _scalar(result) if isinstance(result, Size) else result
 
@@ -392,9 +393,9 @@ def _build_axes(builder: Any, op: Any, replica_inputs: list) -> list:
     program_axes = builder.copy(op, replica_inputs)
     if isinstance(builder.replica.rows.total, int) or xla.is_tracing():
         return program_axes
-    # In a batch of one row TensorFlow takes the axis of rows for a broadcast one, and
-    # adds it to the axes to sum over. The plan expects rows along this axis, so it is
-    # removed.
+    # In a batch of one row TensorFlow takes the axis of rows for a broadcast axis, and
+    # returns it as an axis to sum over. The plan expects the rows to be kept, so the
+    # axis of rows is removed from the result.
     return [
         _allowed_axes(axes, fact)
         for axes, fact in zip(program_axes, facts, strict=True)
