@@ -214,9 +214,10 @@ def _current_loss_scale(model: keras.Model) -> float:
 
 
 def _scaled(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
-    """Return a copy of a state tensor that is saved multiplied by a factor.
+    """Return a state tensor for the same memory that is saved multiplied by a factor.
 
-    Values that are restored are divided by the factor.
+    Values that are restored are divided by the factor. Products that are not finite
+    are saved as zero.
 
     Args:
         tensor: `StateTensor`.

@@ -165,7 +165,11 @@ class Backups:
         self._saves.finish()
 
     def close(self) -> None:
-        """Wait until the save in the background has ended; print its error, if any."""
+        """Wait for the save in the background to end; print its error, if any.
+
+        The loss of a worker is neither printed nor raised: the next exchange between
+        the workers raises it.
+        """
         try:
             self.finish()
         except WorkerLost:

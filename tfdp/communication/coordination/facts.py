@@ -63,6 +63,8 @@ def compare(
 ) -> list[Any]:
     """Compare facts between workers in one all-gather; raise on all if one differs.
 
+    If a fact with `whole` differs, further all-gathers exchange the whole values.
+
     Args:
         worker_group: `WorkerGroup` between the workers.
         moment: String, the point of the program, for error messages.
@@ -78,7 +80,7 @@ def compare(
         List of each worker's `extra`, ordered by rank.
 
     Raises:
-        ValueError: If a fact differs.
+        ValueError: If a fact differs, unless its `problem` returns `""` for the values.
     """
     if worker_group.num_workers == 1:
         before([extra])

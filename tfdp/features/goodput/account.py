@@ -244,8 +244,9 @@ class Account:
         # than this field of its lines.
         self._process: Any = None
         self._furthest: Position | None = None
-        # Lines of an attempt until its first step, which shows whether the attempt has
-        # begun from the start; `None` afterwards.
+        # Lines of an attempt up to its first step, or `None` afterwards. Only that step
+        # shows whether the attempt has begun a new job; then the sums are cleared and
+        # these lines are added again.
         self._opening: list[dict[str, Any]] | None = None
 
     def _add(self, line: dict[str, Any]) -> None:

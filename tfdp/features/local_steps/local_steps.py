@@ -203,10 +203,12 @@ class LocalSteps(LocalUpdates):
     def end(self, step: Step, is_due: Any, is_kept: Any) -> None:
         """Count a micro-batch, and exchange the fragments that are due after it.
 
-        Fragments are parts of the weights, see `LocalStepsOptions.fragments_of`.
+        Fragments are parts of the weights, see `LocalStepsOptions.fragments_of`. With
+        `LocalStepsOptions.delay`, an exchange that is due only starts here; a call that
+        many updates later finishes it.
 
         Args:
-            step: `Step` that has made the update.
+            step: `Step` of the micro-batch.
             is_due: Scalar bool tensor, or bool, whether an update was due; equal on all
                 replicas.
             is_kept: Scalar bool tensor, or bool, false if the update was skipped.

@@ -102,7 +102,10 @@ def _prepare_rollback(fit: Fit) -> None:
 
 
 def _wrap_step(model: Any) -> None:
-    """Let the guard undo a left-out step of a model without a strategy."""
+    """Wrap a model's `train_step` so that the guard can undo a step that it leaves out.
+
+    Only for models without a strategy. A `train_step` that is wrapped stays as it is.
+    """
     train_step = model.train_step
     if hasattr(train_step, "is_guarded"):
         return

@@ -74,8 +74,8 @@ def build_eagerly(model: Any, data_batch: Any) -> None:
         if loss is not None and not loss.built:
             loss.build(y, y_pred)
         if metrics is not None and not metrics.built:
-            # A metric may create its states in its first update, which is traced here.
-            # An error after that is ignored.
+            # A metric may create its states in its first update. So an update is traced
+            # here, and its errors are ignored: only the created states matter.
             with contextlib.suppress(Exception):
                 keras_backend.compute_output_spec(
                     model.compute_metrics, x, y, y_pred, sample_weight=sample_weight
@@ -141,7 +141,11 @@ def has_default_config(layer: Any) -> bool:
 
 
 def compile_arguments(model: Any) -> dict[str, Any]:
-    """Return the losses and metrics passed to a model's `compile`, by argument."""
+    """Return the arguments of a model's `compile` about losses and metrics, by name.
+
+    These are `loss`, `loss_weights`, `metrics` and `weighted_metrics`; `None` for one
+    that was not passed.
+    """
     config = getattr(getattr(model, "_compile_config", None), "config", {})
     names = ("loss", "loss_weights", "metrics", "weighted_metrics")
     return {name: config.get(name) for name in names}

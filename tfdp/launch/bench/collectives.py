@@ -84,7 +84,8 @@ class Settings(ReplicaSettings):
             topology: `Topology` of the replicas.
 
         Raises:
-            ValueError: If they cannot.
+            ValueError: If there are too few replicas or nodes for an algorithm, or too
+                many replicas for exact sums in `dtype`.
         """
         super().check(topology)
         count = topology.num_replicas

@@ -53,8 +53,9 @@ def _forward_signals(lines: Iterator[bytes], grace_seconds: float) -> None:
         if word == b"signal" and number.isdigit():
             os.kill(os.getpid(), int(number))
     os.kill(os.getpid(), signal.SIGHUP)
-    # The kill leaves no worker behind, since the guard of the workers outlives this
-    # process.
+    # SIGHUP lets the workers end within their grace period. If this process still runs
+    # after it, SIGKILL leaves no worker behind: the guard of the workers outlives this
+    # process, and kills them.
     time.sleep(grace_seconds + _END_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -123,8 +123,9 @@ _NUMBER = re.compile(r"_\d+$")
 def slot_names(optimizer: Any, variables: Sequence[Any]) -> list[tuple[str, Any]]:
     """Name a built optimizer's variables, except for counter and learning rate.
 
-    A name consists of the optimizer's attribute and the trained variable. It is the
-    same with and without sharding.
+    The name of a slot consists of the optimizer's attribute and the trained variable.
+    A variable that belongs to no trained variable is named after its attribute, or its
+    path if no attribute holds it. Names are the same with and without sharding.
 
     Args:
         optimizer: Keras optimizer without inner optimizers.

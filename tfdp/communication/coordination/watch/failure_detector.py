@@ -177,7 +177,11 @@ class FailureDetector:
         )
 
     def _knows(self, rank: int) -> bool:
-        """Return whether the age of a worker's last heartbeat is known here."""
+        """Return whether this worker can judge the age of another's last heartbeat.
+
+        It always can for the store's host. For other workers it needs the answers of
+        the store, and the last one must be recent.
+        """
         oldest = clock.now() - self._suspect_seconds
         return rank == self.host or self._answered_at > oldest
 

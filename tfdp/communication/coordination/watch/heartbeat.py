@@ -33,14 +33,15 @@ _STATUS = ("has_left", "last_error", "idle_seconds")
 
 
 class IdleMeter:
-    """Time for which this process has used hardly any CPU.
+    """Time for which this process has been idle without interruption.
 
-    It also measures the time that the main thread has spent, while idle, in one call of
-    TensorFlow.
+    It is idle between two updates if it uses hardly any CPU. The meter also measures
+    how long the main thread has been in its present call of TensorFlow while idle.
 
     Attributes:
-        seconds: Float, time without CPU use until the last `update`.
-        call_seconds: Float, time in one call until the last `update`.
+        seconds: Float, time from the last CPU use to the last `update`; 0 if the
+            process was not idle before that `update`.
+        call_seconds: Float, the part of `seconds` in the present call; 0 outside calls.
     """
 
     def __init__(self) -> None:
@@ -172,7 +173,8 @@ class Heartbeat(threading.Thread):
             wants_all=seconds >= self._detector.beat_seconds,
         )
         self._receive(summary)
-        # The summary has the age of each heartbeat that is old: all others are recent.
+        # The summary gives an age for each worker whose heartbeat is old. The detector
+        # receives these ranks, and takes the heartbeats of all others as recent.
         self._detector.record_answer(
             set(map(int, [*summary["beats"], *summary["ages"]]))
         )

@@ -83,7 +83,8 @@ _SHAPE_IS_INPUT = operations(
     DepthwiseConv2dNativeBackpropInput
     """
 )
-# Operations on rows of logits and a vector of labels.
+# Operations on logits and one label for each row: they combine the last axis of the
+# logits, that of the classes.
 _WITH_LABELS = frozenset(("InTopKV2", "SparseSoftmaxCrossEntropyWithLogits"))
 # Operations in which an input of one row broadcasts to all rows.
 _BROADCASTING = operations(
