@@ -617,7 +617,8 @@ def test_a_directory_that_is_removed_during_a_save_is_reported_and_made_again(
     tfdp.checkpoint.restore(model, directory)
 
 
-def test_fit_does_not_wait_for_the_save_of_another_model(gate, tmp_path):
+@pytest.mark.parametrize("has_backups", [False, True])
+def test_fit_does_not_wait_for_the_save_of_another_model(gate, tmp_path, has_backups):
     """Only some workers may have begun it."""
     first, second = model_of(1.0), model_of(2.0)
     gate.is_open.set()
@@ -625,7 +626,8 @@ def test_fit_does_not_wait_for_the_save_of_another_model(gate, tmp_path):
     gate.is_open.clear()
     pending = tfdp.checkpoint.save(first, tmp_path / "first", background=True)
     x = np.zeros((4, 3), "float32")
-    second.fit(x, x[:, :2], verbose=0)
+    callbacks = [BackupAndRestore(tmp_path / "backups", 99)] if has_backups else []
+    second.fit(x, x[:, :2], verbose=0, callbacks=callbacks)
     assert not pending.is_done
     gate.is_open.set()
     first.fit(x, x[:, :2], verbose=0)

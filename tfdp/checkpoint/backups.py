@@ -162,7 +162,7 @@ class Backups:
         Raises:
             OSError: On every worker, if one could not write the backup.
         """
-        self._saves.finish()
+        self._saves.finish_own()
 
     def close(self) -> None:
         """Wait for the save in the background to end; print its error, if any.

@@ -125,12 +125,7 @@ class Elastic(Feature):
     ) -> bool:
         """Form a new cluster of the remaining workers, if one was lost.
 
-        Args:
-            name: String, `"fit"`, `"evaluate"` or `"predict"`.
-            model: The Keras model.
-            arguments: Dict, the arguments of the call by name; changed in place.
-            error: The error that the loop has raised.
-            stack: `contextlib.ExitStack`, closed at the end of the call.
+        Implements `Feature.recover`, whose arguments it has.
 
         Returns:
             Bool, whether the loop is repeated. It is not without `on_loss="continue"`,

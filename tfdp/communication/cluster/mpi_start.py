@@ -65,19 +65,8 @@ def start_job(timeout_seconds: float | None = None) -> MpiJob:
 def _start(timeout_seconds: float | None) -> MpiJob:
     """Start MPI, check the job, and wait for all of its processes.
 
-    `start_job` calls it once in a process, and keeps the result.
-
-    Args:
-        timeout_seconds: Float, the longest wait for the other processes; or `None`:
-            MPI's own start may take five minutes, and the wait after it has no limit.
-
-    Returns:
-        The `MpiJob`.
-
-    Raises:
-        ValueError: If mpi4py is missing, belongs to another MPI than the launcher, or
-            does not allow calls from threads; if the ranks run different programs.
-        TimeoutError: If a process does not join in time.
+    `start_job` calls it once in a process, and keeps the result. The argument and the
+    errors are those of `start_job`.
     """
     launched = mpi_rank()
     mpi = import_mpi()

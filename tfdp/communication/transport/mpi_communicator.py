@@ -161,18 +161,7 @@ class MpiCommunicator:
     def reduce_scatter(
         self, array: Array, bounds: Sequence[int], tag: int, into: Array | None = None
     ) -> None:
-        """Sum this member's part over all members, into another array or in place.
-
-        Implements `Communicator.reduce_scatter`. In place, the values of the other
-        parts are undefined afterwards.
-
-        Args:
-            array: Flat array to sum.
-            bounds: Sequence of ints, the bounds of the members' parts.
-            tag: Int, identity of the collective, the same on all members.
-            into: Flat array for the sum of the part, or `None` for the part of `array`.
-                Defaults to `None`.
-        """
+        """Sum this member's part, as `Communicator.reduce_scatter` describes it."""
         own = array[bounds[self.index] : bounds[self.index + 1]]
         with self._messages.call():
             call = call_of("reduce-scatter", array, tag, bounds)

@@ -123,18 +123,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         tag: int,
         into: Array | None = None,
     ) -> None:
-        """Sum this member's part over all members, into another array or in place.
-
-        Implements `Communicator.reduce_scatter`. In place, the values of the other
-        parts are undefined afterwards.
-
-        Args:
-            array: Flat array to sum.
-            bounds: Sequence of ints, the bounds of the members' parts.
-            tag: Int, identity of the collective, the same on all members.
-            into: Flat array for the sum of the part, or `None` for the part of `array`.
-                Defaults to `None`.
-        """
+        """Sum this member's part, as `Communicator.reduce_scatter` describes it."""
         if self._is_for_sockets(array):
             super().reduce_scatter(array, bounds, tag, into)
             return
@@ -146,14 +135,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         self._sum(call, parts, targets, shares=False)
 
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
-        """Receive the parts of all other members into `array`.
-
-        Args:
-            array: Flat array, with this member's part.
-            bounds: Sequence of ints: the part of member `i` is
-                `array[bounds[i] : bounds[i + 1]]`.
-            tag: Int, identity of the collective, the same on all members.
-        """
+        """Receive the parts of all other members, as in `Communicator.all_gather`."""
         if self._is_for_sockets(array):
             super().all_gather(array, bounds, tag)
             return

@@ -331,12 +331,7 @@ class SocketCommunicator:
     ) -> None:
         """Reduce by `OrderedSums`: each member receives and adds its part from all.
 
-        Args:
-            call: `Call`, the same on all members.
-            array: Flat array to sum.
-            bounds: Sequence of ints, the bounds of the members' parts.
-            total: Flat array for the sum; it may be `array`.
-            gather: Bool, whether each member receives the sums of all parts.
+        The arguments are those of `_reduce`.
         """
         steps = range(2 if gather else 1)
         segments = Segments(array, total, bounds, steps=steps, num_bytes=self._segment)

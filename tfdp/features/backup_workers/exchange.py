@@ -95,11 +95,6 @@ class FirstGradients(GradientExchange):
         Implements `GradientExchange.begin_step`. A worker is behind if sums of later
         steps have arrived already.
 
-        Args:
-            args: Tuple of nests of per-replica values, the rows of the local replicas.
-            total: Scalar tensor, number of rows of the global batch, or `None` if
-                unknown.
-
         Returns:
             Tuple like `args`. If this worker is behind, its tensors have no rows;
             values that are not tensors with rows stay.
@@ -138,12 +133,6 @@ class FirstGradients(GradientExchange):
         """Implements `GradientExchange.reduce`: sum the gradients that arrive in time.
 
         Those of late workers are left out, and the sums are scaled to all rows.
-
-        Args:
-            gradients: List of tensors and `tf.IndexedSlices`, parts of a sum over the
-                rows of the global batch.
-            variables: List of Keras variables, one for each gradient.
-            replica: Int, index of the calling replica among the local ones.
 
         Returns:
             `ReducedGradients`, the same on all replicas, with one bucket for each
