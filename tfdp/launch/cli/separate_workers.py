@@ -47,10 +47,7 @@ class SeparateWorkersJob(Job):
         del failed  # all workers are checked: several may have failed at the same time
         self.failed = None
         for index, worker in enumerate(self._workers):
-            is_new = (
-                worker.pid not in self._handled_pids and index not in self._starts_at
-            )
-            if worker.exit_code and is_new:
+            if worker.exit_code and worker.pid not in self._handled_pids:
                 self._handled_pids.add(worker.pid)
                 self._repeat_last_lines(worker)
                 self._handle_failure(index, worker)

@@ -103,7 +103,7 @@ class SshJob:
         """
         self._workers = [self._start(node) for node in range(len(self._hosts))]
         try:
-            self._wait(time.monotonic())
+            self._wait()
         finally:
             # Tracebacks that are still held back are printed, and the reason of a lost
             # connection.
@@ -120,14 +120,15 @@ class SshJob:
             self._selector.register(stream, selectors.EVENT_READ, (worker, stream))
         return worker
 
-    def _wait(self, started_at: float) -> None:
+    def _wait(self) -> None:
         """Run the loop until all launchers have exited, or their time is over."""
+        silent_at = time.monotonic() + _ANSWER_SECONDS
         while any(worker.is_running for worker in self._workers):
             self._poll()
+            self._forward_signals()
+            self._restart_lost()
             now = time.monotonic()
-            self._forward_signals(now)
-            self._restart_lost(now)
-            if now - started_at >= _ANSWER_SECONDS:
+            if now >= silent_at:
                 self._fail_if_silent()
             if now >= self._dismiss_at:
                 self._dismiss()
@@ -276,13 +277,10 @@ class SshJob:
         starts_again = self._settings.max_restarts > 0 and self._code is None
         return starts_again and others and lost.node > 0
 
-    def _restart_lost(self, clock_seconds: float) -> None:
-        """Restart the launchers of lost hosts whose restart is due.
-
-        Args:
-            clock_seconds: Float, current time by `time.monotonic()`.
-        """
-        for node in [n for n, at in self._restarts_at.items() if clock_seconds >= at]:
+    def _restart_lost(self) -> None:
+        """Restart the launchers of lost hosts whose restart is due."""
+        now = time.monotonic()
+        for node in [n for n, at in self._restarts_at.items() if now >= at]:
             del self._restarts_at[node]
             if self._may_restart(self._workers[node]):
                 self._give_up(self._workers[node])
@@ -331,19 +329,16 @@ class SshJob:
             worker.is_dismissed = True
             worker.stop(signal.SIGTERM)
 
-    def _forward_signals(self, clock_seconds: float) -> None:
+    def _forward_signals(self) -> None:
         """Forward received signals to all launchers; limit the wait for their ends.
 
         After the grace period and `_END_SECONDS` more, the launchers are no longer
         awaited.
-
-        Args:
-            clock_seconds: Float, current time by `time.monotonic()`.
         """
         for signum in self._signals.received[self._num_signals :]:
             self._num_signals += 1
             self._code = self._code or 128 + signum
-            self._end_at = clock_seconds + self._settings.grace + _END_SECONDS
+            self._end_at = time.monotonic() + self._settings.grace + _END_SECONDS
             if signum == signal.SIGINT:
                 self._tracebacks.interrupt()
             for worker in self._workers:
