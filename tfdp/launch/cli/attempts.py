@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import pathlib
 import select
-import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -14,10 +14,10 @@ import click
 from tfdp.communication.cluster import Cluster, free_ports
 from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.launch.cli.job import Job, JobContext
-from tfdp.launch.cli.launch import RunSettings, make_clusters
+from tfdp.launch.cli.launch import RunSettings, make_clusters, warn_of_environment
 from tfdp.launch.cli.other_nodes import OtherNodes
-from tfdp.launch.cli.signals import TIMED_OUT
-from tfdp.launch.cli.worker import LogFile, shell_code, signal_name
+from tfdp.launch.cli.signals import EndReason
+from tfdp.launch.cli.worker import LogFile, open_worker_logs, shell_code
 from tfdp.launch.rendezvous.coordinator import Places
 from tfdp.launch.rendezvous.failure import NODE_LOST, Failure
 from tfdp.launch.rendezvous.job_probe import cluster_of_places
@@ -30,81 +30,102 @@ _POLL_SECONDS = 0.2
 _GOODBYE_SECONDS = 2.0
 
 
-def run_attempts(
-    context: JobContext,
-    settings: RunSettings,
-    logs: list[LogFile],
-    history: list[LogFile],
-    restarts: Restarts,
-) -> int:
-    """Run attempts on this machine until the workers are done, or must not restart.
+class Attempts:
+    """Loop over the attempts to run a job; subclasses decide what follows each of them.
 
     Args:
         context: `JobContext` of all attempts.
-        settings: `RunSettings` of the job.
-        logs: List of `LogFile`, one for each worker.
-        history: List of `LogFile` that record the restarts.
-        restarts: `Restarts`, the restart policy.
-
-    Returns:
-        Int, the exit code of the job.
+        settings: `RunSettings` of this machine.
+        logs: Sequence of `LogFile`, one for each worker of this machine.
+        history: Sequence of `LogFile` that record the restarts.
     """
-    exit_code = None
-    while exit_code is None:
-        # The workers of this attempt are those whose slots are not left out by the
-        # policy.
-        job = Job(
-            context,
-            make_clusters(len(restarts.slots), **settings.cluster_options),
-            logs,
-            slots=restarts.slots,
-            save_after_seconds=restarts.grow_after_seconds,
+
+    def __init__(
+        self,
+        context: JobContext,
+        settings: RunSettings,
+        logs: Sequence[LogFile] = (),
+        history: Sequence[LogFile] = (),
+    ) -> None:
+        self._context, self._settings = context, settings
+        self._logs, self._history = logs, history
+
+    def run(self) -> int:
+        """Run attempts until none follows, and return the exit code of the job."""
+        while not isinstance(job := self._next_job(), int):
+            self._after(job, job.run())
+        return job
+
+    def _next_job(self) -> Job | int:
+        """Return the `Job` of the next attempt, or an int, the exit code of the job."""
+        raise NotImplementedError
+
+    def _after(self, job: Job, code: int) -> None:
+        """Handle the end of an attempt, whose workers have ended with an exit code."""
+        raise NotImplementedError
+
+    def _announce_restart(self, line: str) -> None:
+        """Print a line about a restart, and add it to the logs that record restarts."""
+        for log in self._history:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+        self._context.screen.message(f"tfdp: {line}", "warning")
+
+
+class LocalAttempts(Attempts):
+    """Attempts of a job on this machine, which follow each other by a policy.
+
+    Args:
+        restarts: `Restarts`, the restart policy.
+        *options: Arguments of `Attempts`.
+    """
+
+    def __init__(self, restarts: Restarts, *options: Any) -> None:
+        super().__init__(*options)
+        self._restarts = restarts
+        self._began_at = 0.0
+        self._exit_code: int | None = None
+
+    def _next_job(self) -> Job | int:
+        """Return a job of the slots that the policy uses, or the exit code."""
+        if self._exit_code is not None:
+            return self._exit_code
+        slots = self._restarts.slots
+        clusters = make_clusters(len(slots), **self._settings.cluster_options)
+        self._began_at = time.monotonic()
+        return Job(
+            self._context,
+            clusters,
+            self._logs,
+            slots=slots,
+            save_after_seconds=self._restarts.grow_after_seconds,
         )
-        began_at = time.monotonic()
-        code, received = job.run(), context.signals.received
+
+    def _after(self, job: Job, code: int) -> None:
+        """Pause if the policy decides that another attempt follows, or end the job."""
+        received = self._context.signals.received
         # A signal determines the exit code also where the job was already ending for
         # another reason.
         if received and code not in (0, PREEMPTED):
             code = 128 + received[0]
-        decision = restarts.after(
+        decision = self._restarts.after(
             _failure_of(job, code),
-            time.monotonic() - began_at,
+            time.monotonic() - self._began_at,
             saved_to_grow=job.has_saved and code == PREEMPTED,
         )
         if decision is None or received:
-            return code
-        _announce_restart(context, history, decision.line)
-        exit_code = pause(context, decision.pause_seconds)
-    return exit_code
-
-
-def _announce_restart(
-    context: JobContext, history: Sequence[LogFile], line: str
-) -> None:
-    """Print a line about a restart, and add it to the logs that record restarts."""
-    for log in history:
-        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
-    context.screen.message(f"tfdp: {line}", "warning")
+            self._exit_code = code
+        else:
+            self._announce_restart(decision.line)
+            self._exit_code = pause(self._context, decision.pause_seconds)
 
 
 def pause(context: JobContext, seconds: float) -> int | None:
-    """Wait between two attempts.
-
-    Args:
-        context: `JobContext` of the attempts.
-        seconds: Float, duration of the pause.
-
-    Returns:
-        Int, the exit code if a signal or `--timeout` ends the job, or else `None`.
-    """
-    signals = context.signals
-    signals.wait(min(seconds, signals.until - time.monotonic()))
-    code = signals.exit_code
-    if code is not None:
-        received = [f"{signal_name(signum)} received" for signum in signals.received]
-        why = received[0] if received else "--timeout is over"
-        context.screen.message(f"tfdp: {why}, the job does not start again")
-    return code
+    """Wait between two attempts; return the exit code if the job ends meanwhile."""
+    context.signals.wait(seconds)
+    if (reason := context.signals.end_reason) is None:
+        return None
+    context.screen.message(f"tfdp: {reason.why}, the job does not start again")
+    return reason.code
 
 
 def _failure_of(job: Job, code: int) -> Failure | None:
@@ -118,49 +139,37 @@ def _failure_of(job: Job, code: int) -> Failure | None:
     return failed.failure
 
 
-class NodeAttempts:
-    """Loop over this node's part of the attempts to run a job on several nodes.
+class NodeAttempts(Attempts):
+    """This node's part of the attempts to run a job on several nodes.
 
     Node 0 decides when all nodes start, stop and restart their workers.
 
     Args:
         context: `JobContext` of all attempts.
         settings: `RunSettings` of this node.
+        folder: Path of the folder of logs.
         others: `OtherNodes`, the connection to node 0.
-        open_logs: Function of this node's rank, the rank of its first worker and the
-            number of all workers. It returns the logs of this node's workers, and the
-            logs that record restarts.
+        num_nodes: Int, number of nodes of the job, at most.
     """
 
     def __init__(
         self,
         context: JobContext,
         settings: RunSettings,
+        folder: pathlib.Path,
         others: OtherNodes,
-        open_logs: Callable[[int, int, int], tuple[list[LogFile], list[LogFile]]],
+        num_nodes: int,
     ) -> None:
-        self._context, self._settings = context, settings
-        self._others, self._open_logs = others, open_logs
-        self._logs: list[LogFile] = []
-        self._history: list[LogFile] = []
-        self._node_rank = self._first_rank = 0
+        super().__init__(context, settings)
+        self._folder, self._others, self._num_nodes = folder, others, num_nodes
+        self._node_rank, self._ranks = 0, range(0)
         self._attempt_id = ""
-        # Number of signals that this node had received when it left the job.
+        # Exit code of the last attempt, or of the job once this node has left it; and
+        # number of signals that it had received by then.
+        self._code: int | None = None
         self._num_handled = 0
-        # Exit code of this node once it has left the job, and the time until which it
-        # waits for node 0's answer.
-        self._exit_code: int | None = None
+        # Time until which this node waits for node 0's answer after it has left.
         self._answer_until = math.inf
-
-    def run(self) -> int:
-        """Run attempts until node 0 ends the job.
-
-        Returns:
-            Int, the exit code of the job.
-        """
-        while not isinstance(job := self._next_job(), int):
-            self._after(job, job.run())
-        return job
 
     def _next_job(self) -> Job | int:
         """Handle messages of node 0 until one gives the next job, or an exit code."""
@@ -190,19 +199,18 @@ class NodeAttempts:
                 self._prepare(message)
             case "start":
                 self._attempt_id = str(message["id"])
-                clusters = self._clusters(message["nodes"])
-                return self._job(clusters, is_late=bool(message["is_late"]))
+                return self._job(message)
             case "stop":
-                self._stop(message)
+                self._report_stopped(message)
             case "restart":
-                _announce_restart(self._context, self._history, text)
+                self._announce_restart(text)
             case "end":
                 return self._end(text, int(message["code"]))
             case "refused":
                 raise click.ClickException(text)
             case "unreachable" | "lost" as kind:
-                if self._exit_code is not None:
-                    return self._exit_code
+                if self._others.has_left:
+                    return self._code
                 also = "; the workers of this node were stopped"
                 return self._end(text + (also if kind == "lost" else ""), NODE_LOST)
         return None
@@ -213,51 +221,52 @@ class NodeAttempts:
         Args:
             message: Dict, message of node 0 of type `"prepare"`.
         """
+        count, first_rank = self._settings.num_workers, int(message["first_rank"])
         self._node_rank = int(message["node_rank"])
-        former, self._first_rank = self._first_rank, int(message["first_rank"])
-        if not self._logs or former != self._first_rank:
-            self._logs, self._history = self._open_logs(
-                self._node_rank, self._first_rank, int(message["num_workers"])
-            )
+        former, self._ranks = self._ranks, range(first_rank, first_rank + count)
+        if self._ranks != former:
+            self._open_logs(int(message["num_workers"]))
         self._others.attempt = int(message["attempt"])
         try:
-            self._others.report("ports", ports=free_ports(self._settings.num_workers))
+            self._others.report("ports", ports=free_ports(count))
         except ValueError as error:
             raise click.ClickException(str(error)) from error
 
+    def _open_logs(self, num_workers: int) -> None:
+        """Open the logs of this node, and print which of all workers it starts."""
+        screen, ranks = self._context.screen, self._ranks
+        has_history = self._settings.max_restarts > 0 and self._node_rank == 0
+        self._logs, self._history = open_worker_logs(
+            self._folder, ranks, screen, has_history=has_history
+        )
+        screen.node = self._node_rank
+        which = f"worker {ranks[0]}"
+        if len(ranks) > 1:
+            which = f"workers {ranks[0]} to {ranks[-1]}"
+        screen.message(
+            f"tfdp: node {self._node_rank} of {self._num_nodes} starts {which} of "
+            f"{num_workers}; logs in {self._folder}"
+        )
+        warn_of_environment(screen, len(ranks), self._settings.devices_per_worker)
+
     def _clusters(self, places: Places) -> list[Cluster]:
         """Return the clusters of this node's workers, given all nodes' addresses."""
-        return [
-            cluster_of_places(
-                places,
-                self._others.secret,
-                self._attempt_id,
-                self._first_rank + i,
-                **self._settings.cluster_options,
-            )
-            for i in range(self._settings.num_workers)
-        ]
+        job = places, self._others.secret, self._attempt_id
+        options = self._settings.cluster_options
+        return [cluster_of_places(*job, rank, **options) for rank in self._ranks]
 
-    def _job(self, clusters: list[Cluster], *, is_late: bool) -> Job:
-        """Return the job of this node.
-
-        Args:
-            clusters: List of `Cluster`, one for each worker of this node.
-            is_late: Bool, whether the workers of other nodes train already. It has no
-                effect here: only `ElasticAttempts` admits nodes to a running job.
-        """
-        del is_late  # nodes join late only in elastic jobs
+    def _job(self, message: dict[str, Any]) -> Job:
+        """Return the job of this node, given node 0's message of type `"start"`."""
+        clusters = self._clusters(message["nodes"])
         return Job(self._context, clusters, self._logs, others=self._others)
 
     def _after(self, job: Job, code: int) -> None:
         """Report the end of an attempt to node 0, which decides what follows."""
-        code = PREEMPTED if code and job.is_preempted else code
-        self._others.report_end(code, has_saved=job.is_preempted)
-        if self._others.has_left:
-            self._num_handled = len(self._context.signals.received)
-            self._exit_code = code
+        self._code = PREEMPTED if code and job.is_preempted else code
+        self._num_handled = len(self._context.signals.received)
+        self._others.report_end(self._code, has_saved=job.is_preempted)
 
-    def _stop(self, message: dict[str, Any]) -> None:
+    def _report_stopped(self, message: dict[str, Any]) -> None:
         """Print why all nodes stop, and report that this node's workers have ended.
 
         The workers do not run: `Job` has stopped them by the same message.
@@ -283,31 +292,21 @@ class NodeAttempts:
         Returns:
             Int, the exit code if this node must not wait any longer, or else `None`.
         """
-        signals, now = self._context.signals, time.monotonic()
+        signals = self._context.signals
         signals.read()
-        received = signals.received
-        if self._exit_code is not None:
-            is_again = len(received) > max(1, self._num_handled)
-            is_over = is_again or now >= self._answer_until
-            return self._exit_code if is_over else None
-        if received:
-            name = signal_name(received[0])
-            self._leave(f"{name} received", 128 + received[0], received[0])
-        elif now >= signals.until:
-            self._leave("--timeout is over", TIMED_OUT, signal.SIGTERM)
+        if self._others.has_left:
+            is_again = len(signals.received) > max(1, self._num_handled)
+            is_over = is_again or time.monotonic() >= self._answer_until
+            return self._code if is_over else None
+        if (reason := signals.end_reason) is not None:
+            self._leave(reason)
         return None
 
-    def _leave(self, why: str, code: int, signum: int) -> None:
-        """Notify node 0 that this node leaves, and limit the wait for its answer.
-
-        Args:
-            why: String, the reason, such as `"SIGINT received"`.
-            code: Int, exit code of the job.
-            signum: Int, signal that the workers of all nodes receive.
-        """
-        self._context.screen.message(f"tfdp: {why}, the job ends")
-        self._others.leave(why, code, signum)
+    def _leave(self, reason: EndReason) -> None:
+        """Notify node 0 that this node leaves, and limit the wait for its answer."""
+        self._context.screen.message(f"tfdp: {reason.why}, the job ends")
+        self._others.leave(reason)
+        self._code = reason.code
         self._num_handled = len(self._context.signals.received)
-        self._exit_code = code
         wait = _GOODBYE_SECONDS + (self._context.grace_seconds if self._logs else 0.0)
         self._answer_until = time.monotonic() + wait

@@ -262,8 +262,8 @@ def _wait_for_others(hub: Hub, context: JobContext) -> int | None:
         "tfdp: waiting for islands of other machines, which need the hub"
     )
     while hub.is_needed:
-        if (code := signals.exit_code) is not None:
-            return code
+        if (reason := signals.end_reason) is not None:
+            return reason.code
         _drop_lost(hub, context.screen)
         signals.wait(_POLL_SECONDS)
     return None

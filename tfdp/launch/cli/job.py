@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 import selectors
 import shlex
@@ -23,10 +24,10 @@ from tfdp.launch.cli.launch import worker_environment
 from tfdp.launch.cli.noise import is_noise, is_peer_failure
 from tfdp.launch.cli.other_nodes import OtherNodes
 from tfdp.launch.cli.screen import Screen
-from tfdp.launch.cli.signals import TIMED_OUT, SignalPipe
+from tfdp.launch.cli.signals import EndReason, SignalPipe
 from tfdp.launch.cli.start import Starter
 from tfdp.launch.cli.tracebacks import Tracebacks
-from tfdp.launch.cli.worker import TAIL_LINES, LogFile, Worker, shell_code, signal_name
+from tfdp.launch.cli.worker import TAIL_LINES, LogFile, Worker, shell_code
 from tfdp.launch.rendezvous.failure import LOST_EXIT_SECONDS
 
 # Longest wait in seconds for events in one round of the loop.
@@ -106,8 +107,9 @@ class Job:
         self._workers: list[Worker] = []
         self.failed: Worker | None = None
         self._code = 0
-        self._is_stopping = self._is_interrupted = False
-        self._asked_at: float | None = None
+        self._is_stopping = self._has_asked_to_save = False
+        # Time at which workers are asked to save, for the first time or again.
+        self._ask_at = math.inf
         self._num_record_requests = 0
         self._selector = selectors.DefaultSelector()
         self._tracebacks = Tracebacks()
@@ -165,7 +167,7 @@ class Job:
         """Bool, whether the workers have saved and exited on the launcher's request."""
         failed = self.failed
         is_saved = failed is not None and failed.exit_code == PREEMPTED
-        return is_saved and self._asked_at is not None and self.lost is None
+        return is_saved and self._has_asked_to_save and self.lost is None
 
     @property
     def is_preempted(self) -> bool:
@@ -196,22 +198,24 @@ class Job:
         """Start the workers, run the loop until the job ends; return its exit code."""
         for index in range(len(self._clusters)):
             self._start(index)
-        start = time.monotonic()
+        self._ask_at = time.monotonic() + (self._save_after_seconds or math.inf)
         while not self._is_over():
             self._poll()
-            if self._signals.received:
-                return self._end_by_signal(self._signals.received[0])
+            reason = self._signals.end_reason
+            if reason is not None and self._signals.received:
+                return self._end_by_signal(reason)
             if self.failed and (code := self._after_failure(self.failed)):
                 return code
             if self._others is not None and (order := self._others.stop_order()):
-                return self._end_by_order(*order)
+                self._stop_with_records(*order)
+                return order[0]
             if self._screen.has_no_reader:
                 code = shell_code(-signal.SIGPIPE)
                 why = "the output has lost its reader"
-                return self._end_and_notify(why, code, signal.SIGTERM)
-            if time.monotonic() >= self._signals.until:
-                return self._end_by_timeout()
-            self._ask_to_save(time.monotonic() - start)
+                return self._leave(EndReason(why, code, signal.SIGTERM))
+            if reason is not None:
+                return self._end_by_timeout(reason)
+            self._ask_to_save()
         return self._code
 
     # Subclasses override the methods from here to `_environment`.
@@ -244,20 +248,11 @@ class Job:
             launch=self._context.launch,
         )
 
-    def _ask_to_save(self, elapsed: float) -> None:
-        """Send running workers `SAVE_SIGNAL` once `save_after_seconds` have passed.
-
-        The signal asks them to save and exit. It is sent again every
-        `_ASK_AGAIN_SECONDS`.
-
-        Args:
-            elapsed: Float, seconds since the workers were started.
-        """
-        after = self._save_after_seconds
-        if after is None or elapsed < after:
-            return
-        if self._asked_at is None or elapsed - self._asked_at >= _ASK_AGAIN_SECONDS:
-            self._asked_at = elapsed
+    def _ask_to_save(self) -> None:
+        """Ask running workers to save and exit, by `SAVE_SIGNAL`, if it is time."""
+        now = time.monotonic()
+        if now >= self._ask_at:
+            self._ask_at, self._has_asked_to_save = now + _ASK_AGAIN_SECONDS, True
             for worker in self._running():
                 worker.send(SAVE_SIGNAL)
 
@@ -317,7 +312,7 @@ class Job:
             self._print(worker, lines)
             return
         kept = [line for line in lines if not is_noise(line)]
-        if self._is_interrupted:
+        if self._tracebacks.is_interrupted:
             kept = [line for line in kept if not is_peer_failure(line)]
         self._print(worker, self._tracebacks.take(worker.rank, kept))
         if not self._tracebacks.holds(worker.rank):
@@ -377,14 +372,11 @@ class Job:
         failed = self._wait_for_lost(failed)
         if self._others is not None:
             self._others.report_failure(failed, self.lost or failed)
-        if failed.exit_code == PREEMPTED:
-            self._wait_for_exits()
-        else:
-            self._request_records()
+        assert failed.exit_code is not None
+        num_stopped = self._stop_with_records(failed.exit_code, signal.SIGTERM)
         rest = {0: "", 1: ", and the other one was stopped"}.get(
-            len(self._running()), ", and the others were stopped"
+            num_stopped, ", and the others were stopped"
         )
-        self._stop(signal.SIGTERM)
         cause = self.lost or failed
         if failed.exit_code != PREEMPTED:
             self._repeat_last_lines(cause)
@@ -399,48 +391,43 @@ class Job:
                 rank=cause.rank,
             )
         self._name_records(cause.log.path.parent)
-        assert failed.exit_code is not None
         return shell_code(failed.exit_code)
 
-    def _end_by_order(self, code: int, signum: int) -> int:
-        """Stop the workers by order of node 0.
+    def _stop_with_records(self, code: int, signum: int) -> int:
+        """Let the workers save or write flight records, and stop those that still run.
 
-        If `code` is `PREEMPTED`, the workers first have the grace period to save and
-        exit by themselves. Otherwise they first write their flight records. Those that
-        still run then receive `signum`.
+        They have the grace period to save and exit by themselves if another worker has.
 
         Args:
-            code: Int, exit code of the job, which is returned.
+            code: Int, exit code of the job, `PREEMPTED` if a worker has saved.
             signum: Int, signal that the workers receive.
+
+        Returns:
+            Int, number of workers that still ran.
         """
         if code == PREEMPTED:
             self._wait_for_exits()
         else:
             self._request_records()
+        num_running = len(self._running())
         self._stop(signum)
-        return code
+        return num_running
 
-    def _end_and_notify(self, why: str, code: int, signum: int) -> int:
-        """Stop the workers, and notify the other nodes if there are any.
-
-        Args:
-            why: String, the reason for the other nodes, such as `"SIGINT received"`.
-            code: Int, exit code of the job, which is returned.
-            signum: Int, signal that all workers receive.
-        """
+    def _leave(self, reason: EndReason) -> int:
+        """Notify the other nodes, if any, and stop the workers; return the code."""
         if self._others is not None:
-            self._others.leave(why, code, signum)
-        self._stop(signum)
-        return code
+            self._others.leave(reason)
+        self._stop(reason.signum)
+        return reason.code
 
-    def _end_by_signal(self, signum: int) -> int:
+    def _end_by_signal(self, reason: EndReason) -> int:
         """Stop the workers after a signal to the launcher; return the exit code."""
         who, them = ("workers", "them") if len(self._workers) > 1 else ("worker", "it")
-        why = f"{signal_name(signum)} received"
         self._screen.message(
-            f"tfdp: {why}, stopping the {who} (a second one kills {them} at once)"
+            f"tfdp: {reason.why}, stopping the {who} (a second one kills {them} at "
+            "once)"
         )
-        code = self._end_and_notify(why, 128 + signum, signum)
+        code = self._leave(reason)
         if self.is_preempted:
             self._screen.message(
                 "tfdp: training was preempted and is saved; run the same command to "
@@ -449,7 +436,7 @@ class Job:
             return PREEMPTED
         return code
 
-    def _end_by_timeout(self) -> int:
+    def _end_by_timeout(self, reason: EndReason) -> int:
         """Stop the workers after `--timeout`, and return the exit code, `TIMED_OUT`."""
         ranks = [str(worker.rank) for worker in self._running()]
         who = "workers that still run" if len(ranks) > 1 else "worker that still runs"
@@ -459,7 +446,7 @@ class Job:
         )
         self._request_records()
         self._name_records(self._logs[0].path.parent)
-        return self._end_and_notify("--timeout is over", TIMED_OUT, signal.SIGTERM)
+        return self._leave(reason)
 
     def _stop(self, signum: int) -> None:
         """Ask the workers to exit, and kill those that outlast the grace period.
@@ -469,7 +456,6 @@ class Job:
         """
         self._is_stopping = True
         if signum == signal.SIGINT:
-            self._is_interrupted = True
             self._tracebacks.interrupt()
         for worker in self._running():
             worker.send(signum)

@@ -27,6 +27,7 @@ from tfdp.ground.text import pluralize
 from tfdp.launch.cli.launch import RunSettings
 from tfdp.launch.cli.node_options import NodeOptions, NodeRange
 from tfdp.launch.cli.screen import Screen
+from tfdp.launch.cli.signals import EndReason
 from tfdp.launch.cli.worker import Worker
 from tfdp.launch.rendezvous.address import check_resolves, listen, own_address
 from tfdp.launch.rendezvous.coordinator import Coordinator, Places
@@ -123,15 +124,10 @@ class OtherNodes(Node0Connection):
         """
         self.report("stopped" if code else "done", code=code, has_saved=has_saved)
 
-    def leave(self, why: str, code: int, signum: int) -> None:
-        """Report to node 0 that this node leaves the job, which ends it for all.
-
-        Args:
-            why: String, the reason, such as `"SIGINT received"`.
-            code: Int, exit code of all nodes.
-            signum: Int, signal that the workers of all nodes receive.
-        """
+    def leave(self, reason: EndReason) -> None:
+        """Report to node 0 that this node leaves the job, which ends it for all."""
         self.has_left = True
+        why, code, signum = reason
         self.report("leaving", why=why, code=code, signal=int(signum))
 
 

@@ -20,7 +20,7 @@ from tfdp.features.goodput.ledger import Launch
 from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import num_cores
 from tfdp.launch.cli import parameter_types as types
-from tfdp.launch.cli.attempts import NodeAttempts, run_attempts
+from tfdp.launch.cli.attempts import LocalAttempts, NodeAttempts
 from tfdp.launch.cli.elastic import (
     DEFAULT_REPLACEMENTS,
     ElasticJob,
@@ -49,7 +49,7 @@ from tfdp.launch.cli.screen import Screen, open_screen
 from tfdp.launch.cli.signals import SignalPipe
 from tfdp.launch.cli.ssh_job import SshJob
 from tfdp.launch.cli.start import Starter, imports_before_forks
-from tfdp.launch.cli.worker import LogFile, open_logs
+from tfdp.launch.cli.worker import open_worker_logs
 from tfdp.launch.rendezvous.failure import RendezvousError
 from tfdp.launch.rendezvous.restarts import Restarts
 
@@ -201,11 +201,7 @@ def run(
         contextlib.closing(SignalPipe(time.monotonic() + timeout)) as signals,
         open_screen(signals, settings.log_format) as screen,
         contextlib.closing(
-            Starter(
-                settings.command,
-                imports_before_forks(settings),
-                lambda fork_server: fork_server.wait(signals),
-            )
+            Starter(settings.command, imports_before_forks(settings), signals)
         ) as starter,
     ):
         launch = None if islands.is_used else Launch.new(folder)
@@ -261,8 +257,9 @@ def _run_here(
     """Run all workers on this machine, and return the exit code."""
     screen, num_workers = context.screen, settings.num_workers
     screen.node = 0
-    has_history = settings.max_restarts > 0
-    logs, history = _open_worker_logs(folder, range(num_workers), screen, has_history)
+    logs, history = open_worker_logs(
+        folder, range(num_workers), screen, has_history=settings.max_restarts > 0
+    )
     _announce(screen, num_workers, settings.devices_per_worker, folder)
     if settings.rebalance and num_workers == 1:
         screen.warn("tfdp: warning: --rebalance has no effect with one worker")
@@ -270,7 +267,7 @@ def _run_here(
         clusters = make_clusters(num_workers, **settings.cluster_options)
         options = {"context": context, "clusters": clusters, "logs": logs}
         return ElasticJob(settings.max_restarts, history, **options).run()
-    return run_attempts(context, settings, logs, history, restarts)
+    return LocalAttempts(restarts, context, settings, logs, history).run()
 
 
 def _run_as_node(
@@ -292,40 +289,15 @@ def _run_as_node(
     Returns:
         Int, the exit code.
     """
-    count, screen = settings.num_workers, context.screen
-    screen.node = where.node_rank
+    context.screen.node = where.node_rank
     assert where.nodes is not None
-    num_nodes = where.nodes.most
-
-    def logs_of_node(
-        node_rank: int, first_rank: int, num_workers: int
-    ) -> tuple[list[LogFile], list[LogFile]]:
-        """Open the logs of this node, and print which workers it starts.
-
-        Returns:
-            Tuple of two lists of `LogFile`: the log of each worker of the node, and the
-            log of restarts, empty except on node 0 of a job that may restart.
-        """
-        ranks = range(first_rank, first_rank + count)
-        has_history = settings.max_restarts > 0 and node_rank == 0
-        logs = _open_worker_logs(folder, ranks, screen, has_history)
-        screen.node = node_rank
-        which = (
-            f"workers {ranks[0]} to {ranks[-1]}" if count > 1 else f"worker {ranks[0]}"
-        )
-        screen.message(
-            f"tfdp: node {node_rank} of {num_nodes} starts {which} of "
-            f"{num_workers}; logs in {folder}"
-        )
-        warn_of_environment(screen, count, settings.devices_per_worker)
-        return logs
-
     with (
         usage_errors(RendezvousError, SecretError),
-        join_nodes(where, settings, secret, screen) as others,
+        join_nodes(where, settings, secret, context.screen) as others,
     ):
         attempts = ElasticAttempts if where.is_elastic else NodeAttempts
-        return attempts(context, settings, others, logs_of_node).run()
+        options = (context, settings, folder, others, where.nodes.most)
+        return attempts(*options).run()
 
 
 def _run_on_hosts(
@@ -343,24 +315,6 @@ def _run_on_hosts(
     ):
         screen.message(f"tfdp: starting by ssh on {', '.join(h.name for h in hosts)}")
         return job.run()
-
-
-def _open_worker_logs(
-    folder: pathlib.Path, ranks: Sequence[int], screen: Screen, has_history: bool
-) -> tuple[list[LogFile], list[LogFile]]:
-    """Open the logs of workers, and the log of restarts if there may be any.
-
-    Args:
-        folder: Path of the folder of logs.
-        ranks: Sequence of ints, ranks of the workers.
-        screen: `Screen` for warnings.
-        has_history: Bool, whether restarts are recorded.
-
-    Returns:
-        Tuple of the list of the logs of workers, and that of the log of restarts.
-    """
-    logs = open_logs(folder, [f"worker-{rank}.log" for rank in ranks], screen)
-    return logs, open_logs(folder, ["restarts.log"] * has_history, screen)
 
 
 def _announce(

@@ -367,5 +367,5 @@ def open_screen(signals: SignalPipe, log_format: str = "text") -> Iterator[Scree
         end = math.inf
         while not screen.close(timeout_seconds=0.1) and time.monotonic() < end:
             signals.read()
-            if signals.exit_code is not None:
+            if signals.end_reason is not None:
                 end = min(end, time.monotonic() + _LAST_LINES_SECONDS)

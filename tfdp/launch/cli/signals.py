@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import time
+from typing import NamedTuple
 
 from tfdp.communication.coordination.flight_record import RECORD_SIGNAL
 
@@ -18,6 +19,28 @@ _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Seconds within which several signals count as one: a single Ctrl-C may arrive both
 # from the terminal and from a parent process.
 _SAME_SIGNAL_SECONDS = 0.5
+
+
+def signal_name(signum: int) -> str:
+    """Return a signal's name, such as `"SIGTERM"`."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+class EndReason(NamedTuple):
+    """Reason for the end of a job, other than the end of its workers.
+
+    Args:
+        why: String, such as `"SIGINT received"`.
+        code: Int, exit code of the job.
+        signum: Int, signal that the workers receive.
+    """
+
+    why: str
+    code: int
+    signum: int
 
 
 class SignalPipe:
@@ -74,19 +97,32 @@ class SignalPipe:
                 self.received.append(signums[0])
                 self._received_at = now
 
-    def wait(self, seconds: float) -> None:
-        """Wait for a number of seconds, or until a signal is received."""
-        end = time.monotonic() + seconds
+    def wait(self, seconds: float, *streams: socket.socket) -> bool:
+        """Wait for a number of seconds, or until a signal or `--timeout` ends the job.
+
+        Args:
+            seconds: Float, longest wait.
+            *streams: Sockets; the wait ends, too, when one of them can be read.
+
+        Returns:
+            Bool, whether one of `streams` can be read.
+        """
+        end = min(time.monotonic() + seconds, self.until)
         while not self.received and (left := end - time.monotonic()) > 0:
-            select.select([self._reader], [], [], left)
+            ready, _, _ = select.select([self._reader, *streams], [], [], left)
+            if any(stream in ready for stream in streams):
+                return True
             self.read()
+        return False
 
     @property
-    def exit_code(self) -> int | None:
-        """Int, exit code of a job that a signal or `--timeout` ends, else `None`."""
-        if self.received:
-            return 128 + self.received[0]
-        return TIMED_OUT if time.monotonic() >= self.until else None
+    def end_reason(self) -> EndReason | None:
+        """`EndReason` of a job that a signal or `--timeout` ends, else `None`."""
+        for signum in self.received[:1]:
+            return EndReason(f"{signal_name(signum)} received", 128 + signum, signum)
+        if time.monotonic() < self.until:
+            return None
+        return EndReason("--timeout is over", TIMED_OUT, signal.SIGTERM)
 
     def close(self) -> None:
         """Restore the earlier signal handlers and wakeup descriptor."""

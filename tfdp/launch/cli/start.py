@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tfdp.communication.cluster.gpus import visible_gpus
 from tfdp.launch.cli.import_once.fork_server import ForkServer
 from tfdp.launch.cli.import_once.script import Imports, imports_of
 from tfdp.launch.cli.launch import RunSettings
+from tfdp.launch.cli.signals import SignalPipe
 
 # Environment variables that make Python do more at its start or exit than a fork does.
 # Workers are not forked if one of the variables is set.
@@ -31,8 +32,8 @@ class Starter:
     Args:
         command: Sequence of strings, the command line of each worker.
         imports: `Imports` of the script, or `None` for no forks. Defaults to `None`.
-        wait: Callable that waits until a `ForkServer` has imported TensorFlow, and
-            returns whether it has. Defaults to no wait.
+        signals: `SignalPipe` that ends the wait for the imports, or `None` for no wait.
+            Defaults to `None`.
 
     Attributes:
         command: Sequence of strings, the command line of each worker.
@@ -44,11 +45,11 @@ class Starter:
         self,
         command: Sequence[str],
         imports: Imports | None = None,
-        wait: Callable[[ForkServer], bool] = bool,
+        signals: SignalPipe | None = None,
     ) -> None:
         self.job = uuid.uuid4().hex
         self.command = command
-        self._imports, self._wait = imports, wait
+        self._imports, self._signals = imports, signals
         self._environment: dict[str, str] | None = None
         self._fork_server: ForkServer | None = None
 
@@ -113,7 +114,7 @@ class Starter:
             fork_server = ForkServer(self.command, imports.packages, environment)
         except OSError:
             return None  # the start of a separate worker will report the same error
-        if not self._wait(fork_server):
+        if self._signals is not None and not fork_server.wait(self._signals):
             fork_server.close()
             return None
         return fork_server

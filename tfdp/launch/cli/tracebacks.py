@@ -76,6 +76,9 @@ class Tracebacks:
     lines pass at once. After Ctrl-C, only one worker shows where it was interrupted. A
     worker whose peer was lost shows its error without frames.
 
+    Attributes:
+        is_interrupted: Bool, whether Ctrl-C was forwarded to the workers.
+
     Example:
 
     >>> tracebacks = Tracebacks()
@@ -91,11 +94,11 @@ class Tracebacks:
     def __init__(self) -> None:
         self._held: dict[int, _Block] = {}
         self._shown: list[_Block] = []
-        self._is_interrupted = self._has_said_where = False
+        self.is_interrupted = self._has_said_where = False
 
     def interrupt(self) -> None:
         """Record that Ctrl-C was forwarded to the workers."""
-        self._is_interrupted = True
+        self.is_interrupted = True
 
     def holds(self, rank: int) -> bool:
         """Return whether lines of a worker are held back."""
@@ -117,7 +120,7 @@ class Tracebacks:
             return []
         # Index of the first line of the last traceback: chained ones follow each other.
         begin = max(i for i, line in enumerate(block.lines) if _begins(line))
-        if self._is_interrupted and (end := _end_of_ctrl_c(block.lines, begin)):
+        if self.is_interrupted and (end := _end_of_ctrl_c(block.lines, begin)):
             said = self._say_where(f"{_INTERRUPTED}{_place(block.lines)}")
             return said + block.lines[end:]
         lost = [i for i, line in enumerate(block.lines) if _LOST.match(line)]
@@ -138,7 +141,7 @@ class Tracebacks:
             self._held[rank] = _Block(rank, time.monotonic())
             self._held[rank].add(_BEGIN if is_bar else line)
             return [bar] if is_bar else []
-        if self._is_interrupted and _INTERRUPTED in line:
+        if self.is_interrupted and _INTERRUPTED in line:
             bar, said, where = line.partition(_INTERRUPTED)
             return ([bar] if bar.strip() else []) + self._say_where(said + where)
         return [line]

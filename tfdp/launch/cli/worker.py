@@ -10,7 +10,7 @@ import re
 import signal
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import psutil
 
@@ -22,6 +22,7 @@ from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.lines import CHUNK_BYTES, PipeReader, without_escapes
 from tfdp.launch.cli.noise import is_noise
 from tfdp.launch.cli.screen import Screen
+from tfdp.launch.cli.signals import signal_name
 from tfdp.launch.rendezvous.failure import Failure
 
 # Last lines of a worker that are kept for messages.
@@ -218,14 +219,6 @@ class Worker:
         self.output.pipe.close()
 
 
-def signal_name(signum: int) -> str:
-    """Return a signal's name, such as `"SIGTERM"`."""
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"
-
-
 def shell_code(exit_code: int) -> int:
     """Convert an exit code of Python, negative for a signal, to that of a shell."""
     return exit_code if exit_code >= 0 else 128 - exit_code
@@ -244,6 +237,24 @@ def open_logs(folder: pathlib.Path, names: list[str], screen: Screen) -> list[Lo
     """
     with usage_errors():
         return [LogFile(folder / name, screen.warn) for name in names]
+
+
+def open_worker_logs(
+    folder: pathlib.Path, ranks: Sequence[int], screen: Screen, *, has_history: bool
+) -> tuple[list[LogFile], list[LogFile]]:
+    """Open the logs of workers, and the log of restarts if there may be any.
+
+    Args:
+        folder: Path of the folder of logs.
+        ranks: Sequence of ints, ranks of the workers.
+        screen: `Screen` for warnings.
+        has_history: Bool, whether restarts are recorded.
+
+    Returns:
+        Tuple of the list of the logs of workers, and that of the log of restarts.
+    """
+    logs = open_logs(folder, [f"worker-{rank}.log" for rank in ranks], screen)
+    return logs, open_logs(folder, ["restarts.log"] * has_history, screen)
 
 
 class LogFile:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,8 +16,6 @@ from tfdp.launch.cli.signals import SignalPipe
 # Longest wait in seconds for the imports. After it, each worker imports TensorFlow by
 # itself, and its output shows which import is slow.
 _IMPORT_SECONDS = 60.0
-# Seconds between checks for signals during the imports.
-_POLL_SECONDS = 0.1
 # Longest wait in seconds for a fork, which takes milliseconds unless the process that
 # forks is suspended.
 _FORK_SECONDS = 30.0
@@ -81,14 +77,9 @@ class ForkServer:
         Args:
             signals: `SignalPipe` whose signals and time limit end the wait.
         """
-        end = min(time.monotonic() + _IMPORT_SECONDS, signals.until)
-        while not signals.received and (left := end - time.monotonic()) > 0:
-            timeout = min(left, _POLL_SECONDS)
-            if select.select([self._connection], [], [], timeout)[0]:
-                with contextlib.suppress(OSError):
-                    return self._receive_number() == 0
-                return False
-            signals.read()
+        with contextlib.suppress(OSError):
+            is_ready = signals.wait(_IMPORT_SECONDS, self._connection)
+            return is_ready and self._receive_number() == 0
         return False
 
     def fork(self, environment: Mapping[str, str], output: int) -> int:
