@@ -199,7 +199,7 @@ def equalize_replicas(model: Any) -> None:
     """Give all replicas of a model the same state, by the hooks of all features.
 
     Call it on all workers, outside a step. Each feature that lets replicas differ has
-    its own rule: local steps, for example, average their weights.
+    its own rule.
 
     Args:
         model: Keras model.

@@ -349,7 +349,7 @@ class ReplicaExtended:
         kinds = [v.merge for v in variables]
         group = self.host_group
         if not tf.executing_eagerly():
-            # Local steps, for example, must not wait for all workers.
+            # A step may have to wait for some of the workers only.
             group = merging_group(self._container_strategy())  # type: ignore[attr-defined]
         return merge_states(locals_, kinds, group)
 
