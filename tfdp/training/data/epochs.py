@@ -142,7 +142,7 @@ def _count_reads(strategy: Any, iterator: Any) -> None:
 def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
     """Return whether batches are divided by weights; warn if they cannot be.
 
-    It is `True` only for training data under `--rebalance`.
+    It is `True` only for training data with a load balancer.
     """
     is_for_training = loops.awaiting_training_data() is not None
     if strategy.extended.balance is None or not is_for_training:

@@ -64,9 +64,7 @@ def training_group(strategy: Any) -> TrainingGroup:
     """
     replica = _compat.local_replica_id(tf.distribute.get_replica_context())
     own_rank = strategy.extended.first_rank + replica
-    for ranks in groups_of_ranks(strategy):
-        if own_rank in ranks:
-            break
+    ranks = next(group for group in groups_of_ranks(strategy) if own_rank in group)
     is_all = len(ranks) == strategy.num_replicas_in_sync
     reducer = replica_reducer() if is_all else loops.independent_groups().reducer()
     return TrainingGroup(tuple(ranks), own_rank, replica, reducer, is_all)

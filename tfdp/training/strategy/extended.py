@@ -98,7 +98,7 @@ class ReplicaExtended:
     defers_parameters = False
     # The number of nested scopes of the strategy that are entered.
     num_scopes = 0
-    # The balancer that divides rows by the workers' speed, see `tfdp run --rebalance`.
+    # `LoadBalancer` that divides rows by the workers' speed, or `None` for equal rows.
     balance: LoadBalancer | None = None
     # The number of earlier clusters of the job when the data was created that a custom
     # training loop has read last; or `None`.
