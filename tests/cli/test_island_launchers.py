@@ -16,7 +16,7 @@ SILENT_SECONDS = 2.0
 SCRIPT = """
 import pathlib, time
 import numpy as np
-from tfdp.communication.cluster.islands import Island
+from tfdp.features.islands.island import Island
 from tfdp.features.islands import hub_clients as module
 
 module._CONNECT_SECONDS = 1.0

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from tfdp.communication.cluster import Cluster
-from tfdp.communication.cluster.islands import Island
+from tfdp.features.islands.island import Island
 from tfdp.launch.cli.main import cli
 
 HUB = ["--hub", "a:29500"]

@@ -15,9 +15,9 @@ import tfdp
 from tests.harness import common
 from tests.harness.tiers import full
 from tfdp.communication.cluster import Cluster
-from tfdp.communication.cluster.islands import Island
 from tfdp.features.islands import training as island_training
 from tfdp.features.islands.hub import Hub
+from tfdp.features.islands.island import Island
 from tfdp.ground.base.threads import run_on_thread
 
 NUM_BATCHES = 12

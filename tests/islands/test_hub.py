@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from tests.harness.timing import wait_until, within
-from tfdp.communication.cluster.islands import Island
 from tfdp.communication.connection.acceptor import Acceptor
 from tfdp.features.islands.hub import Hub
 from tfdp.features.islands.hub_clients import HubClient, HubGone, LauncherLink, connect
 from tfdp.features.islands.hub_connection import SERVICE, HubConnection
+from tfdp.features.islands.island import Island
 
 SECRET = "0123456789abcdef"
 SETTINGS = {"sync_every": 4, "min_participants": None, "patience_seconds": 0.2}

@@ -12,10 +12,10 @@ import tensorflow as tf
 
 from tests.harness import common
 from tfdp.callbacks import DiLoCo
-from tfdp.communication.cluster.islands import Island
 from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.features.islands.island import Island
 from tfdp.features.islands.training import IslandTraining
-from tfdp.training.data.distribute import rows_of_island
+from tfdp.training.data.distribute import rows_of_part
 from tfdp.training.keras_hooks import saving
 
 NUM_ROWS, BATCH_SIZE = 21, 10
@@ -39,7 +39,7 @@ def from_generator() -> tf.data.Dataset:
 )
 def test_each_row_is_that_of_one_island_and_all_make_as_many_steps(make):
     parts = [
-        list(rows_of_island(make(), island).as_numpy_iterator())
+        list(rows_of_part(make(), island.part).as_numpy_iterator())
         for island in islands(3)
     ]
     assert [len(batches) for batches in parts] == [2, 2, 2]
@@ -49,8 +49,8 @@ def test_each_row_is_that_of_one_island_and_all_make_as_many_steps(make):
 
 
 def test_all_islands_have_one_seed_and_other_jobs_another():
-    assert len({island.seed for island in islands(3)}) == 1
-    assert Island(0, 3, "h:1", "another").seed != islands(3)[0].seed
+    assert len({island.part.seed for island in islands(3)}) == 1
+    assert Island(0, 3, "h:1", "another").part.seed != islands(3)[0].part.seed
 
 
 @pytest.mark.parametrize(

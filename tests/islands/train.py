@@ -12,7 +12,7 @@ import numpy as np
 import tfdp
 from tests.harness import common
 from tests.harness.timing import wait_until
-from tfdp.communication.cluster.islands import Island
+from tfdp.features.islands.island import Island
 
 ISLAND = Island.from_environment()
 NUM_BATCHES, EPOCHS, SYNC_EVERY = 11, 2, 4

@@ -24,7 +24,7 @@ from tfdp.features.local_steps.pace import Pace
 def model_of(steps_per_execution: int) -> Any:
     counter = tf.Variable(0)
     features = types.SimpleNamespace(
-        local_updates=types.SimpleNamespace(updates=tf.Variable(0))
+        independent_groups=types.SimpleNamespace(updates=tf.Variable(0))
     )
     strategy = types.SimpleNamespace(extended=types.SimpleNamespace(num_local=1))
     return types.SimpleNamespace(
@@ -51,7 +51,7 @@ def made_by(share: float, *, rounds: int, at_a_time: int = 1, **outer: int) -> l
     left_out = rounds * 12 - len(made)
     # Schedules and exchanges count what is left out; the others in their own graph.
     assert int(model.optimizer.iterations) == left_out
-    assert int(model.optimizer.features.local_updates.updates) == left_out
+    assert int(model.optimizer.features.independent_groups.updates) == left_out
     return made
 
 

@@ -38,7 +38,6 @@ from tfdp.checkpoint.training_state import (
     run_facts,
 )
 from tfdp.communication.cluster import cpu_kernels
-from tfdp.communication.cluster.islands import Island
 from tfdp.communication.coordination.preemption import (
     PREEMPTED,
     PreemptionNotice,
@@ -47,6 +46,7 @@ from tfdp.communication.coordination.preemption import (
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.watch import WorkerLost, WorkersJoin
 from tfdp.features import elastic
+from tfdp.features.islands.island import Island
 from tfdp.features.local_steps import FEATURE as LOCAL_STEPS
 from tfdp.ground import _compat, user_code
 from tfdp.ground.arguments import (

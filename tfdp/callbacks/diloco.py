@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfdp.callbacks.local_sgd import LocalStepsCallback
-from tfdp.communication.cluster.islands import Island
+from tfdp.features.islands.island import Island
 from tfdp.features.islands.training import IslandTraining
 from tfdp.features.local_steps import (
     LocalSteps,

@@ -45,7 +45,7 @@ class LocalStepsCallback(OptimizerCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Start local steps after `start_step` updates, also in a resumed run."""
-        if self.optimizer.features.local_updates is not None:
+        if self.optimizer.features.independent_groups is not None:
             return
         self._left -= batch - self._last_batch
         self._last_batch = batch

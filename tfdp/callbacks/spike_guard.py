@@ -145,7 +145,7 @@ class SpikeGuard(OptimizerCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Start an empty table of updates, unless `fit` begins again by a rollback."""
         super().on_train_begin(logs)
-        self._is_local = self.optimizer.features.local_updates is not None
+        self._is_local = self.optimizer.features.independent_groups is not None
         if self.action != "skip" and self._is_local:
             raise ValueError(
                 "With `LocalSGD` and `DiLoCo` each replica decides by itself, so that "

@@ -9,7 +9,6 @@ cluster in milliseconds. Reading order:
     own_addresses, gpus: IP addresses and GPUs of this host
     address, ports: find, open and probe ports
     limits: open files and threads that a worker needs, and their limits
-    islands: workers that train as separate jobs
     nodes: replicas of each node, and how they are found
     devices: local devices that hold a replica
     cpu_kernels: whether TensorFlow uses oneDNN on CPUs, and the cost if not

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.communication.cluster.islands import Island
 from tfdp.communication.coordination.clock import clock
 from tfdp.communication.coordination.flight_record import (
     TEXTS,
@@ -26,6 +25,7 @@ from tfdp.communication.coordination.progress import (
 )
 from tfdp.communication.store import Gathering, Store
 from tfdp.ground import forks, user_code
+from tfdp.ground.base.feature import job_part
 
 _WARN_AFTER_SECONDS = 10.0
 # Seconds between two checks of whether an awaited worker is alive: at the start of a
@@ -92,9 +92,9 @@ class WorkerGroup:
 
     @property
     def is_job_chief(self) -> bool:
-        """Bool, whether this worker is the chief of the whole job with all islands."""
-        island = Island.from_environment()
-        return self.is_chief and (island is None or island.index == 0)
+        """Bool, whether this worker is the chief of the job with all its parts."""
+        part = job_part()
+        return self.is_chief and (part is None or part.index == 0)
 
     def for_other_thread(self) -> WorkerGroup:
         """Return a group of the same workers for one thread other than the main thread.

@@ -6,7 +6,7 @@ from typing import Any
 
 from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.ground.text import pluralize
-from tfdp.training.step.step import LocalUpdates
+from tfdp.training.step.step import IndependentGroups
 
 
 def check_model(strategy: Any, model: Any) -> None:
@@ -25,7 +25,7 @@ def check_model(strategy: Any, model: Any) -> None:
         f.label
         for each in features
         for f in each.active
-        if f.needs_all_replicas or f.checks_finite or isinstance(f, LocalUpdates)
+        if f.needs_all_replicas or f.checks_finite or isinstance(f, IndependentGroups)
     ]
     found = {
         "`run_eagerly=True`": model.run_eagerly,

@@ -3,6 +3,7 @@
 An island that ends does not stop the others, and one that restarts continues from the
 state that all have in common. Files, in reading order:
 
+- `island`: index of an island in its job, and address of the hub, from `TF_CONFIG`.
 - `hub_connection`: messages and heartbeats over an authenticated connection.
 - `hub`: the server that islands connect to: for each `fit` rounds of exchanges,
   and the state for islands that join.

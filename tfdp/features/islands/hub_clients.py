@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tfdp.communication.cluster.address import split_address
-from tfdp.communication.cluster.islands import Island
 from tfdp.communication.connection.handshake import (
     ConnectionFailed,
     UnauthenticatedPeer,
@@ -30,6 +29,7 @@ from tfdp.features.islands.hub_connection import (
     SERVICE,
     HubConnection,
 )
+from tfdp.features.islands.island import Island
 from tfdp.ground.base.threads import start_thread
 from tfdp.ground.forks import close_in_forks
 

@@ -17,14 +17,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.communication.cluster.islands import Island
 from tfdp.communication.transport.communicator import Array
 from tfdp.communication.transport.rounds import Reply
 from tfdp.features.islands.hub_clients import HubClient, HubGone
+from tfdp.features.islands.island import Island
 from tfdp.features.local_steps import LocalStepsOptions, OuterOptions
 from tfdp.features.local_steps.outer_step import OuterStep
 from tfdp.ground import user_code
-from tfdp.ground.base.feature import Feature, Fit, register
+from tfdp.ground.base.feature import Feature, Fit, JobPart, register
 from tfdp.ground.base.param_groups import batches_per_update
 from tfdp.ground.base.threads import run_on_thread
 from tfdp.ground.forks import Owner
@@ -45,6 +45,11 @@ _running: weakref.WeakKeyDictionary[Any, IslandTraining] = weakref.WeakKeyDictio
 
 class Islands(Feature):
     """Hooks of islands, which exchange in outer steps, see `tfdp.features.islands`."""
+
+    def job_part(self) -> JobPart | None:
+        """Return the part that an island trains, or `None` without islands."""
+        island = Island.from_environment()
+        return None if island is None else island.part
 
     def before_loop(self, model: Any) -> None:
         """Exchange before an evaluation, so that it uses the common weights."""

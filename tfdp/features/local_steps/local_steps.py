@@ -19,17 +19,16 @@ from tfdp.ground.base import batch_weight
 from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.context import is_tfdp, replica_context, strategy_of
 from tfdp.ground.base.feature import Feature
-from tfdp.ground.base.loops import local_updates
 from tfdp.ground.base.param_groups import innermost
 from tfdp.training.optimizer.features import installed
 from tfdp.training.reduction.fusion import wide_dtype
 from tfdp.training.reduction.gradient_reducer import GradientReducer, replica_reducer
 from tfdp.training.replicas.variables import StatisticVariable
 from tfdp.training.step.accumulation import read, set_to_zero
-from tfdp.training.step.step import LocalUpdates, Step
+from tfdp.training.step.step import IndependentGroups, Step
 
 
-class LocalSteps(LocalUpdates):
+class LocalSteps(IndependentGroups):
     """Count a replica's local updates and samples, and exchange when that is due.
 
     Args:
@@ -126,8 +125,17 @@ class LocalSteps(LocalUpdates):
                 "the other."
             )
 
+    def check_update(self, optimizer: Any) -> None:
+        """Raise `ValueError` for an update by another optimizer of the model."""
+        if installed(optimizer, LocalSteps) is not self:
+            raise ValueError(
+                "Local steps support one optimizer, the one that the model was "
+                "compiled with. Remove `LocalSGD` or `DiLoCo` for a model with "
+                f"several. Received: an update by {optimizer.name!r}"
+            )
+
     def groups_of_ranks(self, strategy: Any) -> Sequence[Sequence[int]]:
-        """Implements `LocalUpdates.groups_of_ranks`, by the option `scope`.
+        """Implements `IndependentGroups.groups_of_ranks`, by the option `scope`.
 
         Returns:
             List of lists of ints: with the scope `"replica"`, or on one device without
@@ -423,6 +431,12 @@ def enabled(optimizer: Any) -> LocalSteps | None:
     return found if found is not None and found.is_enabled else None
 
 
+def active(model: Any) -> Any:
+    """Return the `LocalSteps` that a Keras model makes now, or `None`."""
+    found = installed(getattr(model, "optimizer", None), LocalSteps)
+    return found if found is not None and found.is_active else None
+
+
 def enable(optimizer: Any, options: LocalStepsOptions, *, now: bool) -> None:
     """Enable local steps: replicas or nodes synchronize after several updates.
 
@@ -459,7 +473,7 @@ class LocalStepsFeature(Feature):
         This worker ends its running round and joins no other until the workers have
         synchronized, so that the rounds of late workers do not wait for it.
         """
-        if (local_steps := local_updates(model)) is not None:
+        if (local_steps := active(model)) is not None:
             local_steps.before_sync()
 
     before_loop = before_sync
@@ -475,7 +489,7 @@ class LocalStepsFeature(Feature):
         if equalize is not None:
             equalize()
         strategy = strategy_of(model)
-        if strategy is not None and local_updates(model) is not None:
+        if strategy is not None and active(model) is not None:
             values = [variable.value for variable in model.variables]
             strategy.extended.average(
                 [value for value in values if isinstance(value, StatisticVariable)]
@@ -491,7 +505,7 @@ class LocalStepsFeature(Feature):
             Batches of a skipped step are taken from the iterator and dropped; the logs
             of the last step that was made are returned.
             """
-            local_steps = local_updates(model)
+            local_steps = active(model)
             if local_steps is None or local_steps.pace is None:
                 return step(iterator)
             return local_steps.pace.step(model, step, iterator)
@@ -512,7 +526,7 @@ class LocalStepsFeature(Feature):
             Int, 1 without local steps; or `None` if workers do not synchronize within
             an epoch, such as with `min_participants`.
         """
-        local_steps = local_updates(model)
+        local_steps = active(model)
         if local_steps is None:
             return 1
         options = local_steps.options

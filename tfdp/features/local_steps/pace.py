@@ -114,7 +114,8 @@ class Pace:
                 count = number  # the last execution of an epoch may have fewer steps
                 break
         optimizer = model.optimizer
-        for variable in optimizer.iterations, optimizer.features.local_updates.updates:
+        groups = optimizer.features.independent_groups
+        for variable in optimizer.iterations, groups.updates:
             for replica in range(model.distribute_strategy.extended.num_local):
                 part = _compat.local_value(variable, replica)
                 part.assign_add(tf.cast(count, part.dtype), read_value=False)
@@ -201,4 +202,4 @@ def workers_by_node(strategy: Any, scope: str) -> list[list[int]]:
 
 def _wait_for_step(model: Any) -> None:
     """Wait until the devices have finished the step that was launched last."""
-    model.optimizer.features.local_updates.updates.numpy()
+    model.optimizer.features.independent_groups.updates.numpy()

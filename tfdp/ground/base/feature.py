@@ -28,6 +28,23 @@ class Fit:
     arguments: dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class JobPart:
+    """Part of a job whose parts train separately, each on its rows of every batch.
+
+    Args:
+        name: String, unique among the parts, for names of files.
+        index: Int, index of the part. The first one writes the files of the job.
+        count: Int, number of parts.
+        seed: Int, the same for all parts of a job, and another for other jobs.
+    """
+
+    name: str
+    index: int
+    count: int
+    seed: int
+
+
 class Feature:
     """Base class of features of training. By default each hook does nothing.
 
@@ -50,6 +67,13 @@ class Feature:
 
     def on_strategy(self, rank: int) -> None:
         """Handle the rank of this worker, as soon as a strategy knows it."""
+
+    def job_part(self) -> JobPart | None:
+        """Return the part of a job that this process trains, or `None` for all of it.
+
+        The core asks whenever it reads training data, shuffles or writes files.
+        """
+        return None
 
     def before_sync(self, model: Any) -> None:
         """Prepare for the end of an epoch or evaluation, where all workers synchronize.
@@ -165,11 +189,17 @@ def registered() -> tuple[Feature, ...]:
     return tuple(_registered)
 
 
+def job_part() -> JobPart | None:
+    """Return the part of a job that this process trains, or `None` for all of it."""
+    parts = (feature.job_part() for feature in registered())
+    return next(filter(None, parts), None)
+
+
 def equalize_replicas(model: Any) -> None:
     """Give all replicas of a model the same state, by the hooks of all features.
 
     Call it on all workers, outside a step. Each feature that lets replicas differ has
-    its own rule: local steps, for example, average their weights.
+    its own rule.
 
     Args:
         model: Keras model.

@@ -49,9 +49,15 @@ class Loop:
         return self.name in _TRAINING
 
     @property
-    def uses_local_steps(self) -> bool:
-        """Bool, whether the loop trains with local steps, without gradient exchange."""
-        return self.trains and uses_local_steps(self.model)
+    def features(self) -> Any:
+        """`Features` of the optimizer that the loop trains with, or `None`."""
+        optimizer = getattr(self.model, "optimizer", None)
+        return getattr(optimizer, "features", None) if self.trains else None
+
+    @property
+    def independent_groups(self) -> Any:
+        """`IndependentGroups` of replicas that the loop trains with, or `None`."""
+        return self.features and self.features.independent_groups
 
 
 _loops: list[Loop] = []
@@ -74,38 +80,13 @@ def awaiting_training_data() -> Loop | None:
     return loop if loop is not None and loop.awaits_training_data else None
 
 
-def uses_local_steps(model: Any) -> bool:
-    """Return whether the replicas of a model train with local steps."""
-    return local_updates(model) is not None
+def independent_groups() -> Any:
+    """Return the `IndependentGroups` that the innermost loop trains with, or `None`.
 
-
-def local_updates(model: Any) -> Any:
-    """Return the feature with which replicas of a model update alone, or `None`."""
-    features = getattr(getattr(model, "optimizer", None), "features", None)
-    return None if features is None else features.local_updates
-
-
-def loop_uses_local_steps() -> bool:
-    """Return whether the innermost loop trains with local steps."""
-    loop = current()
-    return loop is not None and loop.uses_local_steps
-
-
-def check_local_steps_optimizer(optimizer: Any) -> None:
-    """Raise if an optimizer updates in a loop with local steps of another optimizer.
-
-    Args:
-        optimizer: The Keras optimizer of an update.
-
-    Raises:
-        ValueError: If the model was compiled with another optimizer.
+    Without them all replicas make the same updates.
     """
-    if loop_uses_local_steps() and _loops[-1].model.optimizer is not optimizer:
-        raise ValueError(
-            "Local steps support one optimizer, the one that the model was compiled "
-            "with. Remove `LocalSGD` or `DiLoCo` for a model with several. "
-            f"Received: an update by {optimizer.name!r}"
-        )
+    loop = current()
+    return None if loop is None else loop.independent_groups
 
 
 def record_data_read() -> None:

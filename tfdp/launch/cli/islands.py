@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tfdp.communication.cluster import Cluster, free_ports, split_address
-from tfdp.communication.cluster.islands import Island
 from tfdp.communication.connection.secret import VARIABLE, new_secret, read_secret
+from tfdp.features.islands.island import Island
 from tfdp.ground.text import pluralize
 from tfdp.launch.cli import parameter_types as types
 from tfdp.launch.cli.errors import usage_errors

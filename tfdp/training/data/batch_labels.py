@@ -2,7 +2,7 @@
 
 Each worker reads the whole generator or `PyDataset`, and only its batches show whether
 all workers draw the same rows. Workers compare the labels of the first batch before
-the first step; `ConsistencyCheck` compares the labels of later batches.
+the first step. The labels of later batches are recorded, for comparisons by callbacks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ _NUM_KEPT_BATCHES = 1000
 class LabelRecord:
     """Record of the class labels of the latest batches of a `fit`.
 
-    `ConsistencyCheck` compares them between workers. The labels of a batch are a dict
-    of arrays, as `class_labels` returns it.
+    The labels of a batch are a dict of arrays, as `class_labels` returns it.
 
     Args:
         restarts: Bool, whether each epoch begins a new pass over the data. A reader

@@ -16,10 +16,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.cluster.islands import Island
 from tfdp.communication.coordination.facts import compare
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
+from tfdp.ground.base.feature import JobPart, job_part
 from tfdp.training.data.batch_sizes import batch_size_of, sizes_of_batches
 from tfdp.training.data.early_rows import Division, batch_local_rows, divide_early
 from tfdp.training.data.file_shards import FileShard
@@ -89,8 +89,8 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
         _check_order(strategy, dataset)
     if not _has_rows(dataset):
         return stock.experimental_distribute_dataset(dataset, options)
-    if (island := island_in_training()) is not None:
-        dataset = rows_of_island(dataset, island)
+    if (part := part_in_training()) is not None:
+        dataset = rows_of_part(dataset, part)
     batch_size = batch_size_of(dataset)
     check_batch_size(strategy, batch_size, "The dataset's batch size")
     extended = strategy.extended
@@ -365,30 +365,29 @@ def warn_not_split_early(strategy: Any, obstacle: str) -> None:
         )
 
 
-def island_in_training() -> Island | None:
-    """Return this process's island while `fit` prepares training data, or `None`."""
-    is_for_training = loops.awaiting_training_data() is not None
-    return Island.from_environment() if is_for_training else None
+def part_in_training() -> JobPart | None:
+    """Return this process's part of a job while `fit` prepares training data."""
+    return None if loops.awaiting_training_data() is None else job_part()
 
 
-def rows_of_island(dataset: tf.data.Dataset, island: Island) -> tf.data.Dataset:
-    """Take an island's rows of each batch.
+def rows_of_part(dataset: tf.data.Dataset, part: JobPart) -> tf.data.Dataset:
+    """Take the rows of each batch on which a part of a job trains.
 
-    A batch with fewer rows than islands exist is left out by all islands, so that they
-    run the same number of steps.
+    A batch with fewer rows than parts exist is left out by all parts, so that they run
+    the same number of steps.
 
     Args:
         dataset: `tf.data.Dataset` of batches.
-        island: `Island`.
+        part: `JobPart`.
 
     Returns:
         `tf.data.Dataset` of smaller batches.
     """
-    ranks = [island.index]
-    divided = divide_early(dataset, ranks, island.count).dataset
+    ranks = [part.index]
+    divided = divide_early(dataset, ranks, part.count).dataset
     if divided is None:
-        divided = divide_batches(dataset, ranks, island.count)
-    enough = divided.filter(lambda parts, total: total >= float(island.count))
+        divided = divide_batches(dataset, ranks, part.count)
+    enough = divided.filter(lambda rows, total: total >= float(part.count))
     return flatten_local_replicas(enough).with_options(dataset.options())
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import keras
 
-from tfdp.communication.cluster.islands import Island
 from tfdp.communication.coordination.data_wait import data_wait
 from tfdp.communication.coordination.facts import compare
 from tfdp.communication.coordination.progress import progress
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops, stand_in_seed
 from tfdp.ground.base.context import is_tfdp
+from tfdp.ground.base.feature import JobPart
 from tfdp.training.data import position as data_position
 from tfdp.training.data.batch_labels import class_labels
 from tfdp.training.data.checks import source_name
@@ -25,9 +25,9 @@ from tfdp.training.data.determinism import SeededShuffle, common_seed, new_seed
 from tfdp.training.data.distribute import (
     REBALANCE_REASON,
     is_endless,
-    island_in_training,
     length_of,
-    rows_of_island,
+    part_in_training,
+    rows_of_part,
     warn_not_split_early,
 )
 from tfdp.training.data.fingerprints import ArrayValues, values_fact
@@ -87,20 +87,20 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
     if is_tfdp(strategy):
         _warn_of_no_end(strategy, iterator)
         _count_reads(strategy, iterator)
-    island = island_in_training() if is_tfdp(strategy) else None
+    part = part_in_training() if is_tfdp(strategy) else None
     loops.record_data_read()
     if _compat.holds_arrays(iterator.data_adapter):
         loops.record_batch_rows(iterator.data_adapter.batch_size)
 
     def of_epoch() -> Any:
         """Distribute the dataset of the adapter for the next epoch, and return it."""
-        return _distribute_adapter(strategy, iterator, island)
+        return _distribute_adapter(strategy, iterator, part)
 
     is_shuffled = _compat.shuffles_arrays(iterator.data_adapter)
     has_seed = _compat.global_seed() not in (None, stand_in_seed.seed())
-    if island is not None and is_shuffled and not has_seed:
-        # Islands need the same order, because each takes its rows of every batch.
-        _compat.set_dataset_of_epoch(iterator, SeededShuffle(island.seed, of_epoch))
+    if part is not None and is_shuffled and not has_seed:
+        # The parts of a job need the same order: each takes its rows of every batch.
+        _compat.set_dataset_of_epoch(iterator, SeededShuffle(part.seed, of_epoch))
     position = data_position.current()
     if position is not None and position.iterator is None:
         if _compat.shuffles_arrays(iterator.data_adapter) and not _has_order(iterator):
@@ -142,7 +142,7 @@ def _count_reads(strategy: Any, iterator: Any) -> None:
 def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
     """Return whether batches are divided by weights; warn if they cannot be.
 
-    It is `True` only for training data under `--rebalance`.
+    It is `True` only for training data with a load balancer.
     """
     is_for_training = loops.awaiting_training_data() is not None
     if strategy.extended.balance is None or not is_for_training:
@@ -282,22 +282,22 @@ def _has_order(iterator: Any) -> bool:
 
 
 def _distribute_adapter(
-    strategy: Any, iterator: Any, island: Island | None = None
+    strategy: Any, iterator: Any, part: JobPart | None = None
 ) -> Any:
     """Distribute the dataset of an iterator's data adapter.
 
     Args:
         strategy: A tfdp strategy.
         iterator: Epoch iterator of Keras.
-        island: `Island` whose rows are distributed, or `None` for all. Defaults to
+        part: `JobPart` whose rows are distributed, or `None` for all. Defaults to
             `None`.
 
     Returns:
         A distributed dataset. The iterator and its adapter are not changed.
     """
     dataset = iterator.data_adapter.get_tf_dataset()
-    if island is not None:
-        dataset = rows_of_island(dataset, island)
+    if part is not None:
+        dataset = rows_of_part(dataset, part)
     return strategy.experimental_distribute_dataset(dataset)
 
 

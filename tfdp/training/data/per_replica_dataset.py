@@ -285,7 +285,7 @@ class PerReplicaIterator(StepIterator):
         Args:
             parts: Tuple of nests, the rows of each local replica. If the `ReadOptions`
                 have `by_weight`, one nest, the whole global batch, which is divided
-                here by the weights that `--rebalance` currently gives the replicas.
+                here by the replicas' current weights in the load balancer.
         """
         if self.read_options.by_weight:
             extended = self.strategy.extended
@@ -379,7 +379,7 @@ def distribute_divided(
 def is_read_on_cpus(strategy: Any, options: Any) -> bool:
     """Return whether steps read rows from a `PerReplicaDataset` in host memory.
 
-    They do on CPUs, or under `--rebalance`. Options of the user need stock distributed
+    They do on CPUs, or with a load balancer. Options of the user need stock distributed
     data instead, except in a job that continues after a loss.
 
     Args:

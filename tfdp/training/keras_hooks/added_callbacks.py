@@ -64,7 +64,7 @@ class SyncStopTraining(keras.callbacks.Callback):
 class SyncStopTrainingEachBatch(SyncStopTraining):
     """Stop all workers after the batch in which any worker requested a stop.
 
-    Replicas with local steps stop at their next synchronization.
+    Workers that do not synchronize in every step stop at their next synchronization.
     """
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -118,8 +118,8 @@ class OptimizerProgressCheck(keras.callbacks.Callback):
     """Stop `fit` if gradients always overflow, and equalize replicas after each epoch.
 
     The optimizer's `check_progress` raises after ten overflows in a row at the smallest
-    loss scale. At the end of an epoch, before files are saved, replicas that took local
-    steps get the same weights and statistics, and equal parts of accumulated gradients.
+    loss scale. At the end of an epoch, before files are saved, replicas whose state
+    differs get the same, and equal parts of accumulated gradients.
     """
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -259,7 +259,7 @@ def draw_seed(original: Callable, seed: Any) -> Any:
     """Draw a seed that differs between replicas; rank 0 has the seed of one device."""
     drawn = original(seed)
     if (trace := program_trace.current()) is not None:
-        if loops.loop_uses_local_steps():
+        if loops.independent_groups() is not None:
             drawn += _seed_of_group(trace, drawn.dtype)
         return drawn
     context = replica_context()
@@ -272,8 +272,8 @@ def draw_seed(original: Callable, seed: Any) -> Any:
 def _seed_of_group(trace: Any, dtype: tf.DType) -> tf.Tensor:
     """Return an offset of seeds, by which groups of replicas draw different numbers.
 
-    Groups are those that update independently with local steps. The offset is a
-    multiple of the first rank of the group, so zero for the group of rank 0.
+    Groups are those that update independently. The offset is a multiple of the first
+    rank of the group, so zero for the group of rank 0.
 
     Args:
         trace: `ProgramTrace` of the program that the replicas of the group run.

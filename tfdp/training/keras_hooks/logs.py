@@ -21,8 +21,8 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
     """Merge each replica's logs into those of the global batch.
 
     Partial sums, such as the states of metrics, are summed over the replicas, and the
-    logs are computed from the sums. With local steps the logs within an epoch are over
-    this worker's rows.
+    logs are computed from the sums. Where groups of replicas update independently, only
+    workers whose replicas train together have common logs within an epoch.
 
     Args:
         strategy: A tfdp strategy.
@@ -44,7 +44,8 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
 def _logs_of_eager_step(strategy: Any, model: Any, outputs: Any) -> Any:
     """Return the logs of an eager step, which has run on all rows.
 
-    With local steps they are weighted means of the logs of the replicas.
+    Where groups of replicas update independently, they are weighted means of the logs
+    of the replicas.
 
     Args:
         strategy: A tfdp strategy.
@@ -55,7 +56,7 @@ def _logs_of_eager_step(strategy: Any, model: Any, outputs: Any) -> Any:
         Nest with the structure of `outputs`, with one tensor for each value.
     """
     local = [_local_values(strategy, x) for x in tf.nest.flatten(outputs)]
-    is_alone = loops.loop_uses_local_steps()
+    is_alone = loops.independent_groups() is not None
     means = list(map(_weighted_by_rows, local)) if is_alone else []
     merged = _sum_over_replicas(strategy, model, means)
     values = map(_cast_like, merged, local) if is_alone else [own[0] for own in local]

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdp.ground import _compat
-from tfdp.ground.base import loops, program_trace
+from tfdp.ground.base import program_trace
 from tfdp.ground.base.context import in_tfdp_scope, replica_context
 from tfdp.ground.base.deferred_updates import defer
 from tfdp.training.keras_hooks.scope_checks import (
@@ -47,7 +47,6 @@ def apply(
     if len(grads) == 0:
         return None
     bring_into_scope(optimizer)
-    loops.check_local_steps_optimizer(optimizer)
     gradients, variables = checked_gradients(optimizer, grads, trainable_variables)
     with keras.name_scope(optimizer.name, caller=optimizer):
         gradients, variables = _compat.overwrite_by_gradients(

@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.cluster.islands import Island
+from tfdp.ground.base.feature import job_part
 from tfdp.ground.base.files import replaced
 
 # File endings by which Keras selects a format. The name of a temporary file keeps the
@@ -86,13 +86,11 @@ def _save(
         optimizer = getattr(model, "optimizer", None)
         takes_part = worker_group.is_chief or getattr(optimizer, "is_sharded", False)
         return original(model, path, *rest, **options) if takes_part else None
-    island = Island.from_environment()
-    island_prefix = "" if island is None else f"island{island.index}."
-    temporary_path = _temporary_path(
-        target, f"{island_prefix}worker{worker_group.rank}"
-    )
+    part = job_part()
+    writers = "worker" if part is None else f"{part.name}.worker"
+    temporary_path = _temporary_path(target, f"{writers}{worker_group.rank}")
     if worker_group.is_chief:
-        pattern = _temporary_path(target, f"{island_prefix}worker(rank)")
+        pattern = _temporary_path(target, f"{writers}(rank)")
         _remove_stale_files(pattern, worker_group.num_workers)
     # An existing folder has to be removed before another one is moved to its path, so
     # only worker 0 replaces a folder.

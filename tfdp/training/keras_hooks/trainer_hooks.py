@@ -5,7 +5,7 @@ Each function without an underscore replaces a Keras function; the table is in
 calls it for a model without a tfdp strategy. In the functions below `name` is the
 method of Keras that was called, `bound` are the arguments of the call, and `arguments`
 is their dict by name, in which a function may replace some. A feature is an addition to
-training, such as local steps, which registers hooks as a `Feature`.
+training, which registers hooks as a `Feature`.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
     for feature in registered():
         feature.before_sync(model)
     results = original(model, logs)
-    is_local = loops.loop_uses_local_steps() or loops.exchange() is not None
+    is_local = (loops.independent_groups() or loops.exchange()) is not None
     if results is logs and logs and is_local:
         # Keras returns the object `logs` itself only if the step is overridden. It then
         # holds values of this worker, whose mean over workers is returned. Metrics need

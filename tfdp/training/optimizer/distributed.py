@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp.ground import _compat
-from tfdp.ground.base import batch_weight, loops
+from tfdp.ground.base import batch_weight
 from tfdp.ground.base.context import replica_context
 from tfdp.ground.base.deferred_updates import defer
 from tfdp.ground.base.param_groups import (
@@ -253,7 +253,6 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
                 Defaults to `None`.
         """
         scope_checks.bring_into_scope(self)
-        loops.check_local_steps_optimizer(self)
         gradients, variables = checked_gradients(self, grads, trainable_variables)
         # On one device the step waits for the first gradient. If the data has ended,
         # the step then fails before it changes a variable, as a step on replicas does.
@@ -422,9 +421,9 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             feature.check(self)
         param_groups = param_groups_of(self.inner_optimizer, variables)
         reducer = _reducer()
-        local = features.local_updates
+        groups = features.independent_groups
         sharded = None if self.shards is None else self.shards.on_replica()
-        step_reducer = local.reducer() if local else reducer
+        step_reducer = groups.reducer() if groups else reducer
         layout = sharded or StateLayout(step_reducer)
         return Step(
             optimizer=self.inner_optimizer,
@@ -460,12 +459,12 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             reducer: `GradientReducer`, which knows the weight of the replica.
         """
         weight, num_groups = reducer.gradient_weight(), 1
-        local = self.features.local_updates
-        # With local steps, gradients are divided by the number of groups of replicas
-        # that update independently, but only in Keras's loops: in a custom loop the
-        # loss is a part of the global mean already.
-        if local and batch_weight.is_part_of_sum():
-            num_groups = len(local.groups_of_ranks(tf.distribute.get_strategy()))
+        groups = self.features.independent_groups
+        # Gradients are divided by the number of groups of replicas that update
+        # independently, but only in Keras's loops: in a custom loop the loss is a part
+        # of the global mean already.
+        if groups and batch_weight.is_part_of_sum():
+            num_groups = len(groups.groups_of_ranks(tf.distribute.get_strategy()))
         state = self.features.accumulation
         if state is None:
             return NoAccumulation(weight)

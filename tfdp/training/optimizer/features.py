@@ -12,7 +12,7 @@ from tfdp.ground.base import program_trace
 from tfdp.ground.base.param_groups import ParamGroup
 from tfdp.training.step.accumulation import AccumulationState
 from tfdp.training.step.loss_scale import LossScale, LossScaling
-from tfdp.training.step.step import LocalUpdates, RowDivider, Schedule, StepFeature
+from tfdp.training.step.step import IndependentGroups, RowDivider, Schedule, StepFeature
 
 
 def installed(optimizer: Any, kind: type) -> Any:
@@ -69,9 +69,9 @@ class Features:
         return [feature for feature in self.installed.values() if feature.is_active]
 
     @property
-    def local_updates(self) -> LocalUpdates | None:
+    def independent_groups(self) -> IndependentGroups | None:
         """The feature with which groups of replicas update independently, or `None`."""
-        return next((f for f in self.active if isinstance(f, LocalUpdates)), None)
+        return next((f for f in self.active if isinstance(f, IndependentGroups)), None)
 
     @property
     def divider_of_rows(self) -> RowDivider | None:
@@ -198,7 +198,7 @@ class Features:
     def reset(self) -> None:
         """Call `reset` of each installed `StepFeature`, which ends its part in a `fit`.
 
-        Local steps, for example, become inactive, and keep their variables.
+        A feature that becomes inactive keeps its variables.
         """
         for feature in self.installed.values():
             feature.reset()

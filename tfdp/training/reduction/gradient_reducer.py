@@ -18,7 +18,7 @@ from tfdp.training.reduction.sparse import reduce_indexed_slices
 class GradientReducer:
     """Reducer of the gradients of a step on one device, which changes nothing.
 
-    It is also the base class, and the reducer of a replica that takes local steps.
+    It is also the base class, and the reducer of a replica that updates alone.
     """
 
     # Number of replicas whose gradients are summed.

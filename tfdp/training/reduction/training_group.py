@@ -64,49 +64,38 @@ def training_group(strategy: Any) -> TrainingGroup:
     """
     replica = _compat.local_replica_id(tf.distribute.get_replica_context())
     own_rank = strategy.extended.first_rank + replica
-    for ranks in groups_of_ranks(strategy):
-        if own_rank in ranks:
-            break
+    ranks = next(group for group in groups_of_ranks(strategy) if own_rank in group)
     is_all = len(ranks) == strategy.num_replicas_in_sync
-    reducer = replica_reducer() if is_all else _local_updates().reducer()
+    reducer = replica_reducer() if is_all else loops.independent_groups().reducer()
     return TrainingGroup(tuple(ranks), own_rank, replica, reducer, is_all)
 
 
 def groups_of_ranks(strategy: Any) -> Sequence[Sequence[int]]:
     """Return the ranks of each group of replicas that trains together."""
-    if not loops.loop_uses_local_steps():
+    if (groups := loops.independent_groups()) is None:
         return [range(strategy.num_replicas_in_sync)]
-    return _local_updates().groups_of_ranks(strategy)
+    return groups.groups_of_ranks(strategy)
 
 
 def merging_group(strategy: Any) -> ProcessGroup:
     """Return the group of workers over which the logs of a step are merged.
 
-    The group has one member for each worker. With local steps it has only the workers
-    whose replicas train together. Where steps do not wait for all workers, each worker
-    is alone.
+    The group has one member for each worker whose replicas train together. Where steps
+    do not wait for all workers, each worker is alone.
     """
     extended = strategy.extended
     if loops.exchange() is not None:
         parts = [{rank} for rank in extended.host_group.workers]
-    elif not loops.loop_uses_local_steps():
-        return extended.host_group
     else:
         parts = join_overlapping(
             {rank // extended.num_local for rank in ranks}
             for ranks in groups_of_ranks(strategy)
         )
+    if len(parts) == 1:
+        return extended.host_group
     position_of = list(extended.host_group.workers).index
     (group,) = extended.host_group.split(
         [sorted(map(position_of, part)) for part in sorted(parts, key=min)]
     )
     assert group is not None
     return group
-
-
-def _local_updates() -> Any:
-    """Return the `LocalUpdates` feature of the optimizer that the running loop trains.
-
-    Call it only in a loop with local steps, where the optimizer has one.
-    """
-    return loops.local_updates(loops.current().model)  # type: ignore[union-attr]

@@ -116,13 +116,13 @@ class StatisticVariable(MirroredVariable):
 
     With TensorFlow's variables replicas drift apart, and saving takes replica 0's
     statistic.
-    In a loop with local steps, each replica's statistic follows its own batches until
-    the replicas are synchronized.
+    Where groups of replicas update independently, each replica's statistic follows its
+    own batches until the replicas are synchronized.
     """
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
         """Update this replica's statistic, which the step then averages."""
-        if program_trace.current() is None and not loops.loop_uses_local_steps():
+        if program_trace.current() is None and loops.independent_groups() is None:
             self.distribute_strategy.extended.record_statistics([self])
         return super()._update_replica(update_fn, value, **kwargs)
 

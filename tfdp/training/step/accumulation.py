@@ -210,9 +210,10 @@ class LocalAccumulation(Accumulator):
         state: `AccumulationState`.
         positions: List of ints, the position of each gradient's sum.
         weight: Scalar tensor, the weight of this replica, or `None`.
-        num_groups: Int, the number of replicas or nodes that take local steps. Sums are
-            divided by it, so that adding them up over all gives the global mean, which
-            files contain; a local update undoes the division. Defaults to 1.
+        num_groups: Int, the number of groups of replicas that update independently.
+            Sums are divided by it, so that adding them up over all gives the global
+            mean, which files contain; a group's update undoes the division. Defaults
+            to 1.
     """
 
     def __init__(

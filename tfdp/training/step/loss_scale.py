@@ -146,7 +146,7 @@ class LossScale:
         _set(self.non_finite, tf.scatter_nd(where, culprits, [size]))
 
     def agree(self, reducer: GradientReducer) -> None:
-        """Agree on one state with replicas that have taken local steps.
+        """Agree on one state with replicas that have updated independently.
 
         All replicas get the smallest scale, at which no replica has overflowed, and the
         largest number of skipped steps.

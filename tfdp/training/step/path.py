@@ -10,8 +10,8 @@ An overflow on any replica skips the step on all and changes the scale and its c
 Residuals of compression are kept for the next step only if this step is not skipped.
 Features act before 1, at 4 and after 9, see `StepFeature`. Before 1 a feature may
 refuse the gradients, so that no stage runs. At 4 it may skip the step, too, which
-changes neither the scale nor its counters. With a feature of local steps, stage 2
-reduces nothing, or only within a node, and each replica or node skips steps on its own.
+changes neither the scale nor its counters. With `IndependentGroups`, stage 2 reduces
+only within a group of replicas, and each group skips steps on its own.
 
 In the functions below, `is_due` is whether this micro-batch completes an update, and
 `is_kept` is false if the update was skipped, for an overflow or by a feature. Each is a
@@ -105,9 +105,9 @@ def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
     _average(step, is_kept)  # stage 7: moving averages
     _constrain(step, is_kept)  # stage 8: constraints
     is_due = True if is_due is None else is_due
-    if step.makes_local_updates:
-        # With local updates each replica may skip its own update. A skipped update
-        # counts, too, because other replicas may have made theirs.
+    if step.has_independent_groups:
+        # Each group may skip its own update. A skipped update counts, too, because
+        # other groups may have made theirs.
         _count(step, is_due, True)  # stage 9: count
     else:
         _count(step, is_updated, is_kept)  # stage 9: count
@@ -120,12 +120,13 @@ def take_empty_step(step: Step) -> None:
 
     If the accumulator says that an update is due, sums of gradients are reset, weights
     decay, and the optimizers' counters increase, unless they count micro-batches. With
-    a loss scale or local updates nothing changes. See `tfdp.training.step.empty_step`.
+    a loss scale or `IndependentGroups` nothing changes. See
+    `tfdp.training.step.empty_step`.
 
     Args:
         step: `Step`.
     """
-    if step.scale is not None or step.makes_local_updates:
+    if step.scale is not None or step.has_independent_groups:
         # With a loss scale Keras updates only if the gradients are finite, which it
         # cannot know without gradients.
         return

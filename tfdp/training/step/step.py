@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdp.ground import _compat
+from tfdp.ground.base import loops
 from tfdp.ground.base.param_groups import ParamGroup, param_groups_of
 from tfdp.ground.base.step_context import ActiveHooks
 from tfdp.ground.text import pluralize
@@ -89,18 +90,18 @@ class StepFeature:
         """Create what depends on the trained variables, once these are known."""
 
     def reset(self) -> None:
-        """End what the feature changes in the steps of a `fit`, such as local steps.
+        """End what the feature changes in the steps of a `fit`.
 
-        Called before each `fit`, since an earlier one may have failed, and at the end
-        of a `fit` with local steps.
+        Called before each `fit`, since an earlier one may have failed, and by callbacks
+        at the end of their `fit`.
         """
 
     def equalize_replicas(self, optimizer: Any) -> None:
         """Give all replicas the same state, outside a step; all workers call it.
 
         `DistributedOptimizer.equalize_replicas` calls it, for example before evaluation
-        and saving. A feature with which weights and slots differ between replicas, such
-        as local steps, averages them. By default nothing is done.
+        and saving. A feature with which weights and slots differ between replicas
+        averages them. By default nothing is done.
 
         Args:
             optimizer: `DistributedOptimizer`.
@@ -225,11 +226,21 @@ class RowDivider(StepFeature, abc.ABC):
         """
 
 
-class LocalUpdates(StepFeature, abc.ABC):
+class IndependentGroups(StepFeature, abc.ABC):
     """Feature with which groups of replicas update independently of each other.
 
     An update is counted even if a replica skips it, since others may have made it.
     """
+
+    def check_update(self, optimizer: Any) -> None:
+        """Check an update in a loop that trains with these groups.
+
+        Args:
+            optimizer: The Keras optimizer that updates.
+
+        Raises:
+            ValueError: If it must not update independently in each group.
+        """
 
     @abc.abstractmethod
     def groups_of_ranks(self, strategy: Any) -> Sequence[Sequence[int]]:
@@ -315,9 +326,9 @@ class Step:
     loss_sum: Any = None
 
     @property
-    def makes_local_updates(self) -> bool:
-        """Bool, whether replicas make local updates."""
-        return any(isinstance(feature, LocalUpdates) for feature in self.features)
+    def has_independent_groups(self) -> bool:
+        """Bool, whether groups of replicas update independently of each other."""
+        return any(isinstance(f, IndependentGroups) for f in self.features)
 
     @property
     def grouped_positions(self) -> list[int]:
@@ -413,7 +424,10 @@ def checked_gradients(
     Raises:
         ValueError: If the numbers of gradients and variables differ, if the optimizer
             does not know a variable, or if it is not built and `variables` is `None`.
+            Also if `IndependentGroups` of the running loop refuse the optimizer.
     """
+    if (groups := loops.independent_groups()) is not None:
+        groups.check_update(optimizer)
     if variables is None and not optimizer.built:
         raise ValueError(
             "Give `apply` the variables, or build the optimizer for them first: "

@@ -98,7 +98,7 @@ class ReplicaExtended:
     defers_parameters = False
     # The number of nested scopes of the strategy that are entered.
     num_scopes = 0
-    # The balancer that divides rows by the workers' speed, see `tfdp run --rebalance`.
+    # `LoadBalancer` that divides rows by the workers' speed, or `None` for equal rows.
     balance: LoadBalancer | None = None
     # The number of earlier clusters of the job when the data was created that a custom
     # training loop has read last; or `None`.
@@ -349,7 +349,7 @@ class ReplicaExtended:
         kinds = [v.merge for v in variables]
         group = self.host_group
         if not tf.executing_eagerly():
-            # Local steps, for example, must not wait for all workers.
+            # A step may have to wait for some of the workers only.
             group = merging_group(self._container_strategy())  # type: ignore[attr-defined]
         return merge_states(locals_, kinds, group)
 

@@ -83,7 +83,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
     )
     is_whole = parts is None and divider is None
     if is_whole and not xla.is_wanted():
-        return _wait_for_data(loop.model, fn), args
+        return _wait_for_data(loop, fn), args
     loop.program_logs = None
     step: Callable
     if is_whole:
@@ -95,7 +95,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
         step = _divided_step(
             strategy, loop, fn, local, parts or [None], total, others, divider
         )
-    return _wait_for_data(loop.model, step), args
+    return _wait_for_data(loop, step), args
 
 
 def run_after(operations: list, fn: Callable) -> Callable:
@@ -236,11 +236,10 @@ def _divider_of_rows(
     """
     if loop is None or not loop.trains or strategy_of(loop.model) is not strategy:
         return None
-    features = getattr(loop.model.optimizer, "features", None)
     has_data = first_tensor(_compat.select_replica(0, args)) is not None
-    if features is None or tf.executing_eagerly() or not has_data:
+    if loop.features is None or tf.executing_eagerly() or not has_data:
         return None
-    return features.divider_of_rows
+    return loop.features.divider_of_rows
 
 
 def _taken_by_features(
@@ -295,7 +294,7 @@ def _eager_step(
         metric_states(loop.model),
         returns_rows="predict" in loop.name,
     )
-    if not loop.uses_local_steps:
+    if loop.independent_groups is None:
         step.prepare()
     return step
 
@@ -329,7 +328,7 @@ def record_count_read(strategy: Any, reader: types.FrameType) -> None:
         strategy.extended.names_of_count.add(name)
 
 
-def _wait_for_data(model: Any, fn: Callable) -> Callable:
+def _wait_for_data(loop: loops.Loop, fn: Callable) -> Callable:
     """Return a step that runs `fn`, whose operations wait for the step's data.
 
     In a training loop it also runs the hooks `around_step` of features: before `fn`,
@@ -349,24 +348,22 @@ def _wait_for_data(model: Any, fn: Callable) -> Callable:
         graph = tf.compat.v1.get_default_graph()
         first = len(graph.get_operations())
         with tf.control_dependencies(begins), _compat.ordered_by_itself():
-            after = _begin_features(model)
+            after = _begin_features(loop)
             outputs = fn(*args)
             for finish in after:
                 finish()
-        record_changes_without_data(model, graph.get_operations()[first:], data)
+        record_changes_without_data(loop.model, graph.get_operations()[first:], data)
         return outputs
 
     return step
 
 
-def _begin_features(model: Any) -> list[Callable[[], None]]:
+def _begin_features(loop: loops.Loop) -> list[Callable[[], None]]:
     """Run features' hooks before a training step; return callables to run after it."""
-    features = getattr(getattr(model, "optimizer", None), "features", None)
-    loop = loops.current()
-    if loop is None or not loop.trains:
+    if not loop.trains:
         return []
-    own = [] if features is None else features.active
-    after = [f.around_step(model) for f in (*own, *active.active())]
+    own = loop.features.active if loop.features else []
+    after = [f.around_step(loop.model) for f in (*own, *active.active())]
     return [finish for finish in after if finish is not None]
 
 

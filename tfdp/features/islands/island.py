@@ -10,6 +10,7 @@ from typing import Any
 
 from tfdp.communication.cluster import tf_config
 from tfdp.communication.cluster.address import split_address
+from tfdp.ground.base.feature import JobPart
 
 _KEY = "island"
 
@@ -84,10 +85,11 @@ class Island:
         return cls(**entry)
 
     @property
-    def seed(self) -> int:
-        """Int, a seed derived from the secret, the same on all islands of a job."""
+    def part(self) -> JobPart:
+        """`JobPart` of this island, with a seed that is derived from the secret."""
         digest = hashlib.sha256(self.secret.encode()).digest()
-        return int.from_bytes(digest[:4], "big") >> 1
+        seed = int.from_bytes(digest[:4], "big") >> 1
+        return JobPart(f"island{self.index}", self.index, self.count, seed)
 
     def add_to(self, config: dict[str, Any]) -> None:
         """Add this island to the `tfdp` key of a `TF_CONFIG`, in place.
