@@ -7,7 +7,7 @@ import functools
 import json
 import os
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 
@@ -39,11 +39,7 @@ from tfdp.checkpoint.training_state import (
 )
 from tfdp.communication.cluster import cpu_kernels
 from tfdp.communication.cluster.islands import Island
-from tfdp.communication.coordination.preemption import (
-    PREEMPTED,
-    PreemptionNotice,
-    PreemptionWatch,
-)
+from tfdp.communication.coordination.preemption import PreemptionNotice, PreemptionWatch
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.watch import WorkerLost, WorkersJoin
 from tfdp.features import elastic
@@ -464,7 +460,7 @@ class BackupAndRestore(StrategyCallback):
             # continue would wait in the next step for those that exit.
             self._backups.finish()
             if self._notice.is_given:
-                self._print_and_exit("the other workers continue", is_for_all=False)
+                self._notice.exit("the other workers continue", prints=True)
             return
         # An error of an earlier save is only printed, and does not prevent this backup.
         self._backups.close()
@@ -472,25 +468,11 @@ class BackupAndRestore(StrategyCallback):
         self._backups.finish()
         if self._memory is not None:
             self._memory.delete()
-        self._print_and_exit(
+        self._notice.exit(
             f"saved training at step {self._total} in {self.directory}. Run the same "
-            "command to resume"
+            "command to resume",
+            prints=self._worker_group.is_chief,
         )
-
-    def _print_and_exit(self, what: str, *, is_for_all: bool = True) -> NoReturn:
-        """Print what was done on a preemption notice, and exit with code 75.
-
-        Args:
-            what: String, a clause, such as `"the other workers continue"`.
-            is_for_all: Bool, whether one worker prints it for all. Defaults to `True`.
-        """
-        self._notice.is_answered = True
-        text = f"received a preemption notice; {what}. Exit code {PREEMPTED}."
-        if is_for_all:
-            self._say(text)
-        else:
-            say(text)
-        raise SystemExit(PREEMPTED)
 
     # Resuming from backups.
 
