@@ -28,7 +28,7 @@ from tests.data.test_position import (
     fit,
 )
 from tests.harness.timing import wait_until
-from tfdp.callbacks import BackupAndRestore, backup_and_restore
+from tfdp.callbacks import BackupAndRestore, backup_and_restore, run_state
 from tfdp.checkpoint import host_memory
 from tfdp.checkpoint.memory_backups import MemoryBackups
 from tfdp.communication.coordination.preemption import PREEMPTED
@@ -157,14 +157,14 @@ def test_a_run_that_gave_up_gathers_nothing_more(
     memory, backups, undisturbed, monkeypatch
 ):
     """Neither random states nor those of callbacks."""
-    gathered, gather = [], backup_and_restore.gather_random_states
+    gathered, gather = [], run_state.gather_random_states
 
     def noted(*arguments: Any) -> Any:
         gathered.append(arguments)
         return gather(*arguments)
 
     no_room(monkeypatch, memory)
-    monkeypatch.setattr(backup_and_restore, "gather_random_states", noted)
+    monkeypatch.setattr(run_state, "gather_random_states", noted)
     with pytest.warns(UserWarning, match="Nothing is saved in memory any more"):
         found = fit(arrays(**PLAIN), to(backups, save_freq=1000))
     assert_same(found, undisturbed)

@@ -18,10 +18,12 @@ import scipy.sparse
 import tensorflow as tf
 
 from tfdp.ground import _compat
-from tfdp.training.data import batch_labels, fingerprints
+from tfdp.training.data import batch_labels
+from tfdp.training.data.array_parts import ArrayPart
 from tfdp.training.data.batch_labels import LabelRecord, class_labels
-from tfdp.training.data.fingerprints import ArrayValues, find_difference
+from tfdp.training.data.fingerprints import ArrayValues
 from tfdp.training.data.same_datasets import values_of_sources
+from tfdp.training.data.value_differences import find_difference
 
 WITHIN_SECONDS = 60.0
 NUM_ROWS = 40
@@ -250,8 +252,7 @@ def test_what_cannot_be_read_or_has_another_length_is_not_compared():
 
 def test_a_description_that_fails_leaves_no_worker_waiting():
     x = numbers()
-    part = fingerprints._ArrayPart
-    with mock.patch.object(part, "describe", side_effect=MemoryError):
+    with mock.patch.object(ArrayPart, "describe", side_effect=MemoryError):
         assert of(x, x[ORDER]) == f"x{OTHER}"
 
 

@@ -6,8 +6,8 @@
   `gradient_noise_scale`: one feature of the `DistributedOptimizer` each.
 - `spike_guard`: updates left out where the loss or the gradient spikes.
 - `local_sgd`, `diloco`: training in which replicas or nodes update independently.
-- `backup_and_restore`, with `resumed_batches`: backups, and the resumption of a run on
-  any number of replicas.
+- `backup_and_restore`: backups, and the resumption of a run on any number of replicas;
+  `run_state`: what a backup contains; `resumed_batches`: batches of another size.
 - `communication_monitor`, `timeline`: measurements of steps.
 - `input_probe`: how long the `fit` of a script waits for data, for `tfdp doctor`.
 - `consistency_check`: a comparison of checksums of all replicas' weights.

@@ -4,45 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 
 from tfdp.callbacks.bases import StrategyCallback
 from tfdp.callbacks.resumed_batches import ResumedBatches
-from tfdp.checkpoint import api, schema
-from tfdp.checkpoint.backups import Backups, IncompatibleBackup
-from tfdp.checkpoint.callback_state import (
-    callback_states,
-    check_arrays,
-    empty_arrays,
-    from_json,
-    set_callback_states,
-    to_json,
-)
+from tfdp.callbacks.run_state import RunState
+from tfdp.checkpoint import api
+from tfdp.checkpoint.backups import Backups
+from tfdp.checkpoint.callback_state import from_json
 from tfdp.checkpoint.host_memory import HostMemory
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.memory_backups import MemoryBackups
 from tfdp.checkpoint.on_all_workers import worker_group_of
 from tfdp.checkpoint.places import Place, find_newest
-from tfdp.checkpoint.random_state import gather_random_states, restore_random_states
 from tfdp.checkpoint.reader import LoadPlan
-from tfdp.checkpoint.run_schema import check_run
-from tfdp.checkpoint.training_state import (
-    CALLBACKS_PREFIX,
-    backup_tensors,
-    plan_backup,
-    run_facts,
-)
 from tfdp.communication.cluster import cpu_kernels
-from tfdp.communication.coordination.preemption import (
-    PREEMPTED,
-    PreemptionNotice,
-    PreemptionWatch,
-)
+from tfdp.communication.coordination.preemption import PreemptionNotice, PreemptionWatch
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.watch import WorkerLost, WorkersJoin
 from tfdp.features import elastic
@@ -62,9 +43,6 @@ from tfdp.ground.base.feature import equalize_replicas
 from tfdp.ground.text import say
 from tfdp.training.data.batch_change import BatchChange
 from tfdp.training.data.position import DataPosition
-
-# Version of the metadata in a backup; backups of a higher version are refused.
-_FORMAT = 1
 
 
 class BackupAndRestore(StrategyCallback):
@@ -219,6 +197,9 @@ class BackupAndRestore(StrategyCallback):
         )
         self._position.exit_stack.callback(self._backups.close)
         self._batches = ResumedBatches(self.model, self._position, self.batch)
+        self._state = RunState(
+            self.model, self._position, self._batches, self._others, self._worker_group
+        )
         self.has_begun = True
         is_empty = self.model in elastic.FEATURE.discarded
         self._has_state = must_resume = self.is_again and (self._has_state or is_empty)
@@ -241,7 +222,7 @@ class BackupAndRestore(StrategyCallback):
         newest = find_newest(
             self._backups,
             self._memory,
-            self._plan_load,
+            self._state.plan_load,
             is_end_of_epoch=self.save_freq == "epoch",
         )
         if newest is not None:
@@ -370,22 +351,8 @@ class BackupAndRestore(StrategyCallback):
             places: Sequence of the `Backups` and `MemoryBackups` to add it to.
         """
         equalize_replicas(self.model)
-        states, arrays = callback_states(self._others)
-        run = {
-            "format": _FORMAT,
-            **self._batches.metadata(epoch),
-            "facts": run_facts(self.model),
-            "epoch": epoch,
-            "batches": batches,
-            "steps": self._total,
-            "is_stopped": not batches and bool(self.model.stop_training),
-            "logs": to_json(logs or {}),
-            "callbacks": states,
-            "random": gather_random_states(self._worker_group),
-            "data": self._begin if batches else self._position.snapshot(),
-        }
-        check_run(json.loads(json.dumps(run)))
-        tensors = backup_tensors(self.model, arrays, in_epoch=batches > 0)
+        data = self._begin if batches else self._position.snapshot()
+        tensors, run = self._state.collect(epoch, batches, self._total, logs, data)
         for place in places:
             place.save(self._total, tensors, run)
 
@@ -464,7 +431,7 @@ class BackupAndRestore(StrategyCallback):
             # continue would wait in the next step for those that exit.
             self._backups.finish()
             if self._notice.is_given:
-                self._print_and_exit("the other workers continue", is_for_all=False)
+                self._notice.exit("the other workers continue", prints=True)
             return
         # An error of an earlier save is only printed, and does not prevent this backup.
         self._backups.close()
@@ -472,59 +439,13 @@ class BackupAndRestore(StrategyCallback):
         self._backups.finish()
         if self._memory is not None:
             self._memory.delete()
-        self._print_and_exit(
+        self._notice.exit(
             f"saved training at step {self._total} in {self.directory}. Run the same "
-            "command to resume"
+            "command to resume",
+            prints=self._worker_group.is_chief,
         )
-
-    def _print_and_exit(self, what: str, *, is_for_all: bool = True) -> NoReturn:
-        """Print what was done on a preemption notice, and exit with code 75.
-
-        Args:
-            what: String, a clause, such as `"the other workers continue"`.
-            is_for_all: Bool, whether one worker prints it for all. Defaults to `True`.
-        """
-        self._notice.is_answered = True
-        text = f"received a preemption notice; {what}. Exit code {PREEMPTED}."
-        if is_for_all:
-            self._say(text)
-        else:
-            say(text)
-        raise SystemExit(PREEMPTED)
 
     # Resuming from backups.
-
-    def _plan_load(self, index: Index) -> LoadPlan:
-        """Plan what to read of a backup, after a check that it is of this run.
-
-        Raises:
-            IncompatibleBackup: If the backup is not of this run.
-            schema.Malformed: If the metadata of the backup is invalid.
-        """
-        run = index.run
-        if run is None:
-            raise IncompatibleBackup("it is a checkpoint without the state of a run")
-        if not isinstance(run, dict):
-            schema.refuse(run, "run", "an object")
-        if "values" in run:
-            raise IncompatibleBackup("it is the state of a loop, of `ElasticState`")
-        schema.check(run.get("format"), schema.COUNT, "run.format")
-        if run["format"] > _FORMAT:
-            made_by = index.versions.get("tfdp", "a newer version")
-            raise IncompatibleBackup(
-                f"it was made by tfdp {made_by}, which is newer than this"
-            )
-        check_run(run)
-        check_arrays(run["callbacks"], index, CALLBACKS_PREFIX)
-        change = self._batches.change_since(run)
-        in_epoch = (
-            run["batches"] > 0
-            and self._position.difference_to(run["data"], change) is None
-        )
-        arrays = empty_arrays(run["callbacks"])
-        return plan_backup(
-            self.model, arrays, index, run["facts"], with_metrics=in_epoch
-        )
 
     def _resume(self, index: Index, load_plan: LoadPlan) -> None:
         """Set epoch, step and data position from a backup, and load it now or later.
@@ -579,8 +500,7 @@ class BackupAndRestore(StrategyCallback):
         run = index.run
         self._source.load(index, load_plan)
         elastic.FEATURE.discarded.discard(self.model)
-        set_callback_states(self._others, run["callbacks"], load_plan.arrays)
-        restore_random_states(run["random"], self._worker_group)
+        self._state.restore(run, load_plan)
         adaptation = self._batches.adapt(run, self._change)
         if adaptation is not None:
             self._say(adaptation)

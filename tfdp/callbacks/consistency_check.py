@@ -14,7 +14,8 @@ from tfdp.ground.base import loops
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.text import pluralize, say
 from tfdp.training.data.batch_labels import LabelRecord
-from tfdp.training.data.fingerprints import ArrayValues, values_fact
+from tfdp.training.data.fingerprints import ArrayValues
+from tfdp.training.data.value_differences import values_fact
 from tfdp.training.replicas.assigned_values import recorded_weights
 from tfdp.training.replicas.drift import (
     check_weights,

@@ -7,9 +7,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from tfdp.ground.forks import in_forks
+from tfdp.ground.text import say
 
 # Exit code of a worker that has saved a checkpoint and should be restarted: EX_TEMPFAIL
 # of sysexits.h.
@@ -30,14 +31,10 @@ class PreemptionNotice:
 
     Python handles signals only in its main thread: on another thread, `listen` does
     nothing.
-
-    Attributes:
-        is_answered: Bool, which the callback that saves sets once the script ends
-            because of the signal.
     """
 
     def __init__(self) -> None:
-        self.is_answered = False
+        self._is_answered = False
         self._received: set[int] = set()
         self._previous_handlers: dict[int, Any] = {}
 
@@ -54,12 +51,24 @@ class PreemptionNotice:
             for number in _SIGNALS:
                 self._previous_handlers[number] = signal.signal(number, self._record)
 
+    def exit(self, what: str, *, prints: bool) -> NoReturn:
+        """End the script with code 75, because of the notice of any worker.
+
+        Args:
+            what: String, a clause, such as `"the other workers continue"`.
+            prints: Bool, whether this worker prints it.
+        """
+        self._is_answered = True
+        if prints:
+            say(f"received a preemption notice; {what}. Exit code {PREEMPTED}.")
+        raise SystemExit(PREEMPTED)
+
     def stop(self) -> None:
         """Restore the previous signal handlers; raise an unanswered SIGTERM again."""
         if not self._previous_handlers:
             return
         self.restore()
-        if signal.SIGTERM in self._received and not self.is_answered:
+        if signal.SIGTERM in self._received and not self._is_answered:
             # The signal came after the last step that could save, so it is raised
             # again.
             signal.raise_signal(signal.SIGTERM)

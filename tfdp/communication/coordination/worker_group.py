@@ -147,7 +147,9 @@ class WorkerGroup:
         message = json.dumps({"topic": topic, "value": value})
         with self._progress.all_gathering(topic), self.guard():
             call = f"{self._prefix}/{self.num_calls}"
-            entry = self._record(topic, len(message))
+            ranks = tuple(range(self.num_workers))
+            identity = CollectiveIdentity(self._prefix, ranks, TEXTS, "", topic, topic)
+            entry = self._ring.begin(identity, self.num_calls, len(message))
             gathering = self.store.gather(call, message)
             self.num_calls += 1
             texts = self._wait(gathering, limit, topic, check)
@@ -173,20 +175,6 @@ class WorkerGroup:
             value: Bool of this worker.
         """
         return any(self.all_gather(topic, bool(value)))
-
-    def _record(self, topic: str, num_bytes: int) -> list[Any]:
-        """Add this worker's entry into an all-gather of texts to the flight record.
-
-        Args:
-            topic: String, subject of the values.
-            num_bytes: Int, length of this worker's text.
-
-        Returns:
-            List, the entry of the flight record, for `CollectiveRing.end`.
-        """
-        ranks = tuple(range(self.num_workers))
-        identity = CollectiveIdentity(self._prefix, ranks, TEXTS, "", topic, topic)
-        return self._ring.begin(identity, self.num_calls, num_bytes)
 
     def _wait(
         self,

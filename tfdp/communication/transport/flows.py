@@ -169,19 +169,7 @@ class Flow:
         Raises:
             PeerLost: If the connection has ended.
         """
-        queue = self._out
-        passed = queue.pass_empty()
-        if not queue.can_move():
-            return passed
-        try:
-            num_bytes = self._sock.send(queue.rest, _NON_BLOCKING)
-        except BlockingIOError:
-            queue.is_blocked = True
-            return passed
-        except OSError as error:
-            raise self._link.lost(error) from error
-        queue.advance(num_bytes)
-        return True
+        return self._move(self._out, self._sock.send, _NON_BLOCKING)
 
     def pull(self) -> bool:
         """Receive as much of the current incoming piece as possible without blocking.
@@ -192,18 +180,21 @@ class Flow:
         Raises:
             PeerLost: If the connection has ended.
         """
-        queue = self._in
+        return self._move(self._in, self._sock.recv_into, 0, _NON_BLOCKING)
+
+    def _move(self, queue: _Queue, transfer: Callable[..., int], *options: int) -> bool:
+        """Send or receive, see `push` and `pull`: `transfer` is the socket's method."""
         passed = queue.pass_empty()
         if not queue.can_move():
             return passed
         try:
-            num_bytes = self._sock.recv_into(queue.rest, 0, _NON_BLOCKING)
+            num_bytes = transfer(queue.rest, *options)
         except BlockingIOError:
             queue.is_blocked = True
             return passed
         except OSError as error:
             raise self._link.lost(error) from error
-        if num_bytes == 0:
+        if num_bytes == 0:  # the end of the stream that is received
             raise self._link.lost(None)
         queue.advance(num_bytes)
         return True

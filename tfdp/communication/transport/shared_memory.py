@@ -297,7 +297,12 @@ class SharedMemoryCommunicator(SocketCommunicator):
         outboxes = []
         with _logged_lack_of_memory():
             outboxes = [
-                self._map(descriptors[index], is_own=index == self.index)
+                _Outbox(
+                    descriptors[index],
+                    self._size,
+                    self._chunk_bytes,
+                    is_own=index == self.index,  # the others are read only
+                )
                 for index in range(self._size)
             ]
         return outboxes if self._agree(bool(outboxes), _HAVE_MAPPED) else []
@@ -312,10 +317,6 @@ class SharedMemoryCommunicator(SocketCommunicator):
         num_members = np.array([can_own], np.int32)
         super().all_reduce(num_members, tag)
         return bool(num_members[0] == self._size)
-
-    def _map(self, descriptor: int, *, is_own: bool) -> _Outbox:
-        """Map the outbox of a file descriptor; only this member's own is writable."""
-        return _Outbox(descriptor, self._size, self._chunk_bytes, is_own=is_own)
 
 
 def new_communicator(mesh: Mesh, ranks: Sequence[int], lane: str) -> Communicator:

@@ -164,8 +164,11 @@ class FirstGradients(GradientExchange):
             tf.TensorSpec([None, *t.shape[1:]] if i in joined else t.shape, t.dtype)
             for i, t in enumerate(tensors)
         ]
+        num_bytes = sum(
+            math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables
+        )
         background = self._background(
-            tuple(map(id, variables)), specs, _size_of(variables), joined
+            tuple(map(id, variables)), specs, num_bytes, joined
         )
         background.launch(replica, [_rows(), *tensors])
         results = background.collect(replica)
@@ -281,11 +284,6 @@ def _joined(
     if are_unique(own.indices):
         indices, values = sum_duplicates(indices, values)
     return tf.IndexedSlices(values, indices, own.dense_shape)
-
-
-def _size_of(variables: list[Any]) -> int:
-    """Return the number of bytes of the gradients of variables."""
-    return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
 
 
 def _set(waiting: Any, number: int) -> None:

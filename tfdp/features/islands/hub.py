@@ -213,7 +213,9 @@ class Hub:
             SERVICE,
             [server],
             self._begin,
-            lacks_files=functools.cache(_warn_about_file_limit),
+            lacks_files=functools.cache(
+                lambda lack: say(f"no island can connect: {lack}")
+            ),
         )
 
     def __enter__(self) -> Hub:
@@ -374,8 +376,3 @@ class Hub:
                     self._expected, self._join_seconds
                 )
             return self._rounds_by_fit[number]
-
-
-def _warn_about_file_limit(lack: str) -> None:
-    """Print that the hub has no file descriptors left; `lack` is the reason."""
-    say(f"no island can connect: {lack}")

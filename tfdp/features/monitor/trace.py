@@ -166,7 +166,8 @@ def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
     other_tids = itertools.count(2 + max(offsets))
     for worker in workers:
         pid = 1 + worker.rank
-        events.append(_metadata("process_name", pid, pid, name=_title(worker)))
+        title = f"worker {worker.rank} ({worker.host})"
+        events.append(_metadata("process_name", pid, pid, name=title))
         events.append(_metadata("process_sort_index", pid, pid, sort_index=pid))
         zero = start + offsets[worker.rank]
         for order, (name, bars) in enumerate(_rows(worker, zero)):
@@ -315,11 +316,6 @@ def _offset(first: WorkerTrace, other: WorkerTrace) -> float:
         [first.collectives[key] for key in shared],
         [other.collectives[key] for key in shared],
     )
-
-
-def _title(worker: WorkerTrace) -> str:
-    """Return the title of a worker in the viewer, such as `"worker 1 (host)"`."""
-    return f"worker {worker.rank} ({worker.host})"
 
 
 def _event(pid: int, tid: int, bar: _Bar) -> dict[str, Any]:

@@ -130,7 +130,8 @@ class BucketTuning(keras.callbacks.Callback):
         num_steps, self._last_batch = batch - self._last_batch, batch
         if self._tuner is None:
             return
-        _wait_for(logs)
+        for value in keras.tree.flatten(logs)[:1]:
+            np.asarray(value)  # wait for the step, which may run after its call
         self._tuner.step_ends(time.perf_counter() - self._begin, num_steps)
         if self._tuner.outcome is not None:
             outcome, self._tuner = self._tuner.outcome, None
@@ -321,12 +322,6 @@ class _Tuning(Feature):
 
 
 register(_Tuning())
-
-
-def _wait_for(logs: Any) -> None:
-    """Wait until the step with these logs has finished: it may run after its call."""
-    for value in keras.tree.flatten(logs)[:1]:
-        np.asarray(value)
 
 
 def why_not_tunable(model: Any) -> str:

@@ -175,7 +175,8 @@ class ResidualStore:
             text = repr(compressor)
             if found is not None and found.is_alive and found.compressor == text:
                 return found
-            self._drop_dead()
+            # States of variables that no longer exist are removed.
+            self._states = {k: s for k, s in self._states.items() if s.is_alive}
             with tf.init_scope():
                 initial = {
                     n: np.asarray(v) for n, v in compressor.state(bucket).items()
@@ -188,7 +189,9 @@ class ResidualStore:
                 initial,
                 [
                     {
-                        name: _create_variable(array, device)
+                        name: _compat.plain_variable(
+                            array, tf.as_dtype(array.dtype), device
+                        )
                         for name, array in initial.items()
                     }
                     for device in self._devices
@@ -235,12 +238,6 @@ class ResidualStore:
                 restored.fill(state)
         if restored.values:
             self._restored.append(restored)
-
-    def _drop_dead(self) -> None:
-        """Remove the states of variables that no longer exist."""
-        dead = [key for key, state in self._states.items() if not state.is_alive]
-        for key in dead:
-            del self._states[key]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,11 +308,6 @@ def assign(variable: Any, value: np.ndarray) -> None:
     """Assign an array to a variable at once, even while a step is traced."""
     with tf.init_scope(), tf.device(variable.device):
         variable.assign(value)
-
-
-def _create_variable(array: np.ndarray, device: str) -> Any:
-    """Create a variable on a device, with the values and the dtype of an array."""
-    return _compat.plain_variable(array, tf.as_dtype(array.dtype), device)
 
 
 def _fits(restored: dict[str, dict[int, np.ndarray]], state: ResidualState) -> bool:

@@ -4,8 +4,9 @@ The public API is what `tfdp.data` exports. Reading order:
     distribute: the distributed dataset, which gives each replica its rows, by the
         auto-shard policies of tf.data
     same_datasets: comparison of the workers' datasets, and of their lengths
-    fingerprints, batch_labels: fingerprints of arrays and labels of batches, which
-        workers compare
+    fingerprints, array_parts: fingerprints of arrays, from rows of their parts
+    value_differences: comparison of fingerprints, in messages that workers send anyway
+    batch_labels: labels of batches, which workers compare
     batch_sizes: number of rows of each batch, as far as known before reading
     stages: stages of a tf.data pipeline, found and rebuilt
     early_rows: selection of a worker's rows before `map` prepares them

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdp.training.data.fingerprints import as_numpy
+from tfdp.training.data.array_parts import as_numpy
 from tfdp.training.data.rows import named_leaves
 
 # The number of batches whose labels are kept: more than a pipeline reads ahead.

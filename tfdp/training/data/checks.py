@@ -103,7 +103,8 @@ def named_arrays(given: dict[str, Any]) -> dict[str, Any] | None:
     Returns:
         Dict, or `None` if the nests contain anything but arrays.
     """
-    if not all(_is_array(leaf) for leaf in keras.tree.flatten(given)):
+    leaves = [leaf for leaf in keras.tree.flatten(given) if leaf is not None]
+    if not all(hasattr(leaf, "shape") for leaf in leaves):
         return None
     return {
         where: leaf
@@ -282,11 +283,6 @@ def _check_equal_rows(data_by_name: dict[str, Any]) -> None:
     """Raise if arrays of a batch have different numbers of rows; ignore scalars."""
     parts = [parts_with_rows(part, name) for name, part in data_by_name.items()]
     check_parts({where: leaf for each in parts for where, leaf in each.items()})
-
-
-def _is_array(leaf: Any) -> bool:
-    """Return whether a leaf of a nest is `None`, or has a shape, as arrays have."""
-    return leaf is None or hasattr(leaf, "shape")
 
 
 def source_name(source: Any) -> str:

@@ -23,7 +23,7 @@ from tfdp.ground.base.feature import JobPart, job_part
 from tfdp.training.data.batch_sizes import batch_size_of, sizes_of_batches
 from tfdp.training.data.early_rows import Division, batch_local_rows, divide_early
 from tfdp.training.data.file_shards import FileShard
-from tfdp.training.data.fingerprints import ArrayValues, values_fact
+from tfdp.training.data.fingerprints import ArrayValues
 from tfdp.training.data.other_rows import places_of_other_rows
 from tfdp.training.data.per_replica_dataset import (
     PREFETCHED_STEPS,
@@ -44,6 +44,7 @@ from tfdp.training.data.same_datasets import (
     warn_of_shards,
 )
 from tfdp.training.data.stages import BATCHES, MAPS, PASS_THROUGH, SELECTIONS
+from tfdp.training.data.value_differences import values_fact
 
 REBALANCE_REASON = (
     "with `--rebalance` it changes which rows these are, while they are read ahead"

@@ -30,7 +30,7 @@ from tfdp.training.data.distribute import (
     rows_of_part,
     warn_not_split_early,
 )
-from tfdp.training.data.fingerprints import ArrayValues, values_fact
+from tfdp.training.data.fingerprints import ArrayValues
 from tfdp.training.data.loader_rows import rows_of_loader
 from tfdp.training.data.own_rows import (
     StoredArraysAdapter,
@@ -53,6 +53,7 @@ from tfdp.training.data.uneven_inputs import (
     StockDataset,
     is_counting,
 )
+from tfdp.training.data.value_differences import values_fact
 
 # For messages: the name of the data that each of Keras's epoch iterators reads.
 _source_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()

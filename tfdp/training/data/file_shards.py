@@ -273,7 +273,7 @@ def _check_same_files(
             raise ValueError(
                 f"`pattern` of `shard_files` {problems[worker]}{where}; it must match "
                 "at least one file, and no file twice. Received: "
-                f"pattern={_patterns_text(patterns)}",
+                f"pattern={(patterns[0] if len(patterns) == 1 else patterns)!r}",
             )
 
     entries = list(zip(files.names, files.sizes, strict=True))
@@ -326,11 +326,6 @@ def _explain_files(seen: dict[int, list], texts: Sequence[str]) -> str:
 def _describe_size(num_bytes: int | None) -> str:
     """Format a size such as '8 bytes'; 'no entry' for `None`, a missing file."""
     return "no entry" if num_bytes is None else pluralize(num_bytes, "byte")
-
-
-def _patterns_text(patterns: list[str]) -> str:
-    """Format patterns for a message: one as a string, several as a list."""
-    return repr(patterns[0] if len(patterns) == 1 else patterns)
 
 
 def _warn_of_few_files(group: WorkerGroup, num_files: int) -> None:

@@ -16,9 +16,10 @@ from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
 from tfdp.training.data.batch_sizes import describe_sizes, sizes_of_batches
 from tfdp.training.data.element_specs import describe_spec, without_unknown_sizes
-from tfdp.training.data.fingerprints import ArrayValues, values_fact
+from tfdp.training.data.fingerprints import ArrayValues
 from tfdp.training.data.per_replica_dataset import ReadOptions
 from tfdp.training.data.stages import gathers_array_rows
+from tfdp.training.data.value_differences import values_fact
 
 _TOPIC = "a dataset's order and length"
 ENDLESS = math.inf

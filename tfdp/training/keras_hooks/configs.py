@@ -67,7 +67,9 @@ def configs_of(
         # Keras warns of configs that cannot be deserialized. tfdp only compares them.
         warnings.simplefilter("ignore")
         collected: dict[str, Any] = {
-            "model": _layer_configs(model),
+            "model": _by_name(
+                [(x.name, _layer_config(x)) for x in _compat.layers_of(model)]
+            ),
             "inputs": _connections(model),
         }
         if name.startswith("predict"):
@@ -138,11 +140,6 @@ def _is_ignored(key: str, value: Any) -> bool:
         # compared, because it may differ between workers.
         return not isinstance(value, dict)
     return key == "name" or key in _IGNORED_KEYS or key.endswith(_IGNORED_ENDINGS)
-
-
-def _layer_configs(model: Any) -> dict[str, Any]:
-    """Return the config of each layer, by the layer's renumbered name."""
-    return _by_name([(x.name, _layer_config(x)) for x in _compat.layers_of(model)])
 
 
 def _connections(model: Any) -> dict[str, Any]:

@@ -21,7 +21,8 @@ import tensorflow as tf
 from tfdp.communication.coordination.facts import SharedFact, compare, digest, explain
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.training.data.checks import describe_arrays, named_arrays
-from tfdp.training.data.fingerprints import ArrayValues, values_fact
+from tfdp.training.data.fingerprints import ArrayValues
+from tfdp.training.data.value_differences import values_fact
 from tfdp.training.keras_hooks import configs
 from tfdp.training.keras_hooks.worker_callbacks import (
     callback_list,

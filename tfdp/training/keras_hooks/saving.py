@@ -106,7 +106,9 @@ def _save(
                 for item in error.args
             )
             raise
-        _copy_mode(target, temporary)
+        if os.path.isfile(target):
+            with contextlib.suppress(OSError):
+                shutil.copymode(target, temporary)
     return result
 
 
@@ -156,13 +158,6 @@ def _is_replaceable(target: str) -> bool:
         and (os.path.isfile(target) or not os.path.exists(target))
         and os.access(os.path.dirname(os.path.realpath(target)), os.W_OK | os.X_OK)
     )
-
-
-def _copy_mode(target: str, temporary: str) -> None:
-    """Copy the permissions of the target, if it exists, to its replacement."""
-    if os.path.isfile(target):
-        with contextlib.suppress(OSError):
-            shutil.copymode(target, temporary)
 
 
 def _remove_stale_files(pattern: str, num_workers: int) -> None:

@@ -130,7 +130,13 @@ class BackwardGathers:
         for number in range(self._done, min(count, len(self._waiting))):
             gathered, uses = self._waiting[number]
             unit = gathered.unit
-            gate = self._gate(number - 1 - self._prefetch(number))
+            # The gather waits until the backward pass is about to use an earlier unit,
+            # or to begin if there is none.
+            before = number - 1 - self._prefetch(number)
+            age = self._begin
+            if before >= 0:
+                age = _first_age(self._waiting[before][1]) - 1
+            gate = self._step.order.last_until(age)
             gate += [*self._previous, *self._take_reduced()]
             in_node = unit.options.reshard_after_forward == "node"
             pieces = gathered.pieces if in_node else None
@@ -167,22 +173,6 @@ class BackwardGathers:
             position: Int, position of the unit among the waiting ones.
         """
         return self._waiting[position][0].unit.options.prefetch
-
-    def _gate(self, before: int) -> list[tf.Operation]:
-        """Return the gate of a gather.
-
-        It is the last operation that computes before the backward pass uses a given
-        unit.
-
-        Args:
-            before: Int, position of that unit among the waiting ones. If negative, the
-                gate is the last operation before the backward pass.
-
-        Returns:
-            List of one operation or none.
-        """
-        age = self._begin if before < 0 else _first_age(self._waiting[before][1]) - 1
-        return self._step.order.last_until(age)
 
 
 class _RecomputedTensors:

@@ -77,7 +77,8 @@ def encode_parts(members: Sequence[ShardedParameter], replica: int) -> tf.Tensor
         Int32 tensor of shape `[num_words]`, the same size on all replicas.
     """
     parts = [_compat.local_value(parameter, replica) for parameter in members]
-    padded = [_whole_blocks(part.read_value()) for part in parts if _size(part)]
+    with_elements = [part for part in parts if part.shape.num_elements()]
+    padded = [_whole_blocks(part.read_value()) for part in with_elements]
     missing = _row_size(members) - sum(part.shape[0] for part in padded)
     row = tf.concat([*padded, tf.zeros([missing])], axis=0)
     words, _ = _CODE.encode(row[tf.newaxis])
@@ -156,8 +157,3 @@ def _whole_blocks(part: tf.Tensor) -> tf.Tensor:
     """Return a part as a flat float32 tensor, padded to whole blocks with zeros."""
     flat = tf.reshape(tf.cast(part, tf.float32), [-1])
     return tf.pad(flat, [[0, -flat.shape[0] % _CODE.block]])
-
-
-def _size(part: tf.Variable) -> int:
-    """Return the number of elements of a part."""
-    return part.shape.num_elements()

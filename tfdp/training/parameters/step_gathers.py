@@ -201,7 +201,10 @@ class StepGathers:
         """Gather a unit, and keep its values as the current ones."""
         dtypes = tuple(map(read_dtype, unit.parameters))
         age = self.order.newest()
-        gate = self._gate(len(self.gathered) - 1 - unit.options.prefetch)
+        # The gather waits until an earlier unit is about to compute: it must not run
+        # early.
+        before = len(self.gathered) - 1 - unit.options.prefetch
+        gate = [] if before < 0 else self.order.last_until(self.gathered[before].age)
         if self.gathered:
             gate += [value.op for value in self.gathered[-1].values.values()]
         with timing.needed_after(self.order.last_until(age)):
@@ -210,23 +213,6 @@ class StepGathers:
         self.gathered.append(found)
         for parameter, dtype in zip(unit.parameters, dtypes, strict=True):
             self._current[id(parameter), dtype.name] = found
-
-    def _gate(self, before: int) -> list[tf.Operation]:
-        """Return the operation that a gather waits for, so that it does not run early.
-
-        It is the last operation that computes before the first read of an earlier unit,
-        so that the gather does not begin before that unit is about to compute.
-
-        Args:
-            before: Int, number of the earlier unit's gather; if negative, the gather
-                waits for no operation.
-
-        Returns:
-            List of one operation or none.
-        """
-        if before < 0:
-            return []
-        return self.order.last_until(self.gathered[before].age)
 
 
 def gather_unit(

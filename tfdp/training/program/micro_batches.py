@@ -67,7 +67,9 @@ class MicroPlan:
         """
         facts = self.plan.decisions[op].outputs if op in self.plan.decisions else ()
         return bool(facts) and all(
-            fact.form in (Form.SIZES, Form.EMPTY) or _is_number(fact) for fact in facts
+            fact.form in (Form.SIZES, Form.EMPTY)
+            or (fact.form is Form.WHOLE and is_known(fact))
+            for fact in facts
         )
 
 
@@ -316,8 +318,3 @@ class _Planner:
                 "has a result that cannot be put together from micro-batches",
                 _ADVICE,
             )
-
-
-def _is_number(fact: Fact) -> bool:
-    """Return whether all elements of a tensor are known numbers."""
-    return is_known(fact) and fact.form is Form.WHOLE

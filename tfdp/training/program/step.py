@@ -165,7 +165,11 @@ class DividedStep:
             )
         }
         for outer, inner in found.trace.graph.captures:
-            tensors.setdefault(id(inner), self._component_of(outer, replica.local_id))
+            variable = self._variable_of(outer)
+            own = (
+                outer if variable is None else variable.values[replica.local_id].handle
+            )
+            tensors.setdefault(id(inner), own)
         builder = self._builder(found, replica, tensors)
         builder.run()
         if isinstance(builder, StagedBuilder):
@@ -322,18 +326,6 @@ class DividedStep:
     def _variable_of(self, handle: Any) -> Any:
         """Return the distributed variable of a resource handle, or `None`."""
         return self._strategy.extended.variable_of(handle)
-
-    def _component_of(self, outer: Any, replica: int) -> Any:
-        """Return the handle of a local replica's component of a captured variable.
-
-        Other captured values are returned unchanged.
-
-        Args:
-            outer: Value outside of the program that a tensor of the program captures.
-            replica: Int, local index of the replica.
-        """
-        variable = self._variable_of(outer)
-        return outer if variable is None else variable.values[replica].handle
 
     def _is_metric(self, handle: Any) -> bool:
         """Return whether a resource handle is that of a metric's state."""

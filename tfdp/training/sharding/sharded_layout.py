@@ -204,7 +204,9 @@ class ShardedLayout(StateLayout):
         owner = self._collectives.owner
         norms = statistics.squared_norms(sharded_group)  # [num_variables]
         if optimizer.clipnorm and optimizer.clipnorm > 0:
-            factors = _clip_factors(tf.sqrt(norms), optimizer.clipnorm)
+            # The factors by which `tf.clip_by_norm` scales.
+            bound = tf.constant(optimizer.clipnorm, norms.dtype)
+            factors = bound / tf.maximum(tf.sqrt(norms), bound)
             return sums.scaled_by(factors, sharded_group.plan, owner)
         norm = tf.sqrt(tf.reduce_sum(norms))
         # `tf.cast` would round the float to float32 first; `tf.constant` does not.
@@ -363,9 +365,3 @@ def _clips_by_norm(optimizer: Any) -> bool:
     """Return whether an optimizer has `clipnorm` or `global_clipnorm` above 0."""
     limits = (optimizer.clipnorm, optimizer.global_clipnorm)
     return any(limit is not None and limit > 0 for limit in limits)
-
-
-def _clip_factors(norms: tf.Tensor, limit: float) -> tf.Tensor:
-    """Return for each norm the factor by which `tf.clip_by_norm` would scale."""
-    bound = tf.constant(limit, norms.dtype)
-    return bound / tf.maximum(norms, bound)

@@ -85,11 +85,6 @@ class CompiledStep:
                 update.apply(_in_backward_order(update, own), update.variables)
         return outputs
 
-    def _device(self) -> str:
-        """Return the device of this thread's replica."""
-        replica = _compat.local_replica_id(tf.distribute.get_replica_context())
-        return self.strategy.extended.worker_devices[replica]
-
     def _record_compiled(self, traced: _Traced | None) -> None:
         """Record for `communication_plan` whether XLA compiles the backward pass.
 
@@ -180,7 +175,8 @@ class CompiledStep:
         concrete = xla.trace(compiled, (args, numbers))
         _check_collectives(concrete.graph)
         _check_order(concrete.graph, updates)
-        xla.check(concrete, self._device())
+        replica = _compat.local_replica_id(tf.distribute.get_replica_context())
+        xla.check(concrete, self.strategy.extended.worker_devices[replica])
         return _Traced(concrete, updates)
 
 

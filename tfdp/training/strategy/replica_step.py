@@ -212,7 +212,9 @@ def _divided_step(
         if strategy.num_replicas_in_sync == 1 and divided.tail is not None:
             # Keras merges the logs only of several replicas, so the logs of a single
             # replica are computed here.
-            return divided.tail.compute([[own] for own in result], _only_values)
+            return divided.tail.compute(
+                [[own] for own in result], lambda values: [own for (own,) in values]
+            )
         loop.program_logs = divided.tail
         return result
 
@@ -262,14 +264,6 @@ def _taken_by_features(
     for feature in active.active() if loop is not None and loop.trains else ():
         args = feature.take_batch(args)
     return args
-
-
-def _only_values(values: list[list]) -> list:
-    """Return the values of the only replica, in place of sums over replicas.
-
-    `values` has a list of one tensor for each item to sum.
-    """
-    return [own for (own,) in values]
 
 
 def _eager_step(

@@ -91,18 +91,15 @@ def _rows_by_partition(view: View) -> Size | None:
     return _rows_by_splits(3)(view)
 
 
-def _rows_of_product(view: View) -> Size | None:
-    """Return the number of rows of sparse times dense; `None` if adjoint or unknown."""
-    return None if view.attribute("adjoint_a") else _rows_by_value(2)(view)
-
-
 # The number of rows of the dense output, by type of operation.
 _ROWS_OF_DENSE: dict[str, Callable[[View], Size | None]] = {
     "RaggedBincount": _rows_by_splits(0),
     "RaggedTensorToTensor": _rows_by_partition,
     "ScatterNd": _rows_by_value(2),
     "SparseBincount": _rows_by_value(2),
-    "SparseTensorDenseMatMul": _rows_of_product,
+    "SparseTensorDenseMatMul": lambda view: (
+        None if view.attribute("adjoint_a") else _rows_by_value(2)(view)
+    ),
     "SparseToDense": _rows_by_value(1),
     "UnsortedSegmentMax": _rows_by_value(2),
     "UnsortedSegmentMin": _rows_by_value(2),

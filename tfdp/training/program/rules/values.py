@@ -122,14 +122,6 @@ def _gather(view: View, data: Any, indices: Any, axis: Any) -> Any:
     return np.take(data, indices.astype(int), axis.item())
 
 
-def _squeeze(view: View, data: Any) -> Any:
-    """Return the result of `tf.squeeze` on `data`, an array of `Size`.
-
-    `data` has the elements of the input, `view` the attributes of the operation.
-    """
-    return np.squeeze(data, tuple(view.attribute("squeeze_dims")) or None)
-
-
 def _select(view: View, condition: Any, one: Any, other: Any) -> Any:
     """Return `tf.where` by a scalar, or `None` for another condition."""
     if condition.ndim:
@@ -216,12 +208,6 @@ def _invert_permutation(view: View) -> np.ndarray | None:
     return None if permutation is None else array(np.argsort(permutation))
 
 
-def _broadcast_args(view: View) -> np.ndarray | None:
-    """Return the array of `Size` that `tf.broadcast_dynamic_shape` returns."""
-    shapes = [tuple(fact.value) for fact in view.facts]
-    return array(sizes.broadcast(shapes))
-
-
 def _stitch(view: View) -> np.ndarray | None:
     """Return the result of `tf.dynamic_stitch` as an array of `Size`.
 
@@ -259,7 +245,9 @@ _VALUES_FROM_SHAPES: dict[str, Callable[[View], np.ndarray | None]] = table(
 _VALUES_FROM_VALUES: dict[str, Callable[[View], np.ndarray | None]] = table(
     {
         "Add AddV2": _elementwise(operator.add),
-        "BroadcastArgs": _broadcast_args,
+        "BroadcastArgs": lambda view: array(
+            sizes.broadcast([tuple(fact.value) for fact in view.facts])
+        ),
         "Cast": _cast,
         "ConcatV2": _moved(
             lambda _, *inputs: np.concatenate(inputs[:-1], inputs[-1].item()), slice(-1)
@@ -291,7 +279,11 @@ _VALUES_FROM_VALUES: dict[str, Callable[[View], np.ndarray | None]] = table(
         "Reshape": _moved(lambda _, data, shape: data.reshape(shape.astype(int))),
         "Select SelectV2": _moved(_select, slice(1, 3)),
         "Slice": _moved(_slice),
-        "Squeeze": _moved(_squeeze),
+        "Squeeze": _moved(
+            lambda view, data: np.squeeze(
+                data, tuple(view.attribute("squeeze_dims")) or None
+            )
+        ),
         "StridedSlice": _moved(_strided_slice),
         "Sub": _elementwise(operator.sub),
         "Sum": _reduction(lambda data: sum(data, sizes.ZERO)),

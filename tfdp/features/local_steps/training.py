@@ -1,0 +1,88 @@
+"""The feature of `fit`: synchronization of replicas, and steps that are skipped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tfdp.features.local_steps.local_steps import active
+from tfdp.ground.base.context import strategy_of
+from tfdp.ground.base.feature import Feature
+from tfdp.training.replicas.variables import StatisticVariable
+
+
+class LocalStepsFeature(Feature):
+    """Hooks of local steps in Keras's loops.
+
+    Before workers synchronize, exchanges with `min_participants` are paused, and
+    replicas get the same weights, slots and statistics. In `fit` slow workers may skip
+    steps, and workers synchronize only as often as they exchange.
+    """
+
+    def before_sync(self, model: Any) -> None:
+        """Pause exchanges in rounds, before all workers of a model synchronize.
+
+        This worker ends its running round and joins no other until the workers have
+        synchronized, so that the rounds of late workers do not wait for it.
+        """
+        if (local_steps := active(model)) is not None:
+            local_steps.before_sync()
+
+    before_loop = before_sync
+
+    def equalize_replicas(self, model: Any) -> None:
+        """Average weights, slots and moving statistics over the replicas of a model.
+
+        Otherwise each replica would evaluate and save its own weights and statistics.
+        One average of moving statistics equals averaging them in each step, since a
+        step changes them linearly.
+        """
+        equalize = getattr(getattr(model, "optimizer", None), "equalize_replicas", None)
+        if equalize is not None:
+            equalize()
+        strategy = strategy_of(model)
+        if strategy is not None and active(model) is not None:
+            values = [variable.value for variable in model.variables]
+            strategy.extended.average(
+                [value for value in values if isinstance(value, StatisticVariable)]
+            )
+
+    def wrap_step(self, model: Any, step: Callable) -> Callable:
+        """Let a slow worker skip updates, with `DiLoCo(dynamic_steps=True)`."""
+
+        @functools.wraps(step)
+        def paced(iterator: Any) -> Any:
+            """Run the step, or skip it, by the pace of this worker.
+
+            Batches of a skipped step are taken from the iterator and dropped; the logs
+            of the last step that was made are returned.
+            """
+            local_steps = active(model)
+            if local_steps is None or local_steps.pace is None:
+                return step(iterator)
+            return local_steps.pace.step(model, step, iterator)
+
+        return paced
+
+    def batches_between_syncs(
+        self, model: Any, *, is_delayed: bool = True
+    ) -> int | None:
+        """Return the largest number of batches between synchronizations of workers.
+
+        Args:
+            model: Keras model in `fit`.
+            is_delayed: Bool, whether delayed exchanges, which run during the steps, do
+                not count as synchronizations. Defaults to `True`.
+
+        Returns:
+            Int, 1 without local steps; or `None` if workers do not synchronize within
+            an epoch, such as with `min_participants`.
+        """
+        local_steps = active(model)
+        if local_steps is None:
+            return 1
+        options = local_steps.options
+        if options.delay and (is_delayed or options.outer.min_participants is not None):
+            return None
+        return options.sync_every * model.optimizer.accumulation_steps

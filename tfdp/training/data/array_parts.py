@@ -1,0 +1,218 @@
+"""Parts of arrays: columns or component tensors, of which rows are read and encoded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import h5py
+import numpy as np
+import tensorflow as tf
+
+# The maximum number of bytes that are hashed of all arrays together. SHA-256 takes
+# 50 ms for them at 0.5 GB/s, the rate of a processor without SHA instructions. A limit
+# in bytes is the same on all workers; a limit in seconds would not be.
+_WHOLE_BYTES = 25_000_000
+# The maximum number of rows that are read of an array that is too large to be hashed
+# as a whole.
+_SAMPLED_ROWS = 4096
+# The maximum number of bytes and of rows that are read of an array in a file: each row
+# may cost an access to a disk or to a network.
+_STORED_BYTES = 4_000_000
+_STORED_ROWS = 64
+# The number of bytes that a string or another object counts for: its hash costs as much
+# as that of this many bytes of numbers.
+_OBJECT_BYTES = 256
+# The maximum number of blocks into which an array is divided, and the minimum length of
+# a block if there are several. A projection and the norm of each block are compared.
+_MAX_BLOCKS = 64
+_BLOCK_SIZE = 1024
+
+COMPOSITE = (tf.RaggedTensor, tf.SparseTensor)
+
+
+class ArrayPart:
+    """An array of which `ArrayValues` reads all rows, or some evenly spaced ones.
+
+    A composite array, such as a table or a sparse tensor, has one `ArrayPart` for each
+    of its columns or component tensors.
+
+    Args:
+        array: Array of numbers, strings or objects, of a class that `ArrayValues`
+            accepts.
+
+    Attributes:
+        num_read: Int, number of rows that are read: all, until `choose_rows` lowers it.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self._shape = tuple(array.shape)
+        self.num_rows = int(self._shape[0]) if self._shape else 1
+        self.num_bytes = math.prod(self._shape) * _item_bytes(array)
+        self.is_stored = isinstance(array, (np.memmap, h5py.Dataset))
+        self.num_read = self.num_rows
+
+    def choose_rows(self, budget: int) -> None:
+        """Choose the number of rows to read.
+
+        Args:
+            budget: Int, maximum number of bytes to read of an array in memory.
+        """
+        most = _SAMPLED_ROWS
+        row_bytes = max(self.num_bytes // max(self.num_rows, 1), 1)
+        if self.is_stored:
+            budget, most = _STORED_BYTES, _STORED_ROWS
+        if self.num_bytes <= budget:
+            return
+        if self.is_stored and getattr(self._array, "chunks", None):
+            # HDF5 reads a row of a chunked dataset with its whole chunk.
+            row_bytes *= self._array.chunks[0]
+        self.num_read = min(max(budget // row_bytes, 2), most, self.num_rows)
+
+    def read(self) -> np.ndarray:
+        """Read the rows that `choose_rows` has chosen, as a NumPy array."""
+        if self.num_read == self.num_rows:
+            return as_numpy(self._array)
+        last = self.num_read - 1
+        rows = np.arange(self.num_read) * (self.num_rows - 1) // last
+        if tf.is_tensor(self._array):
+            return tf.gather(self._array, rows).numpy()
+        by_position = getattr(self._array, "iloc", self._array)  # a pandas object
+        return as_numpy(by_position[rows])
+
+    def describe(self, digest: str) -> Any:
+        """Describe the chosen rows: by blocks if rounding may differ, or by the digest.
+
+        Rounding may differ in floats, complex numbers and integers of one byte. A block
+        is a range of the flattened numbers.
+
+        Args:
+            digest: String, digest of the values.
+
+        Returns:
+            List with, for each block, its dot product with random weights that are the
+            same on all workers, its norm, and its number of non-finite values; or
+            `digest`.
+        """
+        values = self.read()
+        # NumPy's kind V includes bfloat16 and float8, which are floats, and records,
+        # which are not, and whose fields have names.
+        is_float = values.dtype.kind in "fcV" and values.dtype.names is None
+        if not is_float and (values.dtype.kind not in "biu" or values.itemsize > 1):
+            return digest
+        if values.dtype.kind == "c":
+            values = np.ascontiguousarray(values).view(values.real.dtype)
+        numbers = values.astype("float64").ravel()
+        is_finite = np.isfinite(numbers)
+        numbers = np.where(is_finite, numbers, 0.0)
+        # All workers need the same weights: every version of NumPy draws the same
+        # numbers from a `RandomState` of one seed.
+        weights = np.random.RandomState(0).uniform(-1, 1, len(numbers))
+        num_blocks = min(max(len(numbers) // _BLOCK_SIZE, 1), _MAX_BLOCKS)
+        blocks = zip(
+            np.array_split(numbers, num_blocks),
+            np.array_split(weights, num_blocks),
+            np.array_split(is_finite, num_blocks),
+            strict=True,
+        )
+        return [
+            [float(block @ w), float(np.linalg.norm(block)), int(np.sum(~finite))]
+            for block, w, finite in blocks
+        ]
+
+    def holds_paths(self) -> bool:
+        """Return whether the values are strings, and any contains a slash."""
+        values = self.read()
+        if values.dtype.kind != "O":
+            return False
+        return any(b"/" in _encode(item) for item in values.ravel().tolist())
+
+
+def split_into_parts(array: Any) -> list[ArrayPart]:
+    """Split an array into its parts, such as a table's columns; empty if it fails."""
+    if array is None:
+        return []
+    try:
+        if isinstance(array, COMPOSITE):
+            arrays = tf.nest.flatten(array, expand_composites=True)
+        elif is_scipy_sparse(array):
+            rows = array.tocsr()
+            arrays = [rows.indptr, rows.indices, rows.data]
+        elif hasattr(array, "iloc") and len(array.shape) == 2:
+            arrays = [array.iloc[:, column] for column in range(array.shape[1])]
+        else:
+            arrays = [array]
+        return [ArrayPart(each) for each in arrays]
+    except Exception:  # noqa: BLE001 arrays may be of any user class
+        return []
+
+
+def bytes_per_array(bytes_of_arrays: list[int]) -> int:
+    """Return how many bytes may be read of each array, within `_WHOLE_BYTES`.
+
+    `bytes_of_arrays` are the sizes of the arrays in memory.
+
+    Small arrays are read as a whole, and large ones share the rest equally.
+    """
+    if sum(bytes_of_arrays) <= _WHOLE_BYTES:
+        return _WHOLE_BYTES
+    small = [
+        size for size in bytes_of_arrays if size <= _WHOLE_BYTES // len(bytes_of_arrays)
+    ]
+    return (_WHOLE_BYTES - sum(small)) // (len(bytes_of_arrays) - len(small))
+
+
+def is_scipy_sparse(array: Any) -> bool:
+    """Return whether an array is a sparse matrix of SciPy."""
+    return callable(getattr(array, "tocsr", None))
+
+
+def _item_bytes(array: Any) -> int:
+    """Return the bytes of one item of an array, of any class in `ArrayValues`."""
+    if hasattr(array, "element_size"):  # a torch tensor
+        return array.element_size()
+    dtype = getattr(array.dtype, "as_numpy_dtype", array.dtype)  # a TensorFlow tensor
+    try:
+        dtype = np.dtype(dtype)
+    except TypeError:  # a pandas dtype
+        return _OBJECT_BYTES
+    return _OBJECT_BYTES if dtype.kind == "O" else dtype.itemsize
+
+
+def as_numpy(array: Any) -> np.ndarray:
+    """Convert an array of any supported class to NumPy, read completely."""
+    if hasattr(array, "detach"):  # a torch tensor
+        array = array.detach().cpu()
+    return np.asarray(array[()] if isinstance(array, h5py.Dataset) else array)
+
+
+def bytes_of(values: np.ndarray, *, only_names: bool) -> Any:
+    """Return bytes that are the same for equal values on every machine.
+
+    Args:
+        values: Array of NumPy.
+        only_names: Bool, whether only the base name of each path counts.
+    """
+    # Records are encoded item by item, because padding bytes between fields are random.
+    if values.dtype.kind == "O" or values.dtype.names is not None:
+        texts = [_encode(item) for item in values.ravel().tolist()]
+        if only_names:
+            texts = [text.rpartition(b"/")[2] for text in texts]
+        return b"\0".join(texts)
+    if values.dtype.byteorder == ">":
+        values = values.astype(values.dtype.newbyteorder("<"))
+    return np.ascontiguousarray(values).reshape(-1).view("uint8")
+
+
+def _encode(item: Any) -> bytes:
+    """Encode an object as bytes: a plain value itself, or else its class name."""
+    if isinstance(item, bytes):
+        return item
+    if isinstance(item, str):
+        return item.encode("utf-8", "surrogatepass")
+    if isinstance(item, (bool, int, float, complex, np.generic)):
+        return repr(getattr(item, "tolist", lambda: item)()).encode()
+    if isinstance(item, (list, tuple, np.ndarray)):
+        return b"[" + b",".join(_encode(each) for each in item) + b"]"
+    return type(item).__name__.encode()

@@ -1,0 +1,197 @@
+"""Comparison of the values of arrays that workers hold, by fingerprints.
+
+Workers send fingerprints in messages that they exchange anyway. Only if fingerprints
+differ does a second message describe the values, which distinguishes rounding from
+other values, and another order from other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdp.communication.coordination.facts import SharedFact
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.training.data.fingerprints import ArrayValues
+
+# Workers may have computed floats, and 8-bit integers such as images, with different
+# rounding. Values of a block count as equal up to this multiple of the block's norm.
+_ROUNDING = 1e-3
+# The maximum number of groups of workers that an error message lists.
+_MAX_GROUPS = 3
+_SAME_ROWS = "with the same rows in another order"
+_OTHER_VALUES = "with other values"
+# Error of datasets with different values, to which a remedy is appended.
+_DATA_DIFFER = (
+    "Workers have data of different values, so that some rows would be read twice and "
+    "others never."
+)
+
+
+def values_fact(
+    worker_group: WorkerGroup,
+    topic: str,
+    values: ArrayValues,
+    problem: str = _DATA_DIFFER,
+) -> SharedFact:
+    """Return a `SharedFact` of values that may differ by no more than rounding.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        topic: String, what is compared, for messages.
+        values: `ArrayValues` of this worker.
+        problem: String, beginning of the error. Defaults to one about datasets.
+    """
+
+    def explain(fingerprints: dict[int, dict]) -> str:
+        """Return the error if values differ by more than rounding, or else `""`.
+
+        All workers call it, since it may exchange a second message.
+
+        Args:
+            fingerprints: Dict from the rank of each worker to the result of
+                `ArrayValues.fingerprints` there.
+        """
+        by_worker = list(fingerprints.values())
+        difference = find_difference(worker_group, topic, by_worker, values)
+        return difference and (
+            f"{problem} Draw, shuffle, split and list data alike on every worker, by "
+            "one seed and in sorted order, or give each a `tf.data.Dataset` of its own "
+            f"with `AutoShardPolicy.OFF`. Received: {difference}"
+        )
+
+    return SharedFact("values", values.fingerprints(), explain)
+
+
+def find_difference(
+    worker_group: WorkerGroup,
+    topic: str,
+    fingerprints: Sequence[dict[str, Any]],
+    values: ArrayValues,
+) -> str:
+    """Describe how the workers' arrays differ, after a second message if needed.
+
+    All workers call it with the same fingerprints.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        topic: String, what is compared, for messages.
+        fingerprints: Sequence of dicts, the fingerprints of each worker's arrays.
+        values: `ArrayValues` of this worker.
+
+    Returns:
+        String, or an empty one if the arrays differ at most by rounding.
+    """
+    names = [
+        name
+        for name in fingerprints[0]
+        if _are_comparable([of_worker.get(name) for of_worker in fingerprints])
+        and any(of_worker[name] != fingerprints[0][name] for of_worker in fingerprints)
+    ]
+    if not names:
+        return ""
+    # Only the first worker of each group with equal values describes them.
+    ranks: dict[str, list[int]] = {}
+    for rank, of_worker in enumerate(fingerprints):
+        ranks.setdefault(str([of_worker[name] for name in names]), []).append(rank)
+    first_ranks = [of_group[0] for of_group in ranks.values()]
+    describes = worker_group.rank in first_ranks
+    descriptions = {name: values.describe(name) for name in names} if describes else {}
+    fingerprints = worker_group.all_gather(f"{topic}: values", descriptions)
+    described = [fingerprints[rank] for rank in first_ranks]
+    groups = list(ranks.values())[1:]
+    sentences = [
+        f"{_describe_pair(described[0], other)} on {_list_workers(of_group)}"
+        for of_group, other in zip(groups, described[1:], strict=True)
+        if _different_names(described[0], other)
+    ]
+    if not sentences:
+        return ""
+    more = ["others on more workers"] if len(sentences) > _MAX_GROUPS else []
+    return f"{'; '.join([*sentences[:_MAX_GROUPS], *more])} than on worker 0"
+
+
+def _are_comparable(fingerprints: list[Any]) -> bool:
+    """Return whether all workers have read the same rows of an array.
+
+    Arrays of different lengths are compared elsewhere. Of an array in memory and one
+    in a file different rows are read.
+
+    Args:
+        fingerprints: List of one array's fingerprint on each worker.
+    """
+    if any(each is None or each[1] is None for each in fingerprints):
+        return False
+    return all(each[0] == fingerprints[0][0] for each in fingerprints)
+
+
+def _different_names(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return the names of arrays whose descriptions differ by more than rounding.
+
+    Both dicts have what `ArrayValues.describe` returned, by name.
+    """
+    return [name for name in first if _is_different(first[name], other[name])]
+
+
+def _is_different(first: dict | None, other: dict | None) -> bool:
+    """Return whether two descriptions of an array differ by more than rounding.
+
+    `ArrayValues.describe` returned them on two workers; `None` always differs.
+    """
+    if first is None or other is None:
+        # A missing description counts as a difference, because values are described
+        # only if their fingerprints differ.
+        return True
+    if first["paths"] and other["paths"] and first["rows"] and other["rows"]:
+        # Lists of paths without a common name may be copies of one data set under other
+        # names, so they do not count as different. Lists with a common name that differ
+        # do.
+        return bool(set(first["rows"][1]) & set(other["rows"][1]))
+    if len(first["parts"]) != len(other["parts"]):
+        return True
+    pairs = zip(first["parts"], other["parts"], strict=True)
+    return any(_parts_differ(*pair) for pair in pairs)
+
+
+def _parts_differ(first: Any, other: Any) -> bool:
+    """Return whether the descriptions of a part differ by more than rounding.
+
+    Each is a list of blocks, or a digest, see `ArrayPart.describe`.
+    """
+    if isinstance(first, str) or isinstance(other, str):
+        return first != other
+    if len(first) != len(other):
+        return True
+    blocks, others = np.array(first), np.array(other)  # [num_blocks, 3]
+    most = _ROUNDING * np.maximum(blocks[:, 1], others[:, 1])
+    differences = np.abs(blocks - others)
+    is_rounding = (differences[:, :2] <= most[:, np.newaxis]).all()
+    return not is_rounding or bool(differences[:, 2].any())
+
+
+def _describe_pair(first: dict[str, Any], other: dict[str, Any]) -> str:
+    """Describe how arrays of two workers differ, such as 'x with other values'.
+
+    Both dicts have what `ArrayValues.describe` returned, by name.
+    """
+    names = _different_names(first, other)
+    same_rows = all(_have_same_rows(first[name], other[name]) for name in names)
+    return f"{', '.join(names)} {_SAME_ROWS if same_rows else _OTHER_VALUES}"
+
+
+def _have_same_rows(first: dict | None, other: dict | None) -> bool:
+    """Return whether two described arrays have the same rows, in any order.
+
+    The result is `False` if the rows of one array are not described.
+    """
+    if first is None or other is None or not first["rows"] or not other["rows"]:
+        return False
+    return first["rows"][0] == other["rows"][0]
+
+
+def _list_workers(ranks: list[int]) -> str:
+    """Format ranks for a message: 'worker 3', 'workers 0, 1'; at most eight."""
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"worker {shown}" if len(ranks) == 1 else f"workers {shown}"
