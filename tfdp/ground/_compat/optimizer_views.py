@@ -12,7 +12,7 @@ from tensorflow.python.distribute import (
     values,
 )
 
-from tfdp.ground._compat.distribute import local_part, outside_strategies
+from tfdp.ground._compat.tf_distribute import local_part, outside_strategies
 
 
 def stand_in(optimizer: Any, **attributes: Any) -> Any:

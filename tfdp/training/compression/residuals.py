@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import runtime
 from tfdp.training.compression.compressor import Compressor, GradientBucket
 from tfdp.training.compression.step_residuals import assign_if_kept
 
@@ -315,7 +316,7 @@ def assign(variable: Any, value: np.ndarray) -> None:
 
 def _create_variable(array: np.ndarray, device: str) -> Any:
     """Create a variable on a device, with the values and the dtype of an array."""
-    return _compat.plain_variable(array, tf.as_dtype(array.dtype), device)
+    return runtime.plain_variable(array, tf.as_dtype(array.dtype), device)
 
 
 def _fits(restored: dict[str, dict[int, np.ndarray]], state: ResidualState) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime
 from tfdp.ground.base.step_context import ActiveHooks
 from tfdp.training.replicas.assigned_values import (
     checksum_of_text,
@@ -44,13 +44,13 @@ class DriftProbe:
         self._num_replicas = strategy.num_replicas_in_sync
         self._every = every
         self._host = self._extended.host_group.devices[0]
-        self._steps = _compat.plain_variable(0, tf.int64, self._host)
-        self._result = _compat.plain_variable(
+        self._steps = runtime.plain_variable(0, tf.int64, self._host)
+        self._result = runtime.plain_variable(
             np.zeros([1 + self._num_replicas]), _DTYPE, self._host
         )
         # The checksum of this worker's assignments outside of steps, and the number of
         # assignments that it covers.
-        self._assigned = _compat.plain_variable(0, tf.int64, self._host)
+        self._assigned = runtime.plain_variable(0, tf.int64, self._host)
         self._num_assigned = -1
         self._step: tf.Tensor | None = None
         self._is_due: tf.Tensor | None = None
