@@ -15,7 +15,7 @@ and write `graphs.root_graph()`, so that each call names it. Read in this order:
     tf_data          tf.data: datasets, distributed datasets and iterators
     pipelines        stages of a tf.data pipeline, rebuilt on another one
     keras_data       Keras's data adapters and epoch iterators
-    keras_model      Keras's models: strategy, symbolic build, epochs
+    keras_model      Keras's models: strategy, symbolic build, epochs, callbacks
     keras_optimizer  Keras's optimizers: trained variables, the parts of an update
     optimizer_state  variables of Keras's optimizers: slots, accumulators, tracking
     optimizer_views  stand-ins with other state for Keras's own update

@@ -51,6 +51,11 @@ def slots_of(optimizer: Any) -> dict[str, list]:
     }
 
 
+def averages_in(slots: dict[str, list]) -> list:
+    """Return the moving averages in a result of `slots_of`; empty without averages."""
+    return slots.get("_model_variables_moving_average", [])
+
+
 def num_variables_before_accumulators(optimizer: Any) -> int:
     """Return the number of an optimizer's variables that precede its accumulators.
 

@@ -56,6 +56,11 @@ def with_slots(optimizer: Any, variable: Any, slots: dict[str, list]) -> Any:
     return stand_in(optimizer, _trainable_variables_indices=indices, **slots)
 
 
+def with_averages(optimizer: Any, averages: list) -> Any:
+    """Return a shallow copy of an optimizer with other moving averages, a list."""
+    return stand_in(optimizer, _model_variables_moving_average=averages)
+
+
 def as_accumulating(optimizer: Any, steps: int, variables: list | None) -> Any:
     """Return a shallow copy with Keras's gradient accumulation and other variables.
 

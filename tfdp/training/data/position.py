@@ -108,10 +108,9 @@ class DataPosition:
     def _local_nondeterminism(self) -> str | None:
         """Describe why a rerun reads other batches on this worker, or return `None`."""
         adapter = self._adapter
-        shuffles = getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False))
-        has_order = self._order is not None or random_seeds.global_seed() is not None
-        is_py_dataset = hasattr(adapter, "py_dataset")
-        is_ordered = not shuffles or (has_order and not is_py_dataset)
+        has_seed = self._order is not None or random_seeds.global_seed() is not None
+        has_order = has_seed and not keras_data.has_py_dataset(adapter)
+        is_ordered = has_order or not keras_data.shuffles(adapter)
         return nondeterminism_of(
             self._source, is_ordered=is_ordered, chosen_seed=self._chosen_seed
         )
@@ -167,8 +166,10 @@ class DataPosition:
                 "the size of its batches has changed, and `steps_per_epoch` ends "
                 "epochs before the end of the data"
             )
-        shuffles = getattr(self._adapter, "_shuffle", False)
-        return batch_dependence_of(self._source, shuffles_batches=shuffles == "batch")
+        return batch_dependence_of(
+            self._source,
+            shuffles_batches=keras_data.shuffles_in_batches(self._adapter),
+        )
 
     def restore(self, snapshot: dict[str, Any], num_batches: int) -> None:
         """Restore a position, at which the next epoch continues.

@@ -181,10 +181,7 @@ class ElementShards(OwnedState):
             variables: List of the Keras variables of the plan.
         """
         views = [TensorView(value) for value in self.own_values(variables)]
-        averages = self._own_averages
-        stand_in = optimizer_views.stand_in(
-            optimizer, _model_variables_moving_average=averages
-        )
+        stand_in = optimizer_views.with_averages(optimizer, self._own_averages)
         keras_optimizer.move_averages(stand_in, views)
 
     def averages(self) -> list[tf.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground._compat import tf_distribute
+from tfdp.ground._compat import optimizer_state, tf_distribute
 from tfdp.ground.plans.shards import ShardPlan
 
 
@@ -75,7 +75,7 @@ class OwnedState:
     @property
     def _own_averages(self) -> list[Any]:
         """List of the slots of moving averages; empty without averages."""
-        return self.slots.get("_model_variables_moving_average", [])
+        return optimizer_state.averages_in(self.slots)
 
 
 @dataclasses.dataclass(frozen=True)
