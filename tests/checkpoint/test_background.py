@@ -45,7 +45,7 @@ from tfdp.checkpoint.on_all_workers import worker_group_of
 from tfdp.checkpoint.training_state import checkpoint_tensors
 from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.communication.coordination.worker_group import WorkerGroup
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.plans.shards import Segment
 from tfdp.training.keras_hooks import install
 from tfdp.training.sharding.optimizer_state import _FlatBuffer, _range_shard
@@ -531,7 +531,7 @@ def test_shards_of_one_variable_are_written_without_slices():
     shards[1].write(tf.fill([2], 50.0))
     np.testing.assert_array_equal(variable, [0, 1, 20, 20, 4, 50, 50, 7])
     np.testing.assert_array_equal(shards[0].read(), [20, 20])
-    first, second = (_compat.elements_of(variable, 0, 8) for _ in range(2))
+    first, second = (tf_distribute.elements_of(variable, 0, 8) for _ in range(2))
     assert np.shares_memory(first, second)
     shards[0].write(np.full(2, 30, "float32"))  # into other memory: views exist
     np.testing.assert_array_equal(first, [0, 1, 20, 20, 4, 50, 50, 7])

@@ -10,7 +10,8 @@ import pytest
 import tfdp
 from tests.harness.commands import run_python
 from tfdp.communication.cluster import cpu_kernels
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import runtime
 from tfdp.ground.onednn import VARIABLE
 
 pytestmark = pytest.mark.skipif(
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 def kernels(monkeypatch):
     """A process in which TensorFlow goes without oneDNN, ten times slower."""
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(_compat, "uses_onednn", lambda: False)
+    monkeypatch.setattr(runtime, "uses_onednn", lambda: False)
     monkeypatch.setattr(cpu_kernels, "gradient_factor", lambda: 10.2)
     monkeypatch.setattr(cpu_kernels, "is_left_off", lambda: True)
     user_code.forget_topics()
@@ -73,7 +74,7 @@ def test_nobody_is_told_where_the_user_has_decided_or_nothing_is_slow(kernels, w
     if why == "decided":
         kernels.setenv(VARIABLE, "0")
     elif why == "used":
-        kernels.setattr(_compat, "uses_onednn", lambda: True)
+        kernels.setattr(runtime, "uses_onednn", lambda: True)
     elif why == "fast":
         kernels.setattr(cpu_kernels, "gradient_factor", lambda: 1.4)
     else:
@@ -87,7 +88,7 @@ def test_a_run_that_goes_on_with_other_kernels_is_told_of_its_last_digits(kernel
     saved = cpu_kernels.versions()
     assert saved == {"oneDNN": "off"}
     assert cpu_kernels.change_since(saved) == cpu_kernels.change_since({}) == ""
-    kernels.setattr(_compat, "uses_onednn", lambda: True)
+    kernels.setattr(runtime, "uses_onednn", lambda: True)
     said = cpu_kernels.change_since(saved)
     assert "saved with oneDNN's kernels off, and continues with them on" in said
 

@@ -12,7 +12,7 @@ from tests.collectives.cases_primitives import each_replica, new_group
 from tests.harness.env import Env
 from tests.harness.registry import case
 from tfdp.communication.collectives import Member, ProcessGroup
-from tfdp.ground import _compat
+from tfdp.ground._compat import graphs
 
 # Where a replica's step fails: before it has launched anything, while all its
 # reductions may be under way, when one of them is done, when all are; or nowhere.
@@ -37,7 +37,7 @@ def step_of(env: Env) -> Step:
     @tf.function(autograph=False)
     def traced(number: tf.Tensor, places: tf.Tensor) -> list:
         def work(replica: int, rank: int) -> tf.Tensor:
-            with _compat.ordered_by_itself():
+            with graphs.ordered_by_itself():
                 return _sums(group, replica, number * (rank + 1.0), places[rank])
 
         return each_replica(env, work)

@@ -40,7 +40,7 @@ from tfdp.communication.coordination.watch.watchdog import Watchdog
 from tfdp.communication.store import HostLost
 from tfdp.communication.store import server as server_module
 from tfdp.communication.store.contents import Contents
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime
 from tfdp.ground.base.process_identity import ProcessIdentity
 
 
@@ -393,7 +393,7 @@ def test_a_call_of_tensorflow_that_lasts_is_a_wait_outside_of_loops_too(
     heartbeat = Heartbeat(0, Store(), FailureDetector([1], 60.0, host=0))
     calls = [object()]
     monkeypatch.setattr("time.process_time", lambda: 5.0)
-    monkeypatch.setattr(_compat, "call_in_progress", lambda: calls[-1])
+    monkeypatch.setattr(runtime, "call_in_progress", lambda: calls[-1])
 
     def wait(seconds: int) -> bool:
         for _ in range(seconds):
@@ -429,14 +429,14 @@ def test_the_call_in_which_the_main_thread_waits_is_found():
     found = []
 
     def look() -> None:
-        found.extend([_compat.call_in_progress(), _compat.call_in_progress()])
+        found.extend([runtime.call_in_progress(), runtime.call_in_progress()])
         queue.enqueue(1)
 
     threading.Timer(0.5, look).start()
     dequeue()
     assert found[0] is found[1]
     assert found[0] is not None
-    assert _compat.call_in_progress() is None
+    assert runtime.call_in_progress() is None
 
 
 class Finalized:
@@ -464,7 +464,7 @@ def test_no_garbage_is_collected_where_the_main_thread_is_looked_at():
         Finalized(collectors)
         gc.set_threshold(20)  # the frames of the threads are more
         gc.enable()
-        _compat.call_in_progress()
+        runtime.call_in_progress()
     finally:
         gc.set_threshold(*thresholds)
         gc.enable()
@@ -788,9 +788,9 @@ def test_a_process_that_ends_itself_leaves_no_generated_file():
     converted = tf.autograph.to_graph(lambda x: x + 1)
     path = pathlib.Path(inspect.getfile(converted))
     assert path.exists()
-    _compat.remove_generated_files()
+    runtime.remove_generated_files()
     assert not path.exists()
-    _compat.remove_generated_files()  # what is gone is no error
+    runtime.remove_generated_files()  # what is gone is no error
 
 
 @pytest.mark.parametrize(

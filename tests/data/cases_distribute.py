@@ -13,7 +13,7 @@ from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 from tfdp.checkpoint.random_state import random_states, set_random_states
-from tfdp.ground import _compat
+from tfdp.ground._compat import random_seeds
 from tfdp.ground.base import stand_in_seed
 from tfdp.training.replicas import random_seed
 
@@ -124,8 +124,10 @@ def seeds_of_operations_give_the_numbers_of_one_device(env: Env) -> dict:
     data = data.shuffle(NUM, seed=1).batch(common.BATCH_SIZE)
     common.fit(model, data, callbacks=[seen])
     state = random_states()
-    before = _compat.tensorflow_random_state()
-    _compat.set_tensorflow_random_state({"seed": None, "rng": None, "generator": None})
+    before = random_seeds.tensorflow_random_state()
+    random_seeds.set_tensorflow_random_state(
+        {"seed": None, "rng": None, "generator": None}
+    )
     expected = seeded()
     assert found == expected, "the order of one device"
     batch = expected[0][0][: common.BATCH_SIZE]

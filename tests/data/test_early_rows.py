@@ -13,7 +13,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tests.harness.tiers import full
-from tfdp.ground import _compat
+from tfdp.ground._compat import pipelines
 from tfdp.training.data.early_rows import divide_early
 from tfdp.training.data.rows import divide_batches
 
@@ -299,7 +299,7 @@ def test_all_workers_together_gather_each_row_of_arrays_once(num_workers: int):
         gathered.extend(indices)
         return indices
 
-    original = _compat.python_function_of_map
+    original = pipelines.python_function_of_map
 
     def recorded(stage: tf.data.Dataset) -> Callable:
         gather = original(stage)
@@ -311,7 +311,7 @@ def test_all_workers_together_gather_each_row_of_arrays_once(num_workers: int):
 
         return call
 
-    with mock.patch.object(_compat, "python_function_of_map", recorded):
+    with mock.patch.object(pipelines, "python_function_of_map", recorded):
         for rank in range(num_workers):
             own = divide_early(of_arrays(21, shuffle=True), [rank], num_workers)
             for _ in own.dataset:

@@ -18,7 +18,7 @@ from tfdp.communication.cluster import mpi_cluster
 from tfdp.communication.coordination import worker_group
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.communication.store.membership import Membership
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_data
 from tfdp.ground.plans.file_owners import balance_files, bytes_of_workers
 from tfdp.training.data import file_shards
 from tfdp.training.data.determinism import draws_seeds_once, nondeterminism_of
@@ -210,7 +210,7 @@ def test_the_order_of_an_epoch_does_not_depend_on_what_was_read_before(
     assert nondeterminism_of(resumed, is_ordered=True) is None
     assert draws_seeds_once(resumed)
     for _ in range(2):
-        _compat.begin_shuffles(resumed)
+        tf_data.begin_shuffles(resumed)
     assert [each.tolist() for each in resumed.as_numpy_iterator()] == epochs[2]
 
 

@@ -17,7 +17,7 @@ import pytest
 import scipy.sparse
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_data
 from tfdp.training.data import batch_labels
 from tfdp.training.data.array_parts import ArrayPart
 from tfdp.training.data.batch_labels import LabelRecord, class_labels
@@ -325,7 +325,7 @@ def test_labels_of_classes_are_those_that_augmentation_keeps():
 
 
 def test_arrays_of_fit_are_not_read_again_as_sources():
-    adapter = _compat.ArrayDataAdapter(numbers(), np.arange(NUM_ROWS), batch_size=4)
+    adapter = keras_data.ArrayDataAdapter(numbers(), np.arange(NUM_ROWS), batch_size=4)
     assert values_of_sources(adapter.get_tf_dataset()).fingerprints() == {}
 
 

@@ -13,7 +13,7 @@ import pytest
 import tfdp
 from tests.harness import common
 from tests.harness.interrupted import Layout, run
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_data
 from tfdp.training.data import loader_rows
 from tfdp.training.data.rows import rows_of_worker
 
@@ -262,4 +262,4 @@ def test_workers_of_different_seeds_shuffle_alike(tmp_path):
 
 
 def test_kerases_adapter_takes_a_loader_of_torch():
-    assert _compat.is_torch_dataloader(loader())
+    assert keras_data.is_torch_dataloader(loader())

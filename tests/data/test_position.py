@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 from tfdp.callbacks import BackupAndRestore
-from tfdp.ground import _compat
+from tfdp.ground._compat import random_seeds
 from tfdp.training.data import epochs
 
 pytestmark = pytest.mark.slow
@@ -51,10 +51,12 @@ class Cut(keras.callbacks.Callback):
 
 @pytest.fixture(autouse=True)
 def _no_global_seed():
-    before = _compat.tensorflow_random_state()
-    _compat.set_tensorflow_random_state({"seed": None, "rng": None, "generator": None})
+    before = random_seeds.tensorflow_random_state()
+    random_seeds.set_tensorflow_random_state(
+        {"seed": None, "rng": None, "generator": None}
+    )
     yield
-    _compat.set_tensorflow_random_state(before)
+    random_seeds.set_tensorflow_random_state(before)
 
 
 def build(steps_per_execution: int = 1) -> keras.Model:

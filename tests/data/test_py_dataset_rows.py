@@ -13,7 +13,7 @@ import tfdp
 from tests.data.cases_own_rows import BATCH, NUM_ROWS, Rows
 from tests.harness import common
 from tests.harness.interrupted import Layout, run
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_data
 from tfdp.training.data.own_rows import (
     LocalRowsDataset,
     describe_batches,
@@ -28,7 +28,7 @@ def data(**options: Any) -> Rows:
 def adapter(source: Rows, ranks: list[int], num_replicas: int, **options: Any) -> Any:
     dataset = LocalRowsDataset(source, ranks, num_replicas)
     options = {"class_weight": None, "shuffle": False} | options
-    made = _compat.RowsOfPyDatasetAdapter(dataset, **options)
+    made = keras_data.RowsOfPyDatasetAdapter(dataset, **options)
     made.user_data = source
     return made
 

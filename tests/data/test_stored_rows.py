@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tests.data.test_early_rows import flat
 from tests.harness.tiers import full
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_data
 from tfdp.training.data.early_rows import divide_early
 from tfdp.training.data.own_rows import (
     StoredArraysAdapter,
@@ -69,7 +69,7 @@ def dataset_of(x: Any, shuffle: bool | str, stored: bool) -> tf.data.Dataset:
         assert has_stored_arrays(arguments)
         return StoredArraysAdapter(arguments).get_tf_dataset()
     arguments["x"] = {"a": np.array(x)}
-    return _compat.ArrayDataAdapter(**arguments).get_tf_dataset()
+    return keras_data.ArrayDataAdapter(**arguments).get_tf_dataset()
 
 
 # The quick tier has each kind and each way to shuffle.

@@ -102,17 +102,17 @@ def decays_what_is_excluded(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def averages_before_it_updates(env: Env, column: Any) -> Iterator[None]:
     """The moving averages are one update behind."""
-    from tfdp.ground import _compat
+    from tfdp.ground._compat import keras_optimizer
     from tfdp.training.step.state_layout import StateLayout
 
-    average, update = _compat.update_moving_average, StateLayout.update
+    average, update = keras_optimizer.update_moving_average, StateLayout.update
 
     def update_after(layout: Any, part: Any, *arguments: Any) -> None:
         average(part.optimizer)
         update(layout, part, *arguments)
 
     with (
-        mock.patch.object(_compat, "update_moving_average"),
+        mock.patch.object(keras_optimizer, "update_moving_average"),
         mock.patch.object(StateLayout, "update", update_after),
     ):
         yield

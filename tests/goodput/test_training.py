@@ -25,7 +25,7 @@ from tests.monitor.test_full_disk import disk, fill  # noqa: F401 a fixture
 from tfdp.communication.collectives import step_events
 from tfdp.features.goodput import ledger, recorder, training
 from tfdp.features.goodput.account import CLASSES, Shares, shares
-from tfdp.ground import _compat
+from tfdp.ground._compat import random_seeds
 from tfdp.launch.cli.goodput import goodput_of
 
 pytestmark = pytest.mark.slow
@@ -515,7 +515,7 @@ def test_without_tensorboard_the_ledger_is_all_there_is(
 def test_deterministic_steps_have_no_clock_and_a_ledger(
     tmp_path, attempts, monkeypatch
 ):
-    monkeypatch.setattr(_compat, "is_deterministic", lambda: True)
+    monkeypatch.setattr(random_seeds, "is_deterministic", lambda: True)
     active: list[list] = []
     look = Every(lambda batch: active.append(step_events.data_waits.active()))
     small_fit(look, tfdp.callbacks.BackupAndRestore(tmp_path / "backups"))

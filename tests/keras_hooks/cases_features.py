@@ -15,7 +15,7 @@ from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 from tests.reduction import cases_plans as plans
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base import feature
 from tfdp.ground.base.feature import Feature, register, registered, unregister
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
@@ -34,7 +34,7 @@ class GradientNorm(StepFeature):
         return [self.norm]
 
     def examine(self, step, totals, divisor, statistics):
-        part = _compat.local_part(self.norm)
+        part = tf_distribute.local_part(self.norm)
         part.assign(tf.sqrt(statistics.squared_norm()), read_value=False)
 
 

@@ -11,7 +11,7 @@ from keras.src.utils import traceback_utils
 
 from tests.harness import forks
 from tests.harness.forks import Start
-from tfdp.ground import _compat
+from tfdp.ground._compat import patches
 
 DEADLINE_SECONDS = 120.0
 
@@ -75,9 +75,9 @@ def test_a_method_of_keras_that_was_looked_up_before_calls_the_replacement():
     def fit(original, model, x):
         return ["replaced", *original(model, x)]
 
-    entry = _compat.Replacement(Model, "fit", fit, "Because.")
+    entry = patches.Replacement(Model, "fit", fit, "Because.")
     before, model = Model().fit, Model()
-    _compat.replace(entry)
-    _compat.replace(entry)
+    patches.replace(entry)
+    patches.replace(entry)
     assert before(1) == model.fit(1) == ["replaced", 1]
     assert str(inspect.signature(Model.fit)) == "(self, x)"

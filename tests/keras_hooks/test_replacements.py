@@ -24,8 +24,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tfdp.ground import _compat
-from tfdp.ground._compat import patches
+from tfdp.ground._compat import owners, patches
 from tfdp.training.keras_hooks.install import REPLACEMENTS, install
 
 pytestmark = pytest.mark.core
@@ -55,18 +54,18 @@ def calls_of(path: str) -> list[str]:
     return [line for line in lines if line.startswith(f"{name}(")]
 
 
-def path_of(entry: _compat.Replacement) -> str:
+def path_of(entry: patches.Replacement) -> str:
     """The function's name with those of its module and class."""
     module = getattr(entry.owner, "__module__", None)
     names = (module, entry.owner.__name__, entry.name)
     return ".".join(name for name in names if name)
 
 
-def entry_of(path: str) -> _compat.Replacement:
+def entry_of(path: str) -> patches.Replacement:
     return next(entry for entry in REPLACEMENTS if path_of(entry).endswith(path))
 
 
-def change_of(entry: _compat.Replacement, calls: list[str]) -> str:
+def change_of(entry: patches.Replacement, calls: list[str]) -> str:
     """Describe how a function differs from the one that a replacement is written for.
 
     Args:
@@ -114,7 +113,7 @@ def test_a_changed_signature_is_told_in_one_sentence(monkeypatch):
     def apply(self: Any, grads: Any, scale: Any = None, **kwargs: Any) -> Any:
         return grads
 
-    monkeypatch.setattr(_compat.BaseOptimizer, "apply", apply)
+    monkeypatch.setattr(owners.BaseOptimizer, "apply", apply)
     entry = entry_of("BaseOptimizer.apply")
     change = change_of(entry, calls_of(path_of(entry)))
     assert change == (
@@ -127,7 +126,7 @@ def test_a_changed_signature_is_told_in_one_sentence(monkeypatch):
 
 
 def test_a_function_that_is_gone_is_told_in_one_sentence(monkeypatch):
-    monkeypatch.delattr(_compat.keras_trainer, "reduce_per_replica")
+    monkeypatch.delattr(owners.keras_trainer, "reduce_per_replica")
     change = change_of(entry_of("trainer.reduce_per_replica"), [])
     assert "reduce_per_replica` is gone in Keras" in change
     assert (
@@ -137,7 +136,7 @@ def test_a_function_that_is_gone_is_told_in_one_sentence(monkeypatch):
 
 def test_each_of_several_signatures_is_right():
     owner = types.SimpleNamespace(__name__="keras.owner", call=lambda x, y: None)
-    entry = _compat.Replacement(owner, "call", path_of, "")
+    entry = patches.Replacement(owner, "call", path_of, "")
     assert not change_of(entry, ["call(x)", "call(x, y)"])
     assert change_of(entry, ["call(x)"])
 
@@ -181,7 +180,7 @@ def test_only_the_table_calls_replace():
 
 
 # `replace(` that is no method of a string: most files need not be parsed.
-CALL = re.compile(r"(\b_compat\.|\bpatches\.|(?<![.\w]))replace\(")
+CALL = re.compile(r"(\bpatches\.|(?<![.\w]))replace\(")
 
 
 def calls_replace(path: pathlib.Path) -> bool:
@@ -192,7 +191,7 @@ def calls_replace(path: pathlib.Path) -> bool:
     names = {
         ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)
     }
-    return bool(names & {"_compat.replace", "patches.replace", "replace"})
+    return bool(names & {"patches.replace", "replace"})
 
 
 # By `tfdp.ground.user_code`, until TensorFlow starts.

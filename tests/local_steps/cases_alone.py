@@ -24,7 +24,7 @@ from tests.local_steps.cases_local_sgd import (
 )
 from tests.reduction import cases_plans as plans
 from tests.step.cases_loss_scale import with_an_overflow
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers
@@ -235,7 +235,7 @@ def left_over_batches_have_the_scale_that_replicas_agree_on(env: Env) -> dict:
                 return
             optimizer = self.model.optimizer
             last = env.num_replicas - 1
-            _compat.local_value(optimizer.features.scale.value, last).assign(32.0)
+            tf_distribute.local_value(optimizer.features.scale.value, last).assign(32.0)
             self.before = sums_of(self.model, env)
 
     halve = Halve()
@@ -280,7 +280,7 @@ def micro_batches_of_a_skipped_update_do_not_count(env: Env) -> dict:
 def sums_of(model: keras.Model, env: Env) -> list[np.ndarray]:
     """What the first local replica has accumulated."""
     sums = model.optimizer.features.accumulation.sums
-    return [_compat.local_value(variable, 0).numpy() for variable in sums]
+    return [tf_distribute.local_value(variable, 0).numpy() for variable in sums]
 
 
 @case("The outer optimizer clips", compare=False)
@@ -356,7 +356,7 @@ def replicas_alone_draw_other_numbers(env: Env) -> dict:
 
     def keep(batch: int, logs: dict | None) -> None:
         kernel = model.dense.kernel
-        values = [_compat.local_value(kernel, r).numpy() for r in range(2)]
+        values = [tf_distribute.local_value(kernel, r).numpy() for r in range(2)]
         found.append((values, dict(logs or {})))
 
     callbacks = [

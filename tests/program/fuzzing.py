@@ -19,7 +19,7 @@ from tests.program import random_programs
 from tests.program.campaign import EQUAL, ILL, SKIPPED
 from tests.program.operations import State
 from tests.program.random_programs import EVEN, ODD, Program, batch, initial_weights
-from tfdp.ground import _compat
+from tfdp.ground._compat import graphs, tf_distribute
 from tfdp.ground.base.loops import Loop
 from tfdp.training.program import step as program_step
 from tfdp.training.program.step import DividedStep, rows_of_replica
@@ -139,7 +139,7 @@ class Replicas:
         def replica(*inputs: Any) -> Any:
             group = training_group(strategy)
             rows = rows_of_replica(group, inputs, None, {}, are_alike=False)
-            with _compat.ordered_by_itself():  # as in Keras's loops
+            with graphs.ordered_by_itself():  # as in Keras's loops
                 return divided(inputs, group, rows)
 
         kinds = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in batch(1)]
@@ -147,7 +147,7 @@ class Replicas:
         @tf.function(input_signature=kinds * self.count, autograph=False)
         def run(*flat: Any) -> Any:
             args = [
-                _compat.per_replica(list(flat[i :: len(kinds)]))
+                tf_distribute.per_replica(list(flat[i :: len(kinds)]))
                 for i in range(len(kinds))
             ]
             outputs = strategy.run(replica, args=tuple(args))

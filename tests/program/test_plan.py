@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import programs
 from tfdp.training.program.facts import Fact, Form, static_sizes, with_rows
 from tfdp.training.program.plan import Plan, Scope, make_plan
 
@@ -27,7 +27,7 @@ WEIGHTS = ("w", "c")
 
 def plan_of(function: Callable[[dict[str, Any]], Any]) -> tuple[Plan, Any]:
     """Plan a function of the inputs; return the plan and the result."""
-    graph, facts = _compat.ProgramGraph(), {}
+    graph, facts = programs.ProgramGraph(), {}
     with graph.as_default():
         given = {
             name: tf.compat.v1.placeholder(dtype, shape)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tests.harness.env import Env
 from tfdp.features.replay import ranked_group
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime, tf_distribute
 from tfdp.training.keras_hooks import optimizer_hooks
 from tfdp.training.optimizer import distributed
 from tfdp.training.program.builder import Builder
@@ -42,7 +42,7 @@ class Flips(keras.callbacks.Callback):
         # All replicas have the operations of a flip, so that their plans are alike.
         # Numbers of computations; far below zero until bits flip.
         self.counts = [
-            _compat.plain_variable(-1000, tf.int32, "CPU:0") for _ in range(num_local)
+            runtime.plain_variable(-1000, tf.int32, "CPU:0") for _ in range(num_local)
         ]
         self.weights_before: list[np.ndarray] = []
         self.step = 0
@@ -71,7 +71,7 @@ class Flips(keras.callbacks.Callback):
 
 
 def local_replica() -> int:
-    return _compat.local_replica_id(tf.distribute.get_replica_context())
+    return tf_distribute.local_replica_id(tf.distribute.get_replica_context())
 
 
 @contextlib.contextmanager

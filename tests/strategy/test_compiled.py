@@ -16,7 +16,7 @@ import tfdp
 from tests.harness import forks
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
-from tfdp.ground import _compat
+from tfdp.ground._compat import xla_lowering
 from tfdp.ground.base import xla
 
 CASE_MODULES = ("strategy.cases_compiled",)
@@ -40,7 +40,7 @@ def test_sizes_are_tried_until_a_function_can_do_with_one(width, expected):
 
 
 def test_for_an_operation_that_xla_lacks_no_other_size_is_tried():
-    with mock.patch.object(_compat, "lower", wraps=_compat.lower) as lower:
+    with mock.patch.object(xla_lowering, "lower", wraps=xla_lowering.lower) as lower:
         with pytest.raises(xla.CannotCompileError, match="AsString"):
             check(tf.strings.as_string)
         assert lower.call_count == 1
@@ -54,7 +54,7 @@ def check(function: Callable) -> None:
 
 
 def sizes_tried(function: Callable) -> list[int]:
-    with mock.patch.object(_compat, "lower", wraps=_compat.lower) as lower:
+    with mock.patch.object(xla_lowering, "lower", wraps=xla_lowering.lower) as lower:
         check(function)
     return [call.args[1][0].shape[1] for call in lower.call_args_list]
 

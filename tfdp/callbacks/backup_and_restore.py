@@ -29,7 +29,8 @@ from tfdp.communication.coordination.watch import WorkerLost, WorkersJoin
 from tfdp.features import elastic
 from tfdp.features.islands.island import Island
 from tfdp.features.local_steps import FEATURE as LOCAL_STEPS
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import keras_model, tf_data, tf_distribute
 from tfdp.ground.arguments import (
     check_choice,
     checked_bool,
@@ -474,7 +475,7 @@ class BackupAndRestore(StrategyCallback):
                 self._position.restore_length(data)
         if run["batches"] or self.save_freq != "epoch":
             self._warn_about_position(difference)
-        _compat.set_initial_epoch(self.model, epochs if is_over else run["epoch"])
+        keras_model.set_initial_epoch(self.model, epochs if is_over else run["epoch"])
         progress.skip_epochs(run["epoch"])
         step = batches + 1 if difference is None else 1
         self._say(
@@ -488,7 +489,7 @@ class BackupAndRestore(StrategyCallback):
             self._say(change)
         # At the end of `fit`, Keras's initial epoch is reset: otherwise the next `fit`
         # would begin at this epoch, too.
-        self._position.exit_stack.callback(_compat.set_initial_epoch, self.model, 0)
+        self._position.exit_stack.callback(keras_model.set_initial_epoch, self.model, 0)
 
     def _load(self, index: Index, load_plan: LoadPlan) -> None:
         """Restore tensors, callbacks, random states and learning rates.
@@ -536,12 +537,12 @@ class BackupAndRestore(StrategyCallback):
 
         Keras would build them in the first step, too late to restore them.
         """
-        if not _compat.is_one_device(self.model.distribute_strategy):
+        if not tf_distribute.is_one_device(self.model.distribute_strategy):
             return
-        spec = _compat.local_element_spec(self._position.dataset)
+        spec = tf_data.local_element_spec(self._position.dataset)
         leaves = [leaf for leaf in keras.tree.flatten(spec) if leaf is not None]
         if all(leaf.shape.rank is not None for leaf in leaves):
-            _compat.build_symbolically(self.model, spec)
+            keras_model.build_symbolically(self.model, spec)
 
 
 def _check_arguments(directory: Any, save_freq: Any, batch: Any) -> None:

@@ -28,7 +28,7 @@ from tfdp.features.monitor.input_wait import (
 from tfdp.features.monitor.meter import Meter
 from tfdp.features.monitor.readings import Reading
 from tfdp.features.monitor.sinks import write_json
-from tfdp.ground import _compat
+from tfdp.ground._compat import pipelines, tf_data
 from tfdp.ground.base.context import strategy_of
 from tfdp.training.data.early_rows import divide_early
 from tfdp.training.data.own_rows import supports_row_reads
@@ -181,13 +181,13 @@ def pipeline_of(data: Any, strategy: Any) -> Pipeline:
         leaves = keras.tree.flatten(data)
         is_array = all(isinstance(leaf, (np.ndarray, tf.Tensor)) for leaf in leaves)
         return Pipeline(ARRAYS if is_array else "")
-    parts = list(_compat.dataset_inputs(data))
-    maps = [each for each in parts if _compat.kind_of_stage(each) in MAPS]
+    parts = list(tf_data.dataset_inputs(data))
+    maps = [each for each in parts if tf_data.kind_of_stage(each) in MAPS]
     return Pipeline(
-        GENERATOR if _compat.has_generator(data) else "",
-        has_serial_map=any(_compat.parallelism_of(each) is None for each in maps),
+        GENERATOR if tf_data.has_generator(data) else "",
+        has_serial_map=any(pipelines.parallelism_of(each) is None for each in maps),
         has_map=bool(maps),
-        is_cached="CacheDataset" in map(_compat.kind_of_stage, parts),
+        is_cached="CacheDataset" in map(tf_data.kind_of_stage, parts),
         obstacle=_obstacle_of(data, strategy),
     )
 

@@ -11,7 +11,7 @@ from tfdp.checkpoint.accumulated_gradients import clear_accumulated
 from tfdp.checkpoint.backups import IncompatibleBackup
 from tfdp.features import warmup
 from tfdp.features.warmup import WarmupOptions
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer
 from tfdp.ground.base.param_groups import innermost
 from tfdp.ground.plans.schedules import steps_at_epoch
 from tfdp.ground.text import pluralize
@@ -296,13 +296,14 @@ def _inner_optimizers(model: Any) -> list:
 def _are_rates_variables(model: Any) -> bool:
     """Return whether all learning rates are variables, and no schedules."""
     return all(
-        _compat.has_rate_variable(optimizer) for optimizer in _inner_optimizers(model)
+        keras_optimizer.has_rate_variable(optimizer)
+        for optimizer in _inner_optimizers(model)
     )
 
 
 def _schedule_config(optimizer: Any) -> str | None:
     """Return the config of the schedule as JSON; `None` for a rate in a variable."""
-    if _compat.has_rate_variable(optimizer):
+    if keras_optimizer.has_rate_variable(optimizer):
         return None
     try:
         return json.dumps(optimizer.get_config()["learning_rate"], default=str)

@@ -15,7 +15,7 @@ import numpy as np
 
 from tfdp.checkpoint.model_state import ACCUMULATED_PREFIX, COUNTER, replicated
 from tfdp.checkpoint.replica_state import local_replicas, zero_local_values
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer, optimizer_state
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.param_groups import innermost, is_multi
 from tfdp.training.keras_hooks.file_view import VariableView
@@ -97,7 +97,7 @@ def accumulated_shards(model: keras.Model) -> list[StateTensor]:
     if not _shards_gradients(model):
         return []
     optimizer: Any = model.optimizer
-    trained = _compat.trained_by(optimizer)
+    trained = keras_optimizer.trained_by(optimizer)
     tensors = optimizer.shards.accumulated(optimizer.features.accumulation.sums)
     return [
         renamed(tensors[id(variable)], variable_name(index, trained))
@@ -160,9 +160,10 @@ def accumulation_counter(model: keras.Model) -> Any:
     groups = _accumulating_groups(optimizer)
     if not groups:
         return None
-    counters = [_compat.own_variables(group)[0] for group in groups]
-    if is_multi(_without_loss_scaling(optimizer)):
-        counters.append(_compat.own_variables(_without_loss_scaling(optimizer))[0])
+    counters = [optimizer_state.own_variables(group)[0] for group in groups]
+    unscaled = _without_loss_scaling(optimizer)
+    if is_multi(unscaled):
+        counters.append(optimizer_state.own_variables(unscaled)[0])
     steps = groups[0].gradient_accumulation_steps
 
     def write(value: Any) -> None:
@@ -182,15 +183,18 @@ def _named_accumulators(model: keras.Model) -> Iterator[tuple[str, Any]]:
     Variables without an accumulator are left out.
     """
     optimizer: Any = model.optimizer
-    trained = _compat.trained_by(_without_loss_scaling(optimizer))
+    trained = keras_optimizer.trained_by(_without_loss_scaling(optimizer))
     if hasattr(optimizer, "as_keras"):
         for index, total in enumerate(optimizer.features.accumulation.sums):
             yield variable_name(index, trained), total
         return
     names = {id(v): variable_name(index, trained) for index, v in enumerate(trained)}
     for group in _accumulating_groups(optimizer):
-        pairs = zip(_compat.trained_by(group), _compat.accumulators(group), strict=True)
-        for variable, total in pairs:
+        own, sums = (
+            keras_optimizer.trained_by(group),
+            optimizer_state.accumulators(group),
+        )
+        for variable, total in zip(own, sums, strict=True):
             if total is not None:
                 yield names[id(variable)], total
 
@@ -204,7 +208,7 @@ def _accumulating_groups(optimizer: Any) -> list[Any]:
     """Return the Keras optimizers that accumulate gradients, within an optimizer."""
     inner = _without_loss_scaling(optimizer)
     groups = [] if inner is None else innermost(inner)
-    return [group for group in groups if _compat.has_accumulators(group)]
+    return [group for group in groups if optimizer_state.has_accumulators(group)]
 
 
 def _current_loss_scale(model: keras.Model) -> float:

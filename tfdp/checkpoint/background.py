@@ -19,7 +19,8 @@ import numpy as np
 
 from tfdp.checkpoint.copies import copied_state, copy_bytes, copy_to_host
 from tfdp.checkpoint.on_all_workers import worker_group_of
-from tfdp.ground import _compat, forks, user_code
+from tfdp.ground import forks, user_code
+from tfdp.ground._compat import runtime
 from tfdp.ground.base import process_identity
 from tfdp.ground.base.feature import Feature, register
 from tfdp.ground.base.memory import free_bytes
@@ -445,7 +446,7 @@ def lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
-@_compat.before_threads_end
+@runtime.before_threads_end
 def _finish_all() -> None:
     """Wait for all saves at the end of the script, and print their errors."""
     for pending in list(_unfinished):

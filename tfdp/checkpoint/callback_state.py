@@ -2,7 +2,7 @@
 
 Callbacks with the methods `get_state()`, which returns a value that JSON can hold,
 and `set_state(state)` are saved through these. The callbacks of Keras have neither,
-so a table lists the attributes that are their state.
+so `keras_model.CALLBACK_STATE` lists the attributes that are their state.
 """
 
 from __future__ import annotations
@@ -12,32 +12,17 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import keras
 import numpy as np
 
 from tfdp.checkpoint.index import DTYPES, Index
 from tfdp.checkpoint.schema import COUNT, check, list_of, mapping, optional, refuse
+from tfdp.ground._compat import keras_model
 
-# Attributes that training changes, by callback class.
-_KERAS_STATE: dict[type, tuple[str, ...]] = {
-    keras.callbacks.EarlyStopping: (
-        *("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
-    ),
-    keras.callbacks.ReduceLROnPlateau: ("best", "wait", "cooldown_counter"),
-    keras.callbacks.ModelCheckpoint: (
-        *("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
-    ),
-    keras.callbacks.History: ("epoch", "history"),
-    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
-    keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
-}
 # Attributes that are lists of arrays, which a backup holds as tensors.
 _ARRAY_LISTS = {"best_weights"}
 _VALUE_NAMES = {
-    name for names in _KERAS_STATE.values() for name in names
+    name for names in keras_model.CALLBACK_STATE.values() for name in names
 } - _ARRAY_LISTS
-# Attributes that are `None` before the first epoch or batch.
-_MAY_BE_NONE = {"best", "_last_batch_seen"}
 # Keys of the JSON objects that encode arrays and dicts.
 _ARRAY, _PAIRS = "__array__", "__pairs__"
 # Matches the strings of NumPy dtypes that are decoded.
@@ -48,7 +33,7 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str,
     """Collect the state of callbacks.
 
     These are the callbacks with the methods `get_state` and `set_state`, and those of
-    Keras in `_KERAS_STATE`; others are left out.
+    Keras in `CALLBACK_STATE`; others are left out.
 
     Args:
         callbacks: Iterable of Keras callbacks.
@@ -129,14 +114,14 @@ def _is_allowed_value(name: str, value: Any) -> bool:
     """Return whether a state attribute of a Keras callback may have a value.
 
     `"history"` may be a dict of lists, `"epoch"` a list, others in `_VALUE_NAMES` a
-    number; those in `_MAY_BE_NONE` also `None`.
+    number; those in `STATE_NONE_AT_FIRST` also `None`.
 
     Args:
         name: String, name of the attribute.
         value: Value from a backup, decoded.
     """
     if value is None:
-        return name in _MAY_BE_NONE
+        return name in keras_model.STATE_NONE_AT_FIRST
     if name == "history":
         return isinstance(value, dict) and all(
             isinstance(item, list) for item in value.values()
@@ -314,7 +299,5 @@ def _has_state_methods(callback: Any) -> bool:
 
 def _state_attributes(callback: Any) -> tuple[str, ...]:
     """Return the names of the state attributes of a Keras callback, or `()`."""
-    found = (
-        names for kind, names in _KERAS_STATE.items() if isinstance(callback, kind)
-    )
-    return next(found, ())
+    kinds = keras_model.CALLBACK_STATE.items()
+    return next((names for kind, names in kinds if isinstance(callback, kind)), ())

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from tfdp.checkpoint.on_all_workers import worker_group_of
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer, optimizer_state, tf_distribute
 from tfdp.ground.base.param_groups import innermost, is_multi
 from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.keras_hooks.file_view import VariableView
@@ -112,7 +112,7 @@ def replicated(
     size = math.prod(shape)
     start, stop = (size * r // group.num_workers for r in (group.rank, group.rank + 1))
 
-    read = functools.partial(_compat.elements_of, variable)
+    read = functools.partial(tf_distribute.elements_of, variable)
 
     def write(values: Any) -> None:
         """Assign all elements of the tensor, flat, to the variable."""
@@ -128,7 +128,7 @@ def replicated(
         stop,
         lambda: read(start, stop),
         write,
-        None if _compat.is_read_as_view(variable) else read_range,
+        None if tf_distribute.is_read_as_view(variable) else read_range,
     )
     owned, dtype = tuple(share.split(READ_ELEMENTS)), dtype or str(variable.dtype)
     return StateTensor(name, shape, dtype, owned, (everything,))
@@ -148,7 +148,7 @@ def _optimizer_state(model: keras.Model, optimizer: Any) -> Iterator[StateTensor
     if is_multi(inner):
         yield replicated(model, "optimizer/iterations", _update_counter(inner), COUNTER)
     for number, group in enumerate(innermost(inner)):
-        if group.built and _compat.trained_by(group):
+        if group.built and keras_optimizer.trained_by(group):
             slots = None
             if sharded is not None:
                 slots = sharded.state(sharded.parts[id(group)])
@@ -168,14 +168,14 @@ def _param_group_state(
     """
     prefix = f"optimizer{number}"
     yield replicated(model, f"{prefix}/iterations", _update_counter(group), COUNTER)
-    if _compat.has_rate_variable(group):
-        rate = _compat.rate_variable(group)
+    if keras_optimizer.has_rate_variable(group):
+        rate = keras_optimizer.rate_variable(group)
         yield replicated(model, f"{prefix}/learning_rate", rate)
     if slots is not None:
         yield from (renamed(tensor, f"{prefix}/{tensor.name}") for tensor in slots)
         return
-    sums = _compat.accumulators(group) if _compat.has_accumulators(group) else []
-    for name, slot in slot_names(group, _compat.trained_by(group)):
+    sums = optimizer_state.accumulators(group)
+    for name, slot in slot_names(group, keras_optimizer.trained_by(group)):
         if not any(slot is item for item in sums):
             yield replicated(model, f"{prefix}/{name}", slot)
 
@@ -220,7 +220,7 @@ def _update_counter(group: Any) -> Any:
     Args:
         group: Keras optimizer, of one parameter group or of several.
     """
-    counter = _compat.own_variables(group)[0]
+    counter = optimizer_state.own_variables(group)[0]
     steps = group.gradient_accumulation_steps
     if not steps:
         return counter

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import random_seeds
 from tfdp.ground.base import stand_in_seed
 
 
@@ -23,7 +23,7 @@ def random_states() -> dict[str, Any]:
         "python": [version, list(words), gauss],
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
         "tensorflow": _tensorflow_state(),
-        "keras": _compat.keras_seed_state(),
+        "keras": random_seeds.keras_seed_state(),
     }
 
 
@@ -40,8 +40,8 @@ def set_random_states(states: dict[str, Any]) -> None:
     state = states["tensorflow"]
     if state.get("stands_in"):
         stand_in_seed.set_seed(state["seed"])
-    _compat.set_tensorflow_random_state(state)
-    _compat.set_keras_seed_state(states["keras"])
+    random_seeds.set_tensorflow_random_state(state)
+    random_seeds.set_keras_seed_state(states["keras"])
 
 
 def _tensorflow_state() -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _tensorflow_state() -> dict[str, Any]:
 
     Its field `stands_in` is true if tfdp, and not the user, has set the global seed.
     """
-    state = _compat.tensorflow_random_state()
+    state = random_seeds.tensorflow_random_state()
     seed = state["seed"]
     return {**state, "stands_in": seed is not None and seed == stand_in_seed.seed()}
 

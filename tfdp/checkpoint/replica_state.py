@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base.context import strategy_of
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
@@ -128,7 +128,7 @@ def tensor_of_replica(
 def zero_local_values(variable: Any, replicas: LocalReplicas) -> None:
     """Set a mirrored variable to zero on each replica of this process."""
     for replica in range(replicas.num_local):
-        component = _compat.local_value(variable, replica)
+        component = tf_distribute.local_value(variable, replica)
         with tf.device(component.device):
             component.assign(tf.zeros(component.shape, component.dtype))
 
@@ -141,7 +141,7 @@ def _shard_of(item: PerReplicaVariable, local: int, *, merges: bool) -> LocalSha
         local: Int, index of the local replica.
         merges: Bool, whether a value that is written is merged into the current value.
     """
-    component = _compat.local_value(item.variable, local)
+    component = tf_distribute.local_value(item.variable, local)
 
     def read() -> np.ndarray:
         """Return the value of the replica as a flat array."""

@@ -21,7 +21,8 @@ from tfdp.checkpoint.replica_state import (
     local_replicas,
     tensor_of_replica,
 )
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.text import pluralize
 from tfdp.training.compression.residuals import ResidualState, RestoredResiduals
@@ -156,7 +157,7 @@ def _tensor_to_write(
 
     def shard(local: int) -> LocalShard:
         """Return the array of a local replica, by its index, as a read-only shard."""
-        read = functools.partial(_compat.elements_of, state.replicas[local][name])
+        read = functools.partial(tf_distribute.elements_of, state.replicas[local][name])
         everything = functools.partial(read, 0, array.size)
         return LocalShard(0, array.size, everything, _raise_unsupported, read)
 

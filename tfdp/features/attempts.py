@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_data
 from tfdp.ground.base.feature import Fit
 from tfdp.training.data.stages import restart_shuffles
 from tfdp.training.keras_hooks.worker_callbacks import backup_callbacks, callback_list
@@ -51,7 +51,7 @@ def why_not_read_again(fit: Fit) -> str:
                 "`reshuffle_each_iteration=False`."
             )
     data = fit.arguments.get("x")
-    if isinstance(data, tf.data.Dataset) and _compat.reshuffles(data):
+    if isinstance(data, tf.data.Dataset) and tf_data.reshuffles(data):
         reader = _readers.setdefault(data, weakref.ref(fit))()
         if reader is not fit:
             return (

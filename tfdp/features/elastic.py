@@ -25,7 +25,7 @@ from tfdp.features.attempts import (
     restart_data,
     why_not_read_again,
 )
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer, tensor_reads, tf_data
 from tfdp.ground.base import loops
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import Feature, Fit, register
@@ -192,7 +192,7 @@ def change_cluster(model: Any, change: ClusterChanges, continuation: str) -> str
     strategy, begin = model.distribute_strategy, time.monotonic()
     before = strategy.extended.worker_group.num_workers
     trained = {
-        name: _compat.trained_by(optimizer)
+        name: keras_optimizer.trained_by(optimizer)
         for name, optimizer in _optimizers(model).items()
     }
     while True:
@@ -307,7 +307,7 @@ def _described(data: Any) -> str:
         shuffles; for other data its class, and its shape if it has one.
     """
     if isinstance(data, tf.data.Dataset):
-        return f"{data.element_spec} {_compat.shuffle_seeds(data)}"
+        return f"{data.element_spec} {tf_data.shuffle_seeds(data)}"
     return f"{type(data).__name__} {getattr(data, 'shape', '')}"
 
 
@@ -376,7 +376,7 @@ def _renew_weights(
     for variable in model.weights:
         if id(variable) in sharded:
             continue
-        value = _compat.value_of(variable)
+        value = tensor_reads.value_of(variable)
         if sharded_parameter(variable) is not None:
             raise RuntimeError(
                 "A worker was lost before the first state of the model was saved, and "

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer, tf_distribute
 from tfdp.ground.base.param_groups import ParamGroup, innermost, rate_is_in_slots
 from tfdp.training.optimizer.features import installed
 from tfdp.training.step.step import Schedule, StepFeature
@@ -106,7 +106,8 @@ class Warmup(StepFeature):
             update: Scalar int tensor, the number of updates so far.
         """
         steps, start, first, last = (
-            _compat.local_part(variable).read_value() for variable in self._settings
+            tf_distribute.local_part(variable).read_value()
+            for variable in self._settings
         )
         update = tf.maximum(tf.cast(update, tf.float64) - start, 0.0)
         # This form of the interpolation is exact at both ends.
@@ -121,7 +122,7 @@ class Warmup(StepFeature):
         Args:
             update: Scalar int tensor, the number of updates so far.
         """
-        start = _compat.local_part(self._settings[1]).read_value()
+        start = tf_distribute.local_part(self._settings[1]).read_value()
         # When a warmup begins after earlier updates, momentum contains the base rate,
         # so that the previous factor is 1.
         begins = (tf.cast(update, start.dtype) == start) & (start > 0)
@@ -177,4 +178,4 @@ def finish(optimizer: Any) -> bool:
 def _has_rate_variables(optimizer: Any) -> bool:
     """Return whether all learning rates are variables, not schedules."""
     parts = innermost(optimizer.inner_optimizer)
-    return all(_compat.has_rate_variable(part) for part in parts)
+    return all(keras_optimizer.has_rate_variable(part) for part in parts)

@@ -14,7 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import runtime
 from tfdp.ground.onednn import VARIABLE, cpu_flags, is_left_off
 
 _NAME = "oneDNN"
@@ -40,7 +41,7 @@ def warn_of_slow_kernels() -> None:
     """
     if not user_code.is_first_time("slow kernels", warn_of_slow_kernels):
         return
-    if VARIABLE in os.environ or _compat.uses_onednn() or not is_left_off():
+    if VARIABLE in os.environ or runtime.uses_onednn() or not is_left_off():
         return
     factor = gradient_factor()
     if factor < _SLOW_FACTOR:
@@ -63,7 +64,7 @@ def describe() -> str:
     text = (
         f"{chosen()}: the gradient of a dense layer takes {factor:.1f} forward passes"
     )
-    is_slow = factor >= _SLOW_FACTOR and not _compat.uses_onednn()
+    is_slow = factor >= _SLOW_FACTOR and not runtime.uses_onednn()
     return f"{text}; set {VARIABLE}=1" if is_slow else text
 
 
@@ -80,7 +81,7 @@ def chosen() -> str:
     >>> chosen().rpartition("; ")[2] in ("oneDNN", "TensorFlow's own, oneDNN is off")
     True
     """
-    kernels = "oneDNN" if _compat.uses_onednn() else "TensorFlow's own, oneDNN is off"
+    kernels = "oneDNN" if runtime.uses_onednn() else "TensorFlow's own, oneDNN is off"
     flags = cpu_flags()
     vectors = [name for flag, name in _VECTORS.items() if flag in flags][:1]
     extensions = dict.fromkeys(
@@ -95,7 +96,7 @@ def versions() -> dict[str, str]:
 
     Versions of packages are saved together with it, since they change rounding, too.
     """
-    return {_NAME: "on" if _compat.uses_onednn() else "off"}
+    return {_NAME: "on" if runtime.uses_onednn() else "off"}
 
 
 def change_since(made_by: Mapping[str, str]) -> str:

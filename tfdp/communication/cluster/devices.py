@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import runtime
 from tfdp.ground.arguments import is_integer
 
 # Cores that a replica needs to speed up training, for the default number of replicas.
@@ -81,7 +82,7 @@ def set_logical_cpus(count: int) -> list[str]:
             f"Received: {count!r}"
         )
     count = int(count)
-    if _compat.is_context_initialized():
+    if runtime.is_context_initialized():
         existing = _device_names("CPU")
         if len(existing) == count:
             return existing
@@ -118,7 +119,7 @@ def default_cpus(count: int | None) -> None:
         return
     cores = len(os.sched_getaffinity(0))
     wanted = max(min(cores, 2), min(cores // _CORES_PER_REPLICA, _MAX_DEFAULT_REPLICAS))
-    if _compat.is_context_initialized():
+    if runtime.is_context_initialized():
         if wanted > len(_device_names("CPU")):
             user_code.warn(
                 "TensorFlow has already started, "
@@ -136,7 +137,7 @@ def default_cpus(count: int | None) -> None:
 
 def _device_names(kind: str) -> list[str]:
     """List the local logical devices of a type, `"GPU"` or `"CPU"`, as `"GPU:0"`."""
-    return [f"{kind}:{index}" for index in range(_compat.num_local_devices(kind))]
+    return [f"{kind}:{index}" for index in range(runtime.num_local_devices(kind))]
 
 
 def _short_name(device: str) -> str:

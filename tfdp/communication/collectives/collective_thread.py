@@ -28,7 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.communication.coordination.watch import COLLECTIVE_FAILED, NotConnected
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime
 
 _CLOSE_SECONDS = 2.0
 # Capacity of a queue: one pending collective, and elements left by cancelled steps.
@@ -271,7 +271,7 @@ class Queues:
     ) -> None:
         self._requests, self._results = requests, results
         # Counts the requests. All local replicas count alike, as their programs agree.
-        self._number = _compat.plain_variable(0, tf.int64, device)
+        self._number = runtime.plain_variable(0, tf.int64, device)
         # Failure that ends this replica's step with an error, or `None`.
         self._failure: Failure | None = None
         # `end_call` finds the queues of a failed graph call by this handle, since every

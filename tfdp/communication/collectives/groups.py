@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfdp.communication.collectives.instance_keys import InstanceKeys
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime
 from tfdp.ground.text import pluralize
 
 # The first group key is far above TensorFlow's own, which count sets of devices from 1.
@@ -218,7 +218,7 @@ class LaunchOrder:
         # the collectives of two devices of a process, and the step would deadlock.
         self._tokens = [
             [
-                _compat.plain_variable(0.0, tf.float32, device)
+                runtime.plain_variable(0.0, tf.float32, device)
                 for _ in range(num_channels)
             ]
             for device in self.devices

@@ -23,7 +23,7 @@ import weakref
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import graphs
 
 # A key of a static shape has the highest bit set and 30 bits of a hash. With only 22
 # bits, two of some thousand collectives would collide, and workers that trace in
@@ -81,7 +81,7 @@ class InstanceKeys:
             ordinal = 0
             # Eager collectives of a device never overlap, so that they may share a key.
             if not tf.executing_eagerly():
-                graph = _compat.root_graph()
+                graph = graphs.root_graph()
                 counter = self._counters.setdefault(graph, collections.Counter())
                 ordinal = counter[signature, replica]
                 counter[signature, replica] += 1

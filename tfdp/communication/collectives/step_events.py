@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.collectives import timing
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime, tf_distribute
 from tfdp.ground.base import loops, xla
 from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.context import in_replica_thread
@@ -36,8 +36,8 @@ class DataWait:
     def __init__(self) -> None:
         self.num_traces = 0
         # Begin of the last step, which Python does not read, and the sum of the waits.
-        self._begin = _compat.plain_variable(0.0, tf.float64, "CPU:0")
-        self._sum = _compat.plain_variable(0.0, tf.float64, "CPU:0")
+        self._begin = runtime.plain_variable(0.0, tf.float64, "CPU:0")
+        self._sum = runtime.plain_variable(0.0, tf.float64, "CPU:0")
 
     def record(self, data: list[tf.Tensor]) -> tf.Tensor:
         """Add the wait for the data of a traced step to the sum.
@@ -91,7 +91,7 @@ def record_step_begin(data: list[tf.Tensor]) -> list[tf.Tensor]:
     """
     stamps = [] if tf.executing_eagerly() else _record_waits(data)
     if timing.is_timing():
-        values = timing.mark_variable(TIMES, _compat.active_local_replica_id())
+        values = timing.mark_variable(TIMES, tf_distribute.active_local_replica_id())
         with tf.control_dependencies(data):
             stamps.append(timing.stamp(values, 0))
     return stamps or data
@@ -108,7 +108,7 @@ def _record_waits(data: list[tf.Tensor]) -> list[tf.Tensor]:
     """
     loop = loops.current()
     is_fit = loop is not None and loop.name == "fit" and not loops.is_nested()
-    if not is_fit or _compat.active_local_replica_id() != 0:
+    if not is_fit or tf_distribute.active_local_replica_id() != 0:
         return []
     return [wait.record(data) for wait in data_waits.active()]
 
@@ -125,7 +125,7 @@ def record_loss(loss: tf.Tensor) -> None:
     if xla.is_tracing():
         return
     if timing.is_timing() and in_replica_thread():
-        values = timing.mark_variable(TIMES, _compat.active_local_replica_id())
+        values = timing.mark_variable(TIMES, tf_distribute.active_local_replica_id())
         with tf.control_dependencies([tf.convert_to_tensor(loss)]):
             timing.stamp(values, 1)
 
@@ -165,7 +165,7 @@ def record_squared_norm(compute: Callable[[], tf.Tensor]) -> None:
     if not wanted:
         return
     step = timing.mark_variable(BATCH, 0)[1]
-    values = timing.mark_variable(NORM, _compat.active_local_replica_id())
+    values = timing.mark_variable(NORM, tf_distribute.active_local_replica_id())
 
     def record() -> None:
         """Add this part of the squared norm to the other parts of the same step."""

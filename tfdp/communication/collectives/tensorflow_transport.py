@@ -13,7 +13,7 @@ from tfdp.communication.coordination.flight_steps import (
     traced_collectives,
 )
 from tfdp.communication.coordination.progress import progress
-from tfdp.ground import _compat
+from tfdp.ground._compat import graphs
 
 # Subdivisions of a ring's chunks. TensorFlow's default, one, costs the least CPU time,
 # but leaves the network idle between pieces if no other collective runs at the same
@@ -153,7 +153,7 @@ def _register_trace(
     sizes = tensor.shape.as_list() if tensor.shape.rank is not None else "[...]"
     form = f"{kind} of {tensor.dtype.name}{sizes}"
     collective = TracedCollective(name, form, num_bytes)
-    traced_collectives.add(progress.loop, _compat.root_graph(), collective)
+    traced_collectives.add(progress.loop, graphs.root_graph(), collective)
 
 
 def _as_real(
@@ -182,7 +182,7 @@ def _check_loop(num_local: int) -> None:
     Args:
         num_local: Int, number of replicas of this process.
     """
-    if num_local > 1 and _compat.in_loop_of_replica():
+    if num_local > 1 and graphs.in_loop_of_replica():
         raise ValueError(
             "An update or an all-reduce inside a loop inside `strategy.run` waits "
             "indefinitely if a process has several replicas. Put the loop around "

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime
 from tfdp.ground.base import step_context
 from tfdp.ground.base.step_context import ActiveHooks
 
@@ -332,4 +332,4 @@ def _new_variable(value: Any, shape: list | None = None) -> tf.Variable:
         shape: List of ints or `None` for unknown sizes; or `None` for that of the
             value. Defaults to `None`.
     """
-    return _compat.plain_variable(value, tf.float64, "CPU:0", shape)
+    return runtime.plain_variable(value, tf.float64, "CPU:0", shape)

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdp.communication.cluster import topology_of
 from tfdp.communication.coordination.facts import SharedFact, compare
 from tfdp.communication.coordination.worker_group import WorkerGroup
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan
 from tfdp.ground.plans.topology import Topology
@@ -93,7 +93,7 @@ def setup_facts(
     Returns:
         Dict from the name of a fact, for messages, to its value.
     """
-    kinds = sorted({_compat.device_type(device) for device in devices})
+    kinds = sorted({runtime.device_type(device) for device in devices})
     facts = {
         "devices per worker": f"{len(devices)} x {'/'.join(kinds)}",
         # Packages that define a step are compared, but not Python, whose version does

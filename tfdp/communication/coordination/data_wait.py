@@ -12,7 +12,7 @@ import psutil
 
 from tfdp.communication.coordination.clock import clock
 from tfdp.communication.coordination.progress import progress
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime
 
 
 class ReadCounts(NamedTuple):
@@ -69,7 +69,7 @@ class DataWait:
         """Float, seconds since this property first saw the pending read, or 0.0."""
         counts = self.read_counts()
         with self._lock:
-            runs = progress.current.is_computing or _compat.call_in_progress()
+            runs = progress.current.is_computing or runtime.call_in_progress()
             if not self._num_reading and not (
                 runs and counts.requested > counts.received
             ):

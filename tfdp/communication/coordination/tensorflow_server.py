@@ -11,7 +11,8 @@ import tensorflow as tf
 from tfdp.communication.cluster import Cluster, free_ports
 from tfdp.communication.cluster.address import join_address
 from tfdp.communication.coordination.worker_group import WorkerGroup
-from tfdp.ground import _compat, forks, user_code
+from tfdp.ground import forks, user_code
+from tfdp.ground._compat import runtime
 from tfdp.ground.options import CommunicationOptions
 
 # The cluster for which this process has started the server; TensorFlow allows only one.
@@ -41,7 +42,7 @@ def start_server(
             training is to continue without lost workers.
     """
     has_server = _started == [cluster]
-    too_late = not has_server and _compat.is_context_initialized()
+    too_late = not has_server and runtime.is_context_initialized()
     began = user_code.start_of_tensorflow() if too_late else ""
     found = worker_group.all_gather("start", [_needs_server(options), began])
     if has_server or not any(needs for needs, _ in found):
@@ -64,7 +65,7 @@ def start_server(
     servers = tuple(map(join_address, cluster.hosts, ports))
     config = dataclasses.replace(cluster, workers=servers, evaluators=())
     jobs = json.loads(config.to_tf_config())["cluster"]
-    _compat.start_server(jobs, cluster.task_type, cluster.task_index)
+    runtime.start_server(jobs, cluster.task_type, cluster.task_index)
     _started[:] = [cluster]
     forks.close_port_in_forks(ports[cluster.rank])
 

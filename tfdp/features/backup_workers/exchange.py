@@ -26,7 +26,7 @@ from tfdp.communication.transport import (
     sum_into,
 )
 from tfdp.features.backup_workers.checks import check_model
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime, tf_distribute
 from tfdp.ground.base import batch_weight
 from tfdp.ground.base.finalizers import finalizers
 from tfdp.ground.text import pluralize
@@ -84,7 +84,7 @@ class FirstGradients(GradientExchange):
         self._strategy, self._model = strategy, weakref.ref(model)
         self._devices = [host_of(d) for d in strategy.extended.group.devices]
         # Number of sums that have arrived before this worker has run their steps.
-        self._waiting = _compat.plain_variable(0, tf.int64, self._devices[0])
+        self._waiting = runtime.plain_variable(0, tf.int64, self._devices[0])
         self._backgrounds: dict[tuple, BackgroundThread] = {}
         self._lock = threading.Lock()
         self._traced: set[int] = set()
@@ -122,10 +122,11 @@ class FirstGradients(GradientExchange):
             return take_rows(part, none, tf.where(is_behind, none, count))
 
         local = [
-            keras.tree.map_structure(take, _compat.select_replica(replica, args))
+            keras.tree.map_structure(take, tf_distribute.select_replica(replica, args))
             for replica in range(len(self._devices))
         ]
-        return tuple(map(_compat.per_replica, map(list, zip(*local, strict=True))))
+        by_tensor = map(list, zip(*local, strict=True))
+        return tuple(map(tf_distribute.per_replica, by_tensor))
 
     def reduce(
         self, gradients: list, variables: list[Any], replica: int

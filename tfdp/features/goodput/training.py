@@ -18,7 +18,8 @@ from tfdp.features.goodput.ledger import Launch, LedgerFile, Moment
 from tfdp.features.goodput.recorder import Recorder
 from tfdp.features.monitor.meter import TimedSteps
 from tfdp.features.monitor.sinks import has_tensorboard
-from tfdp.ground import _compat, forks
+from tfdp.ground import forks
+from tfdp.ground._compat import random_seeds
 from tfdp.ground.base import activities, loops
 from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.training.keras_hooks.worker_callbacks import (
@@ -170,7 +171,7 @@ class _Goodput(Feature):
             model: The Keras model.
         """
         self._is_measuring = True
-        if not _compat.is_deterministic():
+        if not random_seeds.is_deterministic():
             self._wait = self._wait or DataWait()
             data_waits.activate(self._wait)
         function = getattr(model, "train_function", None)

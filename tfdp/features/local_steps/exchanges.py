@@ -17,7 +17,7 @@ from tfdp.features.local_steps.reducers import (
     sums_by_samples,
     sums_by_share,
 )
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base.context import replica_context
 from tfdp.training.reduction.gradient_reducer import GradientReducer, ReplicaReducer
 from tfdp.training.reduction.reducer import Reducer
@@ -137,13 +137,13 @@ class Exchanges:
             updates: Scalar tensor, inner updates so far, the same on all replicas.
         """
         gradients = self.outer.pseudo_gradients(self._fragments[number])
-        replica = _compat.active_local_replica_id()
+        replica = tf_distribute.active_local_replica_id()
         if self.rounds is not None:
             state = [read(variable) for variable in self.outer.carried]
             self.rounds.launch(replica, samples, gradients, state)
         else:
             self._in_flight_of(number).launch(replica, [samples, *gradients])
-        launched = _compat.local_part(self._launched)
+        launched = tf_distribute.local_part(self._launched)
         launched.scatter_nd_update([[number]], [tf.cast(updates, launched.dtype)])
 
     def is_in_flight(self, number: int) -> tf.Tensor:
@@ -152,7 +152,7 @@ class Exchanges:
         Args:
             number: Int, index of the fragment.
         """
-        return _compat.local_part(self._launched)[number] > 0
+        return tf_distribute.local_part(self._launched)[number] > 0
 
     def finish(
         self, number: int, updates: tf.Tensor, reducer: GradientReducer
@@ -168,7 +168,7 @@ class Exchanges:
             Scalar tensor, the samples that were sent if the exchange did not take
             place, else zero; or `None` if all exchanges take place.
         """
-        launched = _compat.local_part(self._launched)
+        launched = tf_distribute.local_part(self._launched)
         late = tf.cast(updates, launched.dtype) - launched[number]
         mixing = self._outer_options.mixing
         unused = None
@@ -176,7 +176,7 @@ class Exchanges:
             sums = self._sums_of_sent(number, reducer)
             self._step(number, self._scaled(sums, late), mixing)
         else:
-            result = self.rounds.collect(_compat.active_local_replica_id())
+            result = self.rounds.collect(tf_distribute.active_local_replica_id())
 
             def step() -> tf.Tensor:
                 """Update fragment `number` from the mean pseudo-gradients of a round.
@@ -190,7 +190,7 @@ class Exchanges:
                 return tf.zeros_like(result.samples)
 
             unused = tf.cond(result.is_made, step, lambda: result.samples)
-        staleness = _compat.local_part(self.staleness)
+        staleness = tf_distribute.local_part(self.staleness)
         staleness.assign(tf.maximum(staleness.read_value(), late), read_value=False)
         launched.scatter_nd_update([[number]], [tf.zeros((), launched.dtype)])
         return unused
@@ -213,7 +213,7 @@ class Exchanges:
         a `Deferred` are averaged now.
         """
         sent = self._in_flight_of(number)
-        tensors = sent.collect(_compat.active_local_replica_id())
+        tensors = sent.collect(tf_distribute.active_local_replica_id())
         if isinstance(sent, BackgroundThread):
             return tensors
         samples, *gradients = tensors

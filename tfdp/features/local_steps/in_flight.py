@@ -19,7 +19,7 @@ from tfdp.communication.collectives.process_transport import host_of
 from tfdp.communication.transport import RoundFollower, RoundLeader
 from tfdp.communication.transport.arithmetic import mean_by_samples
 from tfdp.features.local_steps.reducers import new_reducer, sums_by_samples
-from tfdp.ground import _compat
+from tfdp.ground._compat import graphs
 from tfdp.ground.base.context import is_tfdp
 from tfdp.ground.text import pluralize
 from tfdp.training.reduction.gradient_reducer import ReplicaReducer
@@ -141,7 +141,7 @@ def background_exchange(
         means = []
         for replica, (samples, *gradients) in enumerate(parts):
             of_replica = ReplicaReducer(reducer, None, replica)
-            with tf.device(devices[replica]), _compat.ordered_by_itself():
+            with tf.device(devices[replica]), graphs.ordered_by_itself():
                 means.append(
                     sums_by_samples(of_replica, samples, gradients, compressed)
                 )

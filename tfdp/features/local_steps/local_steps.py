@@ -14,7 +14,7 @@ from tfdp.features.local_steps.options import LocalStepsOptions
 from tfdp.features.local_steps.outer_step import assign
 from tfdp.features.local_steps.pace import Pace
 from tfdp.features.local_steps.reducers import NodeReducers
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base import batch_weight
 from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.context import is_tfdp, replica_context
@@ -244,17 +244,17 @@ class LocalSteps(IndependentGroups):
             is_kept: Scalar bool tensor, or bool, false if the update was skipped on
                 overflow, so that its samples do not count.
         """
-        samples = _compat.local_part(self.samples)
+        samples = tf_distribute.local_part(self.samples)
         new_samples = tf.cast(_local_samples(), samples.dtype)
         if is_due is not True:
-            waiting = _compat.local_part(self.waiting_samples)
+            waiting = tf_distribute.local_part(self.waiting_samples)
             new_samples += waiting.read_value()
             left = tf.where(is_due, tf.zeros_like(new_samples), new_samples)
             waiting.assign(left, read_value=False)
             is_kept = tf.logical_and(is_due, is_kept)
         counted = new_samples * tf.cast(is_kept, new_samples.dtype)
         samples.assign_add(tf.fill(samples.shape, counted), read_value=False)
-        updates = _compat.local_part(self.updates)
+        updates = tf_distribute.local_part(self.updates)
         updates.assign_add(tf.cast(is_due, updates.dtype), read_value=False)
 
     def _equalize(self, optimizer: Any) -> None:
@@ -307,7 +307,7 @@ class LocalSteps(IndependentGroups):
             optimizer: Keras optimizer, not a wrapper.
             reducer: `GradientReducer` of all replicas.
         """
-        samples = _compat.local_part(self.samples)
+        samples = tf_distribute.local_part(self.samples)
         local_samples = tf.cast(samples[number], tf.float64)
         (total,) = reducer.sum([local_samples])
         exchanges = self.exchanges
@@ -343,7 +343,7 @@ class LocalSteps(IndependentGroups):
             updates: Scalar tensor, local updates so far.
         """
         assert self.exchanges is not None
-        samples = _compat.local_part(self.samples)
+        samples = tf_distribute.local_part(self.samples)
         self.exchanges.launch(number, samples[number], updates)
         samples.scatter_nd_update([[number]], [0.0])
 
@@ -374,7 +374,7 @@ class LocalSteps(IndependentGroups):
             """
             unused = exchanges.finish(number, updates, reducer)
             if unused is not None:
-                samples = _compat.local_part(self.samples)
+                samples = tf_distribute.local_part(self.samples)
                 samples.scatter_nd_add([[number]], [unused])
 
         run_if(tf.logical_and(is_over, exchanges.is_in_flight(number)), finish)

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer, tf_distribute
 from tfdp.ground.base.conditions import run_if
 from tfdp.training.step.accumulation import read, wide_zeros
 from tfdp.training.step.grouped_update import decay_and_update
@@ -54,10 +54,10 @@ class OuterStep:
             List of tensors, the new outer weights.
         """
         anchors = [self.anchors[position] for position in positions]
-        clipped = _compat.clip_gradients(self.optimizer, list(gradients))
+        clipped = keras_optimizer.clip_gradients(self.optimizer, list(gradients))
         decay_and_update(self.optimizer, clipped, anchors, None)
         if len(self.anchors) - 1 in positions:
-            _compat.count_update(self.optimizer, 1)
+            keras_optimizer.count_update(self.optimizer, 1)
         return [read(anchor) for anchor in anchors]
 
 
@@ -98,7 +98,7 @@ class ReplicatedOuterStep(OuterStep):
         equalized; this sets it to 1. An anchor, an outer weight, is kept if it equals
         the weight after rounding to the weight's dtype.
         """
-        begun = _compat.local_part(self.is_begun)
+        begun = tf_distribute.local_part(self.is_begun)
 
         def copy() -> None:
             """Copy the trained weights into the anchors, and set `is_begun` to 1."""
@@ -106,7 +106,7 @@ class ReplicatedOuterStep(OuterStep):
                 before, value = read(anchor), read(variable)
                 is_kept = tf.equal(tf.cast(before, value.dtype), value)
                 value = tf.where(is_kept, before, tf.cast(value, before.dtype))
-                _compat.local_part(anchor).assign(value, read_value=False)
+                tf_distribute.local_part(anchor).assign(value, read_value=False)
             begun.assign(tf.ones((), begun.dtype), read_value=False)
 
         run_if(begun < 1, copy)
@@ -131,5 +131,5 @@ def assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> None:
     """
     with tf.control_dependencies(values):
         for variable, value in zip(variables, values, strict=True):
-            part = _compat.local_part(variable)
+            part = tf_distribute.local_part(variable)
             part.assign(tf.cast(value, part.dtype), read_value=False)

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.features.local_steps.options import LocalStepsOptions
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.plans.topology import join_overlapping
 
 # A worker skips steps only if its speed is below this fraction of the fastest one's:
@@ -117,7 +117,7 @@ class Pace:
         groups = optimizer.features.independent_groups
         for variable in optimizer.iterations, groups.updates:
             for replica in range(model.distribute_strategy.extended.num_local):
-                part = _compat.local_value(variable, replica)
+                part = tf_distribute.local_value(variable, replica)
                 part.assign_add(tf.cast(count, part.dtype), read_value=False)
         self._skipped_seconds += time.perf_counter() - self._ended
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import ProcessGroup
 from tfdp.communication.coordination.checks import check_same_variables
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.training.reduction.fusion import weighted
 from tfdp.training.reduction.gradient_reducer import GradientReducer, ReplicaReducer
 from tfdp.training.reduction.reducer import Reducer
@@ -46,7 +46,7 @@ class NodeReducers:
         extended = strategy.extended
         whole = extended.reducer
         nodes = [sorted(positions) for positions in whole.group.nodes]
-        replica = _compat.local_replica_id(context)
+        replica = tf_distribute.local_replica_id(context)
         if replica == 0 and not self._is_compared:
             self._is_compared = True
             check_same_variables(

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdp.features.micro_batches.kept_batch import KeptBatch
 from tfdp.features.micro_batches.memory_search import MemorySearch
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.training.data.batch_weights import unpack_counted
 from tfdp.training.data.rows import count_of, first_tensor
 from tfdp.training.step.accumulation import read
@@ -116,7 +116,7 @@ class MicroBatches(RowDivider):
         """
         plain, _ = unpack_counted(args)
         local = [
-            first_tensor(_compat.select_replica(replica, plain))
+            first_tensor(tf_distribute.select_replica(replica, plain))
             for replica in range(self.num_local)
         ]
         counts = [tf.cast(count_of(each), tf.int32) for each in local]
@@ -124,7 +124,7 @@ class MicroBatches(RowDivider):
 
     def begin_changes(self) -> list:
         """Return operations that mark this step as no longer repeatable."""
-        part = _compat.local_part(self._computed)
+        part = tf_distribute.local_part(self._computed)
         return [part.assign_add(1, read_value=False)]
 
     def has_computed(self) -> bool:
@@ -147,6 +147,6 @@ class MicroBatches(RowDivider):
     def _num_computed(self) -> int:
         """Return the number of steps in which all replicas computed all their rows."""
         return max(
-            int(_compat.local_value(self._computed, replica))
+            int(tf_distribute.local_value(self._computed, replica))
             for replica in range(self.num_local)
         )

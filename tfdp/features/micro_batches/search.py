@@ -15,7 +15,7 @@ from tfdp.communication.coordination.facts import digest
 from tfdp.communication.coordination.watch import PeerStepFailed
 from tfdp.features.micro_batches.division import MicroBatches
 from tfdp.features.micro_batches.memory_search import MemorySearch
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime
 from tfdp.ground.base import loops
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import Feature, Fit
@@ -103,7 +103,7 @@ def _begin(model: Any, division: MicroBatches) -> None:
         division.number = kept
     hosts = extended.hosts
     memory_search = MemorySearch(hosts.count(hosts[group.rank]) if hosts else 1)
-    on_cpus = all(_compat.device_type(d) == "CPU" for d in extended.worker_devices)
+    on_cpus = all(runtime.device_type(d) == "CPU" for d in extended.worker_devices)
     is_limited = bool(memory_search.predictors) and on_cpus
     is_known = kept is not None or division.number > 1
     # All workers search together if any of them has a limit of memory.
@@ -290,7 +290,7 @@ def _key(model: Any) -> str:
         digest(shapes)[:16],
         None if loop is None else loop.batch_rows,
         strategy.num_replicas_in_sync,
-        sorted({_compat.device_type(d) for d in strategy.extended.worker_devices}),
+        sorted({runtime.device_type(d) for d in strategy.extended.worker_devices}),
         tf.__version__,
     )
     return json.dumps(parts)

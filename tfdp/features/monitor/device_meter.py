@@ -21,7 +21,7 @@ from tfdp.features.monitor.readings import (
     seconds_covered,
 )
 from tfdp.features.monitor.trace import Slice, WorkerTrace
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime
 from tfdp.ground.base.temporary import TemporaryFolder
 
 # Number of the profiled step in an epoch, from 1: earlier steps still allocate memory.
@@ -106,7 +106,7 @@ def read_events(folder: Path) -> list[DeviceEvent]:
     """
     events: list[DeviceEvent] = []
     for path in folder.rglob("*.xplane.pb"):
-        space = _compat.profile_of(path.read_bytes())
+        space = runtime.profile_of(path.read_bytes())
         for plane in space.planes:
             if "/device:GPU" in plane.name:
                 events += _events_of(plane)
@@ -325,7 +325,7 @@ def meter_for(model: Any, strategy: Any, norm_every: int | None = None) -> Meter
         return Meter(norm_every)
     num_replicas = strategy.num_replicas_in_sync
     devices = strategy.extended.group.devices
-    if any(_compat.device_type(device) == "GPU" for device in devices):
+    if any(runtime.device_type(device) == "GPU" for device in devices):
         return DeviceMeter(norm_every, num_replicas, _wire_bytes(model, strategy))
     return Meter(norm_every, num_replicas)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base import batch_weight
 from tfdp.ground.base.context import is_tfdp
 from tfdp.training.step.accumulation import Totals
@@ -128,7 +128,7 @@ class GradientNoise(StepFeature):
         signal = (num_replicas * large - small) / others
         noise = (small - large) * samples / others
         for variable, estimate in ((self.signal, signal), (self.noise, noise)):
-            part = _compat.local_part(variable)
+            part = tf_distribute.local_part(variable)
             old = part.read_value()
             moved = self.smoothing * old + (1.0 - self.smoothing) * estimate
             # If a gradient overflows, or a replica has no samples, the estimate is not

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdp.communication.collectives.gather import gather_first_axis
 from tfdp.features.replay.ranked_group import ranked_group
-from tfdp.ground import _compat
+from tfdp.ground._compat import optimizer_state, runtime, tf_distribute
 from tfdp.training.data.batch_weights import CountedBatch
 from tfdp.training.reduction.fusion import ReducedGradients
 from tfdp.training.reduction.training_group import TrainingGroup, training_group
@@ -95,11 +95,11 @@ class CheckedStep(LoopFeature):
         Returns:
             Like `part`: the same rows, or in a stand-in those of the next replicas.
         """
-        is_divided = isinstance(part, _compat.PerReplica)
+        is_divided = isinstance(part, tf_distribute.PerReplica)
         own = [_open(rows) for rows in (part.values if is_divided else [part])]
         if self.is_stand_in:
             own = [*own[1:], self._of_next_worker(own[0])]
-        return _compat.PerReplica(own) if is_divided else own[0]
+        return tf_distribute.PerReplica(own) if is_divided else own[0]
 
     def _of_next_worker(self, rows: Any) -> Any:
         """Return the rows of the next worker's first replica, given this worker's.
@@ -234,7 +234,7 @@ class CheckedStep(LoopFeature):
             shape: List of ints, or `None` for a size that may change.
         """
         empty = np.zeros([size or 0 for size in shape], np.int64)
-        return _compat.plain_variable(empty, tf.int64, self._host, shape)
+        return runtime.plain_variable(empty, tf.int64, self._host, shape)
 
     def _assign(self, variable: Any, value: tf.Tensor) -> None:
         """Assign digests to a variable on the host."""
@@ -271,7 +271,7 @@ def _are_equal(received: tf.Tensor) -> tf.Tensor:
 
 def _local_replica() -> int:
     """Return the index of the running replica among those of this process."""
-    return _compat.local_replica_id(tf.distribute.get_replica_context())
+    return tf_distribute.local_replica_id(tf.distribute.get_replica_context())
 
 
 def _sums_of(optimizer: Any) -> list:
@@ -283,7 +283,7 @@ def _sums_of(optimizer: Any) -> list:
     features = getattr(optimizer, "features", None)
     if features is None:
         accumulates = bool(optimizer.gradient_accumulation_steps)
-        return _compat.accumulators(optimizer) if accumulates else []
+        return optimizer_state.accumulators(optimizer) if accumulates else []
     accumulation = features.accumulation
     found = [] if accumulation is None else list(accumulation.variables)
     found += [] if features.loss_sum is None else [features.loss_sum]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tfdp.features.spikes.step_guard import MOST_LOGGED, StepGuard
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer
 from tfdp.ground.base.param_groups import path_of
 from tfdp.ground.text import pluralize
 
@@ -91,7 +91,7 @@ def failure(optimizer: Any, guard: StepGuard, last: SkippedUpdate) -> str:
         guard: `StepGuard`.
         last: `SkippedUpdate`, the last one.
     """
-    trained = _compat.trained_by(optimizer)
+    trained = keras_optimizer.trained_by(optimizer)
     paths = [path_of(trained[int(i) - 1]) for i in guard.largest.numpy() if i > 0]
     number = pluralize(int(guard.num_in_a_row.numpy()), "update")
     return (

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.context import is_tfdp
 from tfdp.ground.options import feeds_back
@@ -300,5 +300,5 @@ def _median(values: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
 
 def _set(variable: Any, value: Any) -> None:
     """Assign a value, cast to the dtype, on the calling replica."""
-    part = _compat.local_part(variable)
+    part = tf_distribute.local_part(variable)
     part.assign(tf.cast(value, part.dtype), read_value=False)

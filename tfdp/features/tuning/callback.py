@@ -25,7 +25,8 @@ from tfdp.features.tuning.tuner import (
     longest,
     max_trial_steps,
 )
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import keras_model
 from tfdp.ground.base import loops
 from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.ground.base.param_groups import batches_per_update
@@ -337,7 +338,7 @@ def why_not_tunable(model: Any) -> str:
         return "the layout of sharded state depends on its buckets, which cannot change"
     if local_steps.enabled(optimizer) is not None:
         return "with local steps, replicas do not communicate in each step"
-    if _compat.overridden(model, ("make_train_function",)):
+    if keras_model.overridden(model, ("make_train_function",)):
         return "the model makes its own `train_function`"
     return ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -85,6 +85,19 @@ def ordered_by_itself() -> Iterator[None]:
         if previous is not None:
             op._add_control_input(previous)
         previous = op
+
+
+def as_one_operation(function: Callable) -> Any:
+    """Call a function as one operation of the graph, which is not inlined.
+
+    In a branch that is not taken, the runtime skips each operation separately, which
+    takes time; a call that is not inlined is a single operation. No public argument of
+    `tf.function` sets this. Checked on TensorFlow 2.21.
+    """
+    if tf.executing_eagerly():
+        return function()
+    attributes = {"_noinline": True}
+    return tf.function(function, autograph=False, experimental_attributes=attributes)()
 
 
 def run_after(op: tf.Operation, others: Sequence[tf.Operation]) -> None:

@@ -88,6 +88,25 @@ def shuffles_arrays(adapter: Any) -> bool:
     return bool(getattr(adapter, "_shuffle", False)) and holds_arrays(adapter)
 
 
+def shuffles(adapter: Any) -> bool:
+    """Return whether Keras's adapter shuffles arrays or the batches of a `PyDataset`.
+
+    Adapters of arrays have `_shuffle`, that of a `PyDataset` has `shuffle`; others have
+    neither. Checked on Keras 3.12 to 3.15.
+    """
+    return bool(getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False)))
+
+
+def shuffles_in_batches(adapter: Any) -> bool:
+    """Return whether Keras's adapter shuffles arrays with `shuffle="batch"`."""
+    return getattr(adapter, "_shuffle", False) == "batch"
+
+
+def has_py_dataset(adapter: Any) -> bool:
+    """Return whether Keras's adapter reads a `PyDataset`."""
+    return hasattr(adapter, "py_dataset")
+
+
 def source_of(adapter: Any) -> Any:
     """Return the source of Keras's data adapter: arrays, a dataset, or other data."""
     attributes = ("user_data", "_inputs", "_dataset")

@@ -1,4 +1,4 @@
-"""Keras models: strategy, symbolic build, epochs, temporary optimizer."""
+"""Keras models: strategy, symbolic build, epochs, temporary optimizer, callbacks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,22 @@ from tfdp.ground.forks import TemporaryDirectory
 
 # The methods of a model that define custom steps.
 STEP_METHODS = ("train_step", "test_step")
+# Attributes that training changes, by callback class. Keras's callbacks have no method
+# that returns their state. Checked on Keras 3.12 to 3.15.
+CALLBACK_STATE: dict[type, tuple[str, ...]] = {
+    keras.callbacks.EarlyStopping: (
+        *("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
+    ),
+    keras.callbacks.ReduceLROnPlateau: ("best", "wait", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: (
+        *("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+    ),
+    keras.callbacks.History: ("epoch", "history"),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
+}
+# Those that are `None` before the first epoch or batch.
+STATE_NONE_AT_FIRST = ("best", "_last_batch_seen")
 
 
 def strategy_of(model: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -82,9 +82,9 @@ def check_known(optimizer: Any, variables: list) -> None:
     optimizer._check_variables_are_known(variables)
 
 
-def index_in(optimizer: Any, variable: Any) -> int:
-    """Return the position of a variable among those that an optimizer trains."""
-    return optimizer._get_variable_index(variable)
+def positions_in(optimizer: Any, variables: Iterable[Any]) -> list[int]:
+    """Return the positions of variables among those that an optimizer trains."""
+    return [optimizer._get_variable_index(variable) for variable in variables]
 
 
 def inner_index(multi_optimizer: Any, variable: Any) -> int:

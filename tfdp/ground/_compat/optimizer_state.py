@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 from tensorflow.python.trackable import data_structures
 
-from tfdp.ground._compat.distribute import outside_strategies
 from tfdp.ground._compat.keras_optimizer import set_trained
+from tfdp.ground._compat.tf_distribute import outside_strategies
 
 
 def own_variables(optimizer: Any) -> list:
@@ -51,6 +51,11 @@ def slots_of(optimizer: Any) -> dict[str, list]:
     }
 
 
+def averages_in(slots: dict[str, list]) -> list:
+    """Return the moving averages in a result of `slots_of`; empty without averages."""
+    return slots.get("_model_variables_moving_average", [])
+
+
 def num_variables_before_accumulators(optimizer: Any) -> int:
     """Return the number of an optimizer's variables that precede its accumulators.
 
@@ -77,8 +82,9 @@ def micro_batch_counter(optimizer: Any) -> Any:
 
 
 def accumulators(optimizer: Any) -> list:
-    """Return the gradient accumulators of a built optimizer, without `None`."""
-    return [v for v in optimizer._accumulated_gradients if v is not None]
+    """Return the gradient accumulators of an optimizer, without `None`."""
+    sums = getattr(optimizer, "_accumulated_gradients", None) or []
+    return [variable for variable in sums if variable is not None]
 
 
 def has_accumulators(optimizer: Any) -> bool:

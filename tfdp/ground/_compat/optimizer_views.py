@@ -12,7 +12,7 @@ from tensorflow.python.distribute import (
     values,
 )
 
-from tfdp.ground._compat.distribute import local_part, outside_strategies
+from tfdp.ground._compat.tf_distribute import local_part, outside_strategies
 
 
 def stand_in(optimizer: Any, **attributes: Any) -> Any:
@@ -54,6 +54,11 @@ def with_slots(optimizer: Any, variable: Any, slots: dict[str, list]) -> Any:
     """
     indices = {optimizer._var_key(variable): 0}
     return stand_in(optimizer, _trainable_variables_indices=indices, **slots)
+
+
+def with_averages(optimizer: Any, averages: list) -> Any:
+    """Return a shallow copy of an optimizer with other moving averages, a list."""
+    return stand_in(optimizer, _model_variables_moving_average=averages)
 
 
 def as_accumulating(optimizer: Any, steps: int, variables: list | None) -> Any:

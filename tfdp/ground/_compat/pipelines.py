@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.data.util import structure
 from tensorflow.python.framework import op_def_registry
 
-from tfdp.ground._compat.datasets import operations_of_stage
+from tfdp.ground._compat.tf_data import operations_of_stage
 
 # Operations that TensorFlow calls stateful but that only read, print or check; or that
 # run other functions, whose operations are listed separately.

@@ -16,7 +16,7 @@ from tensorflow.python.ops import (
     resource_variable_ops,
 )
 
-from tfdp.ground._compat.distribute import outside_strategies
+from tfdp.ground._compat.tf_distribute import outside_strategies
 
 _ControlFlowGraph = control_flow_v2_func_graphs.ControlFlowFuncGraph
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_model, keras_optimizer
 
 
 def is_tfdp(strategy: Any) -> bool:
@@ -16,13 +16,13 @@ def is_tfdp(strategy: Any) -> bool:
 
 def strategy_of(model: Any) -> Any:
     """Return the tfdp strategy of a Keras model, or `None`."""
-    strategy = _compat.strategy_of(model)
+    strategy = keras_model.strategy_of(model)
     return strategy if is_tfdp(strategy) else None
 
 
 def num_replicas_of(optimizer: Any) -> int:
     """Return the number of replicas of an optimizer: 1 without a tfdp strategy."""
-    strategy = _compat.strategy_of_optimizer(optimizer)
+    strategy = keras_optimizer.strategy_of_optimizer(optimizer)
     return strategy.num_replicas_in_sync if is_tfdp(strategy) else 1
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer
 from tfdp.ground.plans.buckets import Entry
 
 # Elementwise optimizers, which update each element of a variable from the same element
@@ -66,7 +66,7 @@ def param_groups_of(optimizer: Any, variables: Sequence[Any]) -> list[ParamGroup
         return [ParamGroup(optimizer, tuple(range(len(variables))))]
     members: dict[int, list[int]] = {}
     for index, variable in enumerate(variables):
-        inner = _compat.inner_index(optimizer, variable)
+        inner = keras_optimizer.inner_index(optimizer, variable)
         members.setdefault(inner, []).append(index)
     return [
         ParamGroup(optimizer.optimizers[inner], tuple(indices))

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import xla_lowering
 from tfdp.ground.base import loops, step_context
 
 # Sizes that replace unknown dimensions in the check of a function. The check tries the
@@ -115,9 +115,9 @@ def _static(tensor: Any, any_size: int) -> tf.TensorSpec:
 
 
 def _problem(concrete: Any, specs: list[tf.TensorSpec], device: str) -> str:
-    """Return the error of `_compat.lower` with these arguments, or `""`."""
+    """Return the error of `xla_lowering.lower` with these arguments, or `""`."""
     try:
-        _compat.lower(concrete, specs, device)
+        xla_lowering.lower(concrete, specs, device)
     except (ValueError, tf.errors.OpError) as error:
         return str(error)
     return ""

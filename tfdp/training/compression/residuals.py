@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import runtime
 from tfdp.training.compression.compressor import Compressor, GradientBucket
 from tfdp.training.compression.step_residuals import assign_if_kept
 
@@ -189,7 +190,7 @@ class ResidualStore:
                 initial,
                 [
                     {
-                        name: _compat.plain_variable(
+                        name: runtime.plain_variable(
                             array, tf.as_dtype(array.dtype), device
                         )
                         for name, array in initial.items()

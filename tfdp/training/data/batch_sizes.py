@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_data
 from tfdp.ground.text import pluralize
 from tfdp.training.data.stages import MAPS, PASS_THROUGH, SELECTIONS
 
@@ -23,7 +23,7 @@ _SELECTION_STAGES = {
 
 def batch_size_of(dataset: tf.data.Dataset) -> int | None:
     """Return the rows of each batch of a dataset, or `None` if they are not known."""
-    found = _size_in_spec(dataset) or _compat.dataset_batch_size(dataset)
+    found = _size_in_spec(dataset) or tf_data.dataset_batch_size(dataset)
     return found if found > 0 else None
 
 
@@ -50,10 +50,10 @@ def sizes_of_batches(dataset: tf.data.Dataset) -> dict[str, Any] | None:
     num_batches = _length(dataset)
     if num_batches == tf.data.UNKNOWN_CARDINALITY:
         return None
-    sources = _compat.dataset_sources(dataset)
-    if batch_size := _compat.size_of_batch_stage(dataset):
+    sources = tf_data.dataset_sources(dataset)
+    if batch_size := tf_data.size_of_batch_stage(dataset):
         return _sizes_of_batch_stage(_length(sources[0]), batch_size)
-    kind = _compat.kind_of_stage(dataset)
+    kind = tf_data.kind_of_stage(dataset)
     if kind not in _SIZE_KEEPING_STAGES | _SELECTION_STAGES:
         return None
     parts = [part for source in sources if (part := sizes_of_batches(source))]

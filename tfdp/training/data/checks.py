@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_model, tf_data
 from tfdp.training.data.rows import (
     BETWEEN_NAMES,
     UNEQUAL_ROWS,
@@ -240,7 +240,7 @@ def _structure_of(batch: Any) -> str:
 
 def _check_features(model: Any, x: Any, y: Any) -> None:
     """Raise if `x` holds no array, unless an overridden step may use `y` alone."""
-    if not _is_empty(x) or (not _is_empty(y) and _compat.overridden(model)):
+    if not _is_empty(x) or (not _is_empty(y) and keras_model.overridden(model)):
         return
     raise _no_features_error("x", x)
 
@@ -318,8 +318,8 @@ def _dataset_name(dataset: tf.data.Dataset) -> str:
     An example is "the `tf.data.Dataset` of `RangeDataset`". A dataset that calls Python
     code is named as such instead.
     """
-    if _compat.calls_python(dataset, counts_pure=True):
+    if tf_data.calls_python(dataset, counts_pure=True):
         return "the `tf.data.Dataset` that calls Python"
-    *_, first = _compat.dataset_inputs(dataset)
+    *_, first = tf_data.dataset_inputs(dataset)
     kind = type(first).__name__.strip("_")
     return f"the `tf.data.Dataset` of `{kind}`"

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp.communication.coordination.worker_group import WorkerGroup
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_data, random_seeds, tf_data
 from tfdp.training.data.stages import BATCHES, MAPS, PASS_THROUGH
 
 # TensorFlow's stateful random operations.
@@ -57,7 +57,7 @@ def nondeterminism_of(
         return _nondeterminism_of_py_dataset(source, is_ordered)
     if callable(source):
         return "a Python generator restarts at its beginning"
-    if _compat.is_torch_dataloader(source):
+    if keras_data.is_torch_dataloader(source):
         is_plain = type(source.sampler).__name__ == "SequentialSampler"
         return None if is_plain else "a torch `DataLoader` is shuffled"
     return None if is_ordered else "arrays are shuffled without a seed"
@@ -69,10 +69,10 @@ def draws_seeds_once(dataset: Any) -> bool:
     Otherwise a shuffle may draw seeds several times in an epoch, and the order depends
     on how many batches of the earlier epochs were read.
     """
-    kinds = _compat.kinds_of_stages(dataset)
+    kinds = tf_data.kinds_of_stages(dataset)
     # A function that captures a dataset creates an iterator of it at every call.
     is_once = all(kind in _ONE_PASS_DATASETS for kind in kinds)
-    return is_once and not _compat.captures_dataset(dataset)
+    return is_once and not tf_data.captures_dataset(dataset)
 
 
 def batch_dependence_of(source: Any, *, shuffles_batches: bool) -> str | None:
@@ -89,7 +89,7 @@ def batch_dependence_of(source: Any, *, shuffles_batches: bool) -> str | None:
         return "the size of its batches has changed, and arrays are shuffled in batches"
     if not isinstance(source, tf.data.Dataset):
         return None
-    for kind in _compat.kinds_of_stages(source):
+    for kind in tf_data.kinds_of_stages(source):
         if kind in (*BATCHES, "PaddedBatchDataset"):
             return None
         if kind not in _ORDER_KEEPING_DATASETS:
@@ -107,18 +107,18 @@ def _nondeterminism_of_dataset(
         chosen_seed: Int, a global seed that tfdp drew for this run only, so that stages
             and operations with this seed differ in a rerun; or `None`.
     """
-    unseeded = _compat.unseeded_stages(dataset)
+    unseeded = tf_data.unseeded_stages(dataset)
     if "ShuffleDataset" in unseeded:
         return "`Dataset.shuffle` has no seed"
     if unseeded:
         return f"a {unseeded[0]} has no seed"
-    if _compat.is_unordered(dataset):
+    if tf_data.is_unordered(dataset):
         return "the dataset has `deterministic=False`, so that its order varies"
-    if chosen_seed in {seed for seed, _ in _compat.shuffle_seeds(dataset)}:
+    if chosen_seed in {seed for seed, _ in tf_data.shuffle_seeds(dataset)}:
         return "the global seed, which `Dataset.shuffle` depends on, was not set"
-    if _compat.calls_python(dataset):
+    if tf_data.calls_python(dataset):
         return "a Python generator or function in the dataset has its own state"
-    for name, attributes in _compat.operations_in(dataset):
+    for name, attributes in tf_data.operations_in(dataset):
         if name not in RANDOM_OPS:
             continue
         seed, seed2 = attributes["seed"].i, attributes["seed2"].i
@@ -169,7 +169,7 @@ class SeededShuffle:
         self._make = make
 
     def __call__(self) -> Any:
-        with _compat.temporary_seed(self.first + self.epoch):
+        with random_seeds.temporary_seed(self.first + self.epoch):
             dataset = self._make()
         self.epoch += 1
         return dataset

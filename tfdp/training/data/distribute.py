@@ -17,7 +17,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.coordination.facts import compare
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import keras_data, tf_data
 from tfdp.ground.base import loops
 from tfdp.ground.base.feature import JobPart, job_part
 from tfdp.training.data.batch_sizes import batch_size_of, sizes_of_batches
@@ -118,8 +119,8 @@ def _check_order(strategy: Any, dataset: Any) -> None:
         ValueError: If such a `shuffle` was distributed before the change.
     """
     generation = strategy.extended.generation
-    for part in _compat.dataset_inputs(dataset):
-        if not _compat.reshuffles_itself(part):
+    for part in tf_data.dataset_inputs(dataset):
+        if not tf_data.reshuffles_itself(part):
             continue
         if _generations.setdefault(part, generation) != generation:
             raise ValueError(
@@ -177,7 +178,7 @@ def _distribute_by_policy(
     values = values_of_sources(dataset) if is_by_file else ArrayValues({})
     topic = "a dataset's shards"
     facts = [elements_fact(dataset), values_fact(worker_group, topic, values)]
-    shards = compare(worker_group, topic, facts, _compat.shards_of(dataset))
+    shards = compare(worker_group, topic, facts, tf_data.shards_of(dataset))
     if policy == _POLICY.OFF:
         return _distribute_own_batches(strategy, dataset, options)
     warn_of_shards(shards)
@@ -312,8 +313,8 @@ def _distribute_own_batches(strategy: Any, dataset: Any, options: Any) -> Any:
 
 def _records_of(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Return the stages of a pipeline that read files, without later stages."""
-    while _compat.kind_of_stage(dataset) in _STAGES_AFTER_READING:
-        (dataset,) = _compat.dataset_sources(dataset)
+    while tf_data.kind_of_stage(dataset) in _STAGES_AFTER_READING:
+        (dataset,) = tf_data.dataset_sources(dataset)
     return dataset
 
 
@@ -323,7 +324,7 @@ def _can_read(distributed: Any) -> bool:
     TensorFlow raises one if there are fewer files than workers.
     """
     try:
-        for _ in _compat.local_dataset(distributed).take(1):
+        for _ in tf_data.local_dataset(distributed).take(1):
             pass
     except tf.errors.OpError:
         return False
@@ -430,7 +431,7 @@ def length_of(strategy: Any, adapter: Any) -> Length:
         strategy: A tfdp strategy.
         adapter: Data adapter of Keras.
     """
-    source = _compat.source_of(adapter)
+    source = keras_data.source_of(adapter)
     steps, steps_per_batch, local_batches = adapter.num_batches, 1.0, None
     if isinstance(source, tf.data.Dataset):
         shard = FileShard.of_divided_files(source)
@@ -438,7 +439,7 @@ def length_of(strategy: Any, adapter: Any) -> Length:
         policy = source.options().experimental_distribute.auto_shard_policy
         if local_batches is None and (shard or policy == _POLICY.OFF):
             steps_per_batch = strategy.extended.worker_group.num_workers
-    elif isinstance(source, _compat.DistributedDatasetsFromFunction):
+    elif isinstance(source, tf_data.DistributedDatasetsFromFunction):
         is_read_on_cpus = isinstance(source, PerReplicaDataset)
         steps_per_batch = 1 if is_read_on_cpus else 1 / strategy.extended.num_local
     if local_batches is not None:
@@ -448,7 +449,7 @@ def length_of(strategy: Any, adapter: Any) -> Length:
         steps = math.ceil(steps * steps_per_batch)
     if steps is None and is_endless(source):
         steps = ENDLESS
-    if not _compat.holds_arrays(adapter):
+    if not keras_data.holds_arrays(adapter):
         return Length(steps, steps_per_batch)
     rows = int(adapter.batch_size), int(adapter.partial_batch_size or 0)
     return Length(steps, steps_per_batch, *rows)

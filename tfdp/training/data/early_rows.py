@@ -21,7 +21,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import pipelines, tf_data
 from tfdp.training.data.determinism import RANDOM_OPS
 from tfdp.training.data.rows import (
     Part,
@@ -113,14 +113,14 @@ def divide_early(
         ranks: List of ints, consecutive, the replicas whose rows the result has.
         num_replicas: Int, on all workers.
     """
-    if _compat.is_unordered(batches):
+    if tf_data.is_unordered(batches):
         return Division(obstacle=why_not_split_early(batches, _UNORDERED_REASON))
     stage, after = stages_after_batch(batches)
     if gathers_array_rows(stage):
         return Division(_divide_arrays(stage, after, ranks, num_replicas))
-    if _compat.kind_of_stage(stage) not in BATCHES:
+    if tf_data.kind_of_stage(stage) not in BATCHES:
         return Division(obstacle=why_not_split_early(stage))
-    if _compat.has_generator(stage):
+    if tf_data.has_generator(stage):
         return Division(obstacle=why_not_split_early(stage, _GENERATOR_REASON))
     local_rows, static, obstacle = _batch_local_rows(stage, ranks, num_replicas)
     if local_rows is None:
@@ -151,7 +151,7 @@ def _divide_arrays(
         `tf.data.Dataset` of pairs: a tuple with the rows of each rank, and the number
         of rows of the global batch.
     """
-    gather = _compat.python_function_of_map(stage)
+    gather = pipelines.python_function_of_map(stage)
 
     @no_autograph
     def divide(indices: tf.Tensor, arrays: Any) -> Any:
@@ -160,8 +160,8 @@ def _divide_arrays(
         parts = tuple(gather((rows, arrays)) for rows in indices_by_rank)
         return parts, tf.raw_ops.DeepCopy(x=num_rows(indices))
 
-    (source,) = _compat.dataset_sources(stage)
-    divided = source.map(divide, num_parallel_calls=_compat.parallelism_of(stage))
+    (source,) = tf_data.dataset_sources(stage)
+    divided = source.map(divide, num_parallel_calls=pipelines.parallelism_of(stage))
     for each in after:
         divided = each.rebuild_on_parts(divided)
     return divided.with_options(stage.options())
@@ -183,11 +183,11 @@ def _batch_local_rows(
         this worker's rows; the static number of rows of each global batch or `None`;
         and why each worker prepares all rows, or `""`.
     """
-    elements = elements_of(*_compat.dataset_sources(stage))
-    size = _compat.size_of_batch_stage(stage)
+    elements = elements_of(*tf_data.dataset_sources(stage))
+    size = tf_data.size_of_batch_stage(stage)
     if size is None or not elements.stages or _contains_none(elements.raw):
         return None, None, elements.obstacle
-    drops = _compat.drops_remainder(stage)
+    drops = pipelines.drops_remainder(stage)
     local_rows = _local_elements(elements.raw, size, ranks, num_replicas, drops=drops)
     for each in elements.stages:
         local_rows = each.rebuild_on_pairs(local_rows)
@@ -201,7 +201,7 @@ def _batch_local_rows(
 def _contains_none(dataset: tf.data.Dataset) -> bool:
     """Return whether an element's spec contains a `None`, which `window` rejects."""
     specs = tf.nest.flatten(dataset.element_spec)
-    return any(isinstance(spec, _compat.NoneTensorSpec) for spec in specs)
+    return any(isinstance(spec, tf_data.NoneTensorSpec) for spec in specs)
 
 
 def _local_elements(
@@ -302,10 +302,10 @@ def batch_local_rows(
     [[0, 1], [2, 3]]
     """
     stage, after = stages_after_batch(batches)
-    size = _compat.size_of_batch_stage(stage)
-    if _compat.kind_of_stage(stage) not in BATCHES or size is None:
+    size = tf_data.size_of_batch_stage(stage)
+    if tf_data.kind_of_stage(stage) not in BATCHES or size is None:
         return None
-    (rows,) = _compat.dataset_sources(stage)
+    (rows,) = tf_data.dataset_sources(stage)
     local_batches = rebuild_batch(
         stage, rows, len(rows_of_worker(size, ranks, num_replicas))
     )
@@ -327,15 +327,15 @@ def elements_of(dataset: tf.data.Dataset) -> Elements:
         with state, the pipeline is raw, including the maps before it. Without maps
         after that stage, `stages` is empty.
     """
-    kind = _compat.kind_of_stage(dataset)
+    kind = tf_data.kind_of_stage(dataset)
     if kind == "ZipDataset":
         return _elements_of_zip(dataset)
-    is_pure_map = kind in MAPS and not _compat.stateful_operation(dataset)
+    is_pure_map = kind in MAPS and not pipelines.stateful_operation(dataset)
     if not is_pure_map and kind not in (*PASS_THROUGH, *SELECTIONS):
         return Elements(dataset, obstacle=why_not_split_early(dataset))
-    elements = elements_of(*_compat.dataset_sources(dataset))
+    elements = elements_of(*tf_data.dataset_sources(dataset))
     if is_pure_map:
-        call = _compat.function_of_map(dataset)
+        call = pipelines.function_of_map(dataset)
         elements.stages.append(rebuild_map(dataset, call))
     elif not elements.stages:
         elements.raw = dataset
@@ -362,7 +362,7 @@ def _elements_of_zip(dataset: tf.data.Dataset) -> Elements:
         mapped; if no input has any, the whole `zip` is raw. `obstacle` is the first one
         of an input.
     """
-    nest = _compat.zipped(dataset)
+    nest = pipelines.zipped(dataset)
     parts = [elements_of(part) for part in tf.nest.flatten(nest)]
     obstacle = next((part.obstacle for part in parts if part.obstacle), "")
     maps = [[each for each in part.stages if each.call] for part in parts]
@@ -411,8 +411,8 @@ def why_not_split_early(dataset: tf.data.Dataset, reason: str = "") -> str:
         return _CACHE_REASON
     if reason:
         return reason
-    kind = _compat.kind_of_stage(dataset)
-    if kind in MAPS and (operation := _compat.stateful_operation(dataset)):
+    kind = tf_data.kind_of_stage(dataset)
+    if kind in MAPS and (operation := pipelines.stateful_operation(dataset)):
         return f"its `map` has `{operation}`; {_ADVICE.get(operation, _PURE_ADVICE)}"
     if kind in MAPS:
         return f"there is a `map` after `batch`; {_BEFORE_BATCH_ADVICE}"
@@ -427,10 +427,10 @@ def _has_map(dataset: tf.data.Dataset, *, in_each_pass: bool = False) -> bool:
 
     With `in_each_pass`, a `map` before `cache` does not count: it runs in one pass.
     """
-    kind = _compat.kind_of_stage(dataset)
+    kind = tf_data.kind_of_stage(dataset)
     if kind == "CacheDataset" and in_each_pass:
         return False
-    if kind in MAPS and not _compat.name_of_map(dataset).startswith("keras.src."):
+    if kind in MAPS and not pipelines.name_of_map(dataset).startswith("keras.src."):
         return True
-    sources = _compat.dataset_sources(dataset)
+    sources = tf_data.dataset_sources(dataset)
     return any(_has_map(source, in_each_pass=in_each_pass) for source in sources)

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_data
 from tfdp.training.data.rows import named_leaves
 
 
@@ -49,18 +49,18 @@ def _per_replica_spec(specs: tuple) -> Any:
         """
         # TensorFlow keeps a single `None` for all replicas, so its spec is not per
         # replica.
-        is_none = isinstance(own[0], _compat.NoneTensorSpec)
-        return own[0] if is_none else _compat.PerReplicaSpec(*own)
+        is_none = isinstance(own[0], tf_data.NoneTensorSpec)
+        return own[0] if is_none else tf_data.PerReplicaSpec(*own)
 
     return tf.nest.map_structure(of_replicas, *specs)
 
 
 def empty_of(spec: Any) -> Any:
     """Return a value of a spec with no rows, for a worker that has run out of data."""
-    if isinstance(spec, _compat.NoneTensorSpec):
+    if isinstance(spec, tf_data.NoneTensorSpec):
         return None
     if isinstance(spec, tf.OptionalSpec):
-        return _compat.empty_optional(spec)
+        return tf_data.empty_optional(spec)
     if isinstance(spec, tf.SparseTensorSpec):
         shape = [0, *(size or 0 for size in spec.shape[1:])]
         indices = tf.zeros([0, len(shape)], tf.int64)

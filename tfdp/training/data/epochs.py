@@ -14,7 +14,8 @@ import keras
 from tfdp.communication.coordination.data_wait import data_wait
 from tfdp.communication.coordination.facts import compare
 from tfdp.communication.coordination.progress import progress
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import keras_data, random_seeds, tf_data
 from tfdp.ground.base import loops, stand_in_seed
 from tfdp.ground.base.context import is_tfdp
 from tfdp.ground.base.feature import JobPart
@@ -90,25 +91,23 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
         _count_reads(strategy, iterator)
     part = part_in_training() if is_tfdp(strategy) else None
     loops.record_data_read()
-    if _compat.holds_arrays(iterator.data_adapter):
+    if keras_data.holds_arrays(iterator.data_adapter):
         loops.record_batch_rows(iterator.data_adapter.batch_size)
 
     def of_epoch() -> Any:
         """Distribute the dataset of the adapter for the next epoch, and return it."""
         return _distribute_adapter(strategy, iterator, part)
 
-    is_shuffled = _compat.shuffles_arrays(iterator.data_adapter)
-    has_seed = _compat.global_seed() not in (None, stand_in_seed.seed())
+    is_shuffled = keras_data.shuffles_arrays(iterator.data_adapter)
+    has_seed = random_seeds.global_seed() not in (None, stand_in_seed.seed())
     if part is not None and is_shuffled and not has_seed:
         # The parts of a job need the same order: each takes its rows of every batch.
-        _compat.set_dataset_of_epoch(iterator, SeededShuffle(part.seed, of_epoch))
+        keras_data.set_dataset_of_epoch(iterator, SeededShuffle(part.seed, of_epoch))
     position = data_position.current()
     if position is not None and position.iterator is None:
-        if _compat.shuffles_arrays(iterator.data_adapter) and not _has_order(iterator):
-            _compat.set_dataset_of_epoch(
-                iterator,
-                SeededShuffle(new_seed(), of_epoch),
-            )
+        if is_shuffled and not _has_order(iterator):
+            shuffle = SeededShuffle(new_seed(), of_epoch)
+            keras_data.set_dataset_of_epoch(iterator, shuffle)
         extended = strategy.extended
         position.attach(
             iterator,
@@ -127,15 +126,15 @@ def _count_reads(strategy: Any, iterator: Any) -> None:
         strategy: A tfdp strategy.
         iterator: Epoch iterator of Keras.
     """
-    dataset = _compat.distributed_dataset(iterator)
-    is_stock = isinstance(dataset, _compat.DistributedDatasetsFromFunction)
+    dataset = keras_data.distributed_dataset(iterator)
+    is_stock = isinstance(dataset, tf_data.DistributedDatasetsFromFunction)
     if not is_counting() or not is_stock or isinstance(dataset, PerReplicaDataset):
         return
     is_alone = strategy.extended.worker_group.num_workers == 1
     # With synchronization of the end of data a read also waits for other workers, which
     # is not time spent on data.
-    if is_alone or not _compat.syncs_end_of_data(dataset):
-        _compat.set_distributed_dataset(
+    if is_alone or not tf_data.syncs_end_of_data(dataset):
+        keras_data.set_distributed_dataset(
             iterator, StockDataset(dataset, CountedIterator)
         )
 
@@ -148,7 +147,7 @@ def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
     is_for_training = loops.awaiting_training_data() is not None
     if strategy.extended.balance is None or not is_for_training:
         return False
-    dataset = _compat.distributed_dataset(iterator)
+    dataset = keras_data.distributed_dataset(iterator)
     if isinstance(dataset, PerReplicaDataset) and dataset.batches is not None:
         return True
     user_code.warn(
@@ -179,8 +178,8 @@ def _agree_on_end(
         """Return a distributed dataset that ends where the workers have agreed."""
         return _with_common_end(dataset, lengths, stops=stops, by_weight=by_weight)
 
-    _compat.set_distributed_dataset(
-        iterator, with_common_end(_compat.distributed_dataset(iterator))
+    keras_data.set_distributed_dataset(
+        iterator, with_common_end(keras_data.distributed_dataset(iterator))
     )
     _seed_array_order(strategy, iterator, with_common_end)
 
@@ -226,13 +225,13 @@ def _seed_array_order(strategy: Any, iterator: Any, with_common_end: Callable) -
         with_common_end: Callable that takes a distributed dataset and returns one that
             ends for all workers at the same step.
     """
-    if not _compat.shuffles_arrays(iterator.data_adapter):
+    if not keras_data.shuffles_arrays(iterator.data_adapter):
         return
     extended = strategy.extended
     are_seeded_alike = extended.worker_group.all_equal(
-        "shuffling", _compat.random_state()
+        "shuffling", random_seeds.random_state()
     )
-    if are_seeded_alike and _compat.global_seed() != stand_in_seed.seed():
+    if are_seeded_alike and random_seeds.global_seed() != stand_in_seed.seed():
         return  # the user has seeded all workers alike
     if not are_seeded_alike:
         _warn_of_seeds()
@@ -242,7 +241,7 @@ def _seed_array_order(strategy: Any, iterator: Any, with_common_end: Callable) -
         """Distribute the dataset of the next epoch, with the agreed end; return it."""
         return with_common_end(_distribute_adapter(strategy, iterator))
 
-    _compat.set_dataset_of_epoch(iterator, SeededShuffle(first_seed, of_epoch))
+    keras_data.set_dataset_of_epoch(iterator, SeededShuffle(first_seed, of_epoch))
 
 
 def _seed_py_dataset_order(strategy: Any, arguments: dict[str, Any]) -> None:
@@ -278,8 +277,8 @@ def _has_order(iterator: Any) -> bool:
     Args:
         iterator: Epoch iterator of Keras.
     """
-    is_seeded = isinstance(_compat.dataset_maker(iterator), SeededShuffle)
-    return is_seeded or _compat.global_seed() is not None
+    is_seeded = isinstance(keras_data.dataset_maker(iterator), SeededShuffle)
+    return is_seeded or random_seeds.global_seed() is not None
 
 
 def _distribute_adapter(
@@ -316,7 +315,7 @@ def _gather_lengths(strategy: Any, adapter: Any) -> list[Length]:
         ValueError: If the class labels of the first batches differ between workers.
     """
     length = length_of(strategy, adapter)
-    values = ArrayValues(class_labels(_compat.first_batch_of(adapter)))
+    values = ArrayValues(class_labels(keras_data.first_batch_of(adapter)))
     worker_group, topic = strategy.extended.worker_group, "the number of batches"
     facts = [values_fact(worker_group, topic, values)]
     return [Length(*each) for each in compare(worker_group, topic, facts, length)]
@@ -338,7 +337,7 @@ def _warn_of_dropped_batches(extended: Any, lengths: list[Length]) -> None:
 def _warn_of_no_end(strategy: Any, iterator: Any) -> None:
     """Warn on the first worker if this pass over the data never ends."""
     has_end = iterator.steps_per_epoch or iterator.num_batches
-    if has_end or not is_endless(_compat.source_of(iterator.data_adapter)):
+    if has_end or not is_endless(keras_data.source_of(iterator.data_adapter)):
         return
     if strategy.extended.worker_group.is_chief:
         user_code.warn(
@@ -388,8 +387,8 @@ def _with_common_end(
         )
     num_endless = sum(length.is_endless for length in lengths)
     if 0 < num_endless < len(lengths):
-        dataset = _compat.with_end_of_data_sync(dataset)
-    if stops and not is_settled and _compat.syncs_end_of_data(dataset):
+        dataset = tf_data.with_end_of_data_sync(dataset)
+    if stops and not is_settled and tf_data.syncs_end_of_data(dataset):
         return StockDataset(dataset, ShortestIterator)
     return dataset
 
@@ -426,7 +425,7 @@ def _with_local_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]
     source = arguments.get("x")
     if has_stored_arrays(arguments):
         return arguments | {"x": StoredArraysAdapter(arguments)}
-    if _compat.is_torch_dataloader(source):
+    if keras_data.is_torch_dataloader(source):
         return arguments | {"x": rows_of_loader(strategy, source)}
     if isinstance(source, types.GeneratorType):
         return arguments | {"x": new_label_record(restarts=False).watch(source)}
@@ -443,5 +442,5 @@ def _with_local_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]
     record = new_label_record(restarts=arguments.get("steps_per_epoch") is None)
     names = ("x", "class_weight", "shuffle")
     settings = {name: arguments[name] for name in names if name in arguments}
-    adapter = _compat.adapter_of_py_dataset(record.watch, **settings)
+    adapter = keras_data.adapter_of_py_dataset(record.watch, **settings)
     return arguments | {"x": adapter}

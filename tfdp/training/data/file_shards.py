@@ -14,7 +14,8 @@ import tensorflow as tf
 from tfdp.communication.cluster import count_workers
 from tfdp.communication.coordination.facts import SharedFact, compare, digest
 from tfdp.communication.coordination.worker_group import WorkerGroup, latest_group
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import patches, random_seeds, tf_data
 from tfdp.ground.arguments import is_integer, plain
 from tfdp.ground.base.context import in_tfdp_scope
 from tfdp.ground.plans.file_owners import balance_files, bytes_of_workers
@@ -52,7 +53,7 @@ class FileShard:
     @classmethod
     def of_dataset(cls, dataset: tf.data.Dataset) -> FileShard | None:
         """Return the shard that a dataset reads, or `None` without `shard_files`."""
-        for name in _compat.names_of_stages(dataset):
+        for name in tf_data.names_of_stages(dataset):
             if name.startswith(_MARK):
                 num_workers, rank, digest = name[len(_MARK) + 1 :].split("_")
                 return cls(int(num_workers), int(rank), digest)
@@ -100,7 +101,7 @@ class Listing:
         return f"{files} of {pluralize(sum(self.sizes), 'byte')}"
 
 
-@_compat.filter_traceback
+@patches.filter_traceback
 def shard_files(
     pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
@@ -377,7 +378,7 @@ def _dataset_of_shard(
     if seed is not None:
         # TensorFlow combines `seed` with the global seed, which users may set
         # differently on each worker. So the global seed is replaced for the shuffle.
-        with _compat.temporary_seed(seed):
+        with random_seeds.temporary_seed(seed):
             dataset = dataset.shuffle(len(names), seed=seed)
     own_names = dataset.filter(no_autograph(lambda name, owner: owner == shard.rank))
     own_names = own_names.map(no_autograph(lambda name, owner: name))

@@ -9,12 +9,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import patches
 from tfdp.ground.arguments import is_integer, plain
 from tfdp.training.data.stages import no_autograph
 
 
-@_compat.filter_traceback
+@patches.filter_traceback
 def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
     """Create a dataset of a random-access source; each worker loads only its elements.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime
 from tfdp.training.data.rows import count_of, has_rows, take_rows
 
 # The weight of each worker in an equal division; the weights of workers average to it.
@@ -34,7 +34,7 @@ class LoadBalancer:
         self._num_local = num_local
         # A variable that each step reads, so that new weights apply to all workers from
         # the same step on.
-        self.weights = _compat.plain_variable(
+        self.weights = runtime.plain_variable(
             self._replica_weights(), tf.int64, "CPU:0"
         )
 

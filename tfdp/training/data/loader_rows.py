@@ -17,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.communication.coordination.worker_group import WorkerGroup
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import keras_data
 from tfdp.training.data.determinism import common_seed
 from tfdp.training.data.distribute import REBALANCE_REASON, warn_not_split_early
 from tfdp.training.data.element_specs import describe_spec
@@ -122,7 +123,7 @@ def rows_of_loader(strategy: Any, loader: Any) -> Any:
     if worker_group.any("random numbers of a DataLoader", is_random):
         warn_not_split_early(strategy, _RANDOM_ITEMS_REASON if is_random else "")
         return loader
-    spec = _compat.spec_of_batches(items)
+    spec = keras_data.spec_of_batches(items)
     local_loader = loader_of_rows(loader, loader.dataset, *division)
 
     def describe() -> tuple:
@@ -136,7 +137,7 @@ def rows_of_loader(strategy: Any, loader: Any) -> Any:
         make = tf.data.Dataset.from_generator
         return make(lambda: items_of(local_loader), output_signature=spec), facts
 
-    adapter = _compat.TorchDataLoaderAdapter(loader)
+    adapter = keras_data.TorchDataLoaderAdapter(loader)
     adapter.get_tf_dataset = lambda: distribute_local_rows(
         strategy, "DataLoaders", describe
     )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import pipelines, tf_data
 from tfdp.training.data.batch_sizes import batch_size_of, sizes_of_batches
 from tfdp.training.data.rows import OtherRows, count_of, has_rows
 from tfdp.training.data.stages import (
@@ -130,16 +130,16 @@ def _rows_by_stages(dataset: tf.data.Dataset) -> list:
         for all parts of one other dataset.
     """
     num_parts = len(tf.nest.flatten(dataset.element_spec))
-    kind = _compat.kind_of_stage(dataset)
+    kind = tf_data.kind_of_stage(dataset)
     if kind == "ZipDataset":
-        return _rows_of_zip(tf.nest.flatten(_compat.zipped(dataset)))
+        return _rows_of_zip(tf.nest.flatten(pipelines.zipped(dataset)))
     if kind in MAPS and not gathers_array_rows(dataset):
         if not is_row_by_row(dataset):
             return [_UNKNOWN_ROWS] * num_parts
-        rows = _rows_by_stages(*_compat.dataset_sources(dataset))
+        rows = _rows_by_stages(*tf_data.dataset_sources(dataset))
         return [rows[0] if len(set(rows)) == 1 else _UNKNOWN_ROWS] * num_parts
     if kind in _ROW_KEEPING_STAGES:
-        return _rows_by_stages(*_compat.dataset_sources(dataset))
+        return _rows_by_stages(*tf_data.dataset_sources(dataset))
     return ["of one dataset"] * num_parts
 
 
@@ -211,25 +211,25 @@ def _without_state(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
 
     Reading the dataset itself would change its next shuffle order and its cache.
     """
-    kind = _compat.kind_of_stage(dataset)
+    kind = tf_data.kind_of_stage(dataset)
     has_stages = kind in (*_ROW_KEEPING_STAGES, *MAPS, *BATCHES, "ZipDataset")
     if not has_stages or gathers_array_rows(dataset):
-        parts = list(_compat.dataset_inputs(dataset))
-        is_shuffled = any("Shuffle" in _compat.kind_of_stage(part) for part in parts)
-        has_state = is_shuffled or any(map(_compat.stateful_operation, parts))
+        parts = list(tf_data.dataset_inputs(dataset))
+        is_shuffled = any("Shuffle" in tf_data.kind_of_stage(part) for part in parts)
+        has_state = is_shuffled or any(map(pipelines.stateful_operation, parts))
         return None if has_state else dataset
     if kind == "ZipDataset":
-        nest = _compat.zipped(dataset)
+        nest = pipelines.zipped(dataset)
         sources = [_without_state(each) for each in tf.nest.flatten(nest)]
         if None in sources:
             return None
         return tf.data.Dataset.zip(tf.nest.pack_sequence_as(nest, sources))
-    source = _without_state(*_compat.dataset_sources(dataset))
+    source = _without_state(*tf_data.dataset_sources(dataset))
     if source is None or kind in _ROW_KEEPING_STAGES:
         return source
     if kind in BATCHES:
-        size = _compat.size_of_batch_stage(dataset)
+        size = tf_data.size_of_batch_stage(dataset)
         return None if size is None else rebuild_batch(dataset, source, size)
-    if _compat.stateful_operation(dataset):
+    if pipelines.stateful_operation(dataset):
         return None
-    return rebuild_map(dataset, _compat.function_of_map(dataset)).rebuild_on(source)
+    return rebuild_map(dataset, pipelines.function_of_map(dataset)).rebuild_on(source)

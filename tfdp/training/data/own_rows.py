@@ -24,7 +24,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.communication.coordination.facts import SharedFact, compare, digest
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import keras_data, tf_data
 from tfdp.ground.base import loops
 from tfdp.ground.text import pluralize
 from tfdp.training.data.batch_labels import LabelRecord
@@ -76,7 +77,7 @@ def distribute_local_rows(
             descriptions differ.
     """
     items = _build_and_compare(strategy, kind, describe)
-    items, is_ahead = _compat.without_automatic_prefetch(items)
+    items, is_ahead = tf_data.without_automatic_prefetch(items)
     pairs = items.map(lambda item: (item["rows"], item["total"][0]))
     ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
     divided = divide_rows(pairs, ranks, num_replicas)
@@ -188,7 +189,7 @@ def rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) ->
     """
     ranks = strategy.extended.local_ranks
     dataset = LocalRowsDataset(source, ranks, strategy.num_replicas_in_sync)
-    adapter = _compat.RowsOfPyDatasetAdapter(
+    adapter = keras_data.RowsOfPyDatasetAdapter(
         dataset,
         class_weight=arguments.get("class_weight"),
         shuffle=bool(arguments.get("shuffle")),
@@ -335,7 +336,7 @@ class StoredRows:
         return np.asarray(rows)[np.argsort(order)].astype(dtype, copy=False)
 
 
-class StoredArraysAdapter(_compat.ArrayDataAdapter):
+class StoredArraysAdapter(keras_data.ArrayDataAdapter):
     """Keras's array adapter, with row-by-row reading of the arrays in files.
 
     Args:
@@ -375,7 +376,7 @@ class StoredArraysAdapter(_compat.ArrayDataAdapter):
 
     def get_tf_dataset(self) -> tf.data.Dataset:
         """Create a dataset of batches, whose last stage reads rows from the files."""
-        inputs = keras.tree.lists_to_tuples(_compat.inputs_of(self))
+        inputs = keras.tree.lists_to_tuples(keras_data.inputs_of(self))
         stored = keras.tree.map_structure(
             lambda leaf: self._stored_by_stand_in.get(id(leaf)), inputs
         )
@@ -403,7 +404,7 @@ def has_stored_arrays(arguments: dict[str, Any]) -> bool:
     read = [given[0], given[2]] if arguments.get("class_weight") is not None else given
     shuffle = arguments.get("shuffle", False)
     is_any = any(_is_read_by_rows(leaf, shuffle) for leaf in keras.tree.flatten(read))
-    return is_any and _compat.can_convert_arrays(tuple(given))
+    return is_any and keras_data.can_convert_arrays(tuple(given))
 
 
 def _is_read_by_rows(leaf: Any, shuffle: bool | str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime, tf_data, tf_distribute
 from tfdp.ground.base import loops
 from tfdp.training.data.batch_weights import CountedBatch
 from tfdp.training.data.element_specs import element_spec_of, empty_of
@@ -90,11 +90,11 @@ def divide_and_prefetch(
             their own number of rows. Defaults to none.
     """
     num_ahead, is_tuned = PREFETCHED_STEPS, True
-    if _compat.has_generator(batches):
-        batches, is_ahead = _compat.without_automatic_prefetch(batches)
+    if tf_data.has_generator(batches):
+        batches, is_ahead = tf_data.without_automatic_prefetch(batches)
         num_ahead = int(is_ahead)
         is_tuned = any(
-            kind in _AUTOTUNED_STAGES for kind in _compat.kinds_of_stages(batches)
+            kind in _AUTOTUNED_STAGES for kind in tf_data.kinds_of_stages(batches)
         )
     divided = divide_batches(batches, ranks, num_replicas, checks=checks, others=others)
     if num_ahead:
@@ -108,7 +108,7 @@ def divide_and_prefetch(
     return divided
 
 
-class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
+class PerReplicaDataset(tf_data.DistributedDatasetsFromFunction):
     """Distributed dataset of `strategy.experimental_distribute_dataset` on CPUs.
 
     It inherits nothing but the type of the stock class, which Keras checks.
@@ -156,7 +156,7 @@ class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
         observe when deletion runs the `finally` of a generator, or closes a file.
         """
         dataset = self.dataset
-        return not (_compat.calls_python(dataset) or _compat.writes_while_read(dataset))
+        return not (tf_data.calls_python(dataset) or tf_data.writes_while_read(dataset))
 
     def with_read_options(self, read_options: ReadOptions) -> PerReplicaDataset:
         """Return a dataset of the same batches with other options.
@@ -291,7 +291,7 @@ class PerReplicaIterator(StepIterator):
             extended = self.strategy.extended
             weights = extended.balance.weights.read_value()
             parts = rows_of_ranks_by_weight(parts[0], extended.local_ranks, weights)
-        return _compat.per_replica(list(parts))
+        return tf_distribute.per_replica(list(parts))
 
     def _empty_element(self) -> Any:
         """Return an element without rows, for a worker that has run out of data."""
@@ -373,7 +373,7 @@ def distribute_divided(
     distributed = strategy.distribute_datasets_from_function(lambda _: local, options)
     if read_options.syncs_end_of_data:
         return distributed
-    return _compat.without_partial_batches(distributed)
+    return tf_data.without_partial_batches(distributed)
 
 
 def is_read_on_cpus(strategy: Any, options: Any) -> bool:
@@ -387,7 +387,7 @@ def is_read_on_cpus(strategy: Any, options: Any) -> bool:
         options: The user's `tf.distribute.InputOptions`, or `None`.
     """
     extended = strategy.extended
-    devices = map(_compat.device_type, extended.worker_devices)
+    devices = map(runtime.device_type, extended.worker_devices)
     has_gpus = extended.group.backend == "nccl" or "GPU" in devices
     # In a job that continues after a loss, the user's options are ignored, because
     # stock distributed data does not notice that the workers have changed.

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.coordination.worker_group import WorkerGroup
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_data, random_seeds, tf_data
 from tfdp.ground.text import pluralize
 from tfdp.training.data.batch_change import BatchChange
 from tfdp.training.data.batch_sizes import batch_size_of
@@ -74,12 +74,12 @@ class DataPosition:
         """
         self.iterator = iterator
         self._adapter = iterator.data_adapter
-        self._source = _compat.source_of(self._adapter)
+        self._source = keras_data.source_of(self._adapter)
         self._is_dataset = isinstance(self._source, tf.data.Dataset)
         self._chosen_seed = chosen_seed
-        self._make = _compat.dataset_maker(iterator)
+        self._make = keras_data.dataset_maker(iterator)
         self._order = self._make if isinstance(self._make, SeededShuffle) else None
-        _compat.set_dataset_of_epoch(iterator, self._begin_iterator)
+        keras_data.set_dataset_of_epoch(iterator, self._begin_iterator)
         facts = {
             "description": self._describe(),
             "nondeterminism": self._local_nondeterminism(),
@@ -103,15 +103,14 @@ class DataPosition:
     @property
     def dataset(self) -> Any:
         """Distributed dataset that Keras iterates over in an epoch."""
-        return _compat.distributed_dataset(self.iterator)
+        return keras_data.distributed_dataset(self.iterator)
 
     def _local_nondeterminism(self) -> str | None:
         """Describe why a rerun reads other batches on this worker, or return `None`."""
         adapter = self._adapter
-        shuffles = getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False))
-        has_order = self._order is not None or _compat.global_seed() is not None
-        is_py_dataset = hasattr(adapter, "py_dataset")
-        is_ordered = not shuffles or (has_order and not is_py_dataset)
+        has_seed = self._order is not None or random_seeds.global_seed() is not None
+        has_order = has_seed and not keras_data.has_py_dataset(adapter)
+        is_ordered = has_order or not keras_data.shuffles(adapter)
         return nondeterminism_of(
             self._source, is_ordered=is_ordered, chosen_seed=self._chosen_seed
         )
@@ -137,7 +136,7 @@ class DataPosition:
     def snapshot(self) -> dict[str, Any]:
         """Return the position between two epochs as a dict for JSON."""
         return {
-            **_compat.epoch_progress(self.iterator),
+            **keras_data.epoch_progress(self.iterator),
             "taken": list(self._taken),
             "order": None if self._order is None else self._order.first,
             "description": _common_or_list(self._descriptions),
@@ -167,8 +166,10 @@ class DataPosition:
                 "the size of its batches has changed, and `steps_per_epoch` ends "
                 "epochs before the end of the data"
             )
-        shuffles = getattr(self._adapter, "_shuffle", False)
-        return batch_dependence_of(self._source, shuffles_batches=shuffles == "batch")
+        return batch_dependence_of(
+            self._source,
+            shuffles_batches=keras_data.shuffles_in_batches(self._adapter),
+        )
 
     def restore(self, snapshot: dict[str, Any], num_batches: int) -> None:
         """Restore a position, at which the next epoch continues.
@@ -182,12 +183,14 @@ class DataPosition:
             self._order.first = snapshot["order"]
         keeps_one = self.iterator.steps_per_epoch is not None and bool(taken)
         current = self._recreate_iterators(taken, keeps_one)
-        _compat.set_epoch_progress(self.iterator, snapshot, current)
+        keras_data.set_epoch_progress(self.iterator, snapshot, current)
         self._skipped = num_batches
 
     def restore_length(self, snapshot: dict[str, Any]) -> None:
         """Restore only the length of an epoch; the data starts from the beginning."""
-        _compat.set_epoch_progress(self.iterator, {**snapshot, "steps_seen": 0}, None)
+        keras_data.set_epoch_progress(
+            self.iterator, {**snapshot, "steps_seen": 0}, None
+        )
 
     def enumerate(self, batches: Iterator) -> Iterator:
         """Iterate over an epoch of Keras, without the batches that `restore` skips.
@@ -219,7 +222,7 @@ class DataPosition:
             The last iterator, at its position, if it continues; or else `None`.
         """
         source = self._source
-        reshuffles = self._is_dataset and _compat.reshuffles(source)
+        reshuffles = self._is_dataset and tf_data.reshuffles(source)
         depends_on_reads = reshuffles and not draws_seeds_once(source)
         last = len(taken) - 1
         for number in range(len(self._taken), len(taken)):
@@ -233,7 +236,7 @@ class DataPosition:
                     self._taken = list(taken)
                     return current
             elif reshuffles and taken[number]:
-                _compat.begin_shuffles(source)
+                tf_data.begin_shuffles(source)
             elif reshuffles:
                 # Keras created the iterator of this epoch, but read no batch. If the
                 # dataset has several shuffles, only the last one drew a seed, as here.
@@ -246,13 +249,13 @@ class DataPosition:
     def _describe(self) -> dict[str, Any]:
         """Return the properties of a pipeline that must be equal in a resumed run."""
         source = self._source
-        seeds = _compat.shuffle_seeds(source) if self._is_dataset else []
-        uses_global = self._order is None and _compat.shuffles_arrays(self._adapter)
+        seeds = tf_data.shuffle_seeds(source) if self._is_dataset else []
+        uses_global = self._order is None and keras_data.shuffles_arrays(self._adapter)
         return {
             "the kind of the data": type(source).__name__.strip("_"),
             _NUM_BATCHES: self._adapter.num_batches,
             "the seeds of `Dataset.shuffle`": [list(pair) for pair in seeds],
-            "the global seed": _compat.global_seed() if uses_global else None,
+            "the global seed": random_seeds.global_seed() if uses_global else None,
             **(_describe_files(source) if self._is_dataset else {}),
         }
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp.communication.coordination.facts import SharedFact, compare, explain
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import tf_data
 from tfdp.ground.base import loops
 from tfdp.training.data.batch_sizes import describe_sizes, sizes_of_batches
 from tfdp.training.data.element_specs import describe_spec, without_unknown_sizes
@@ -40,10 +41,10 @@ def compare_datasets(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
     if worker_group.num_workers == 1:
         return ReadOptions(syncs_end_of_data=False)
     extra = [
-        _compat.shuffle_seeds(dataset),
+        tf_data.shuffle_seeds(dataset),
         int(dataset.cardinality().numpy()),
         sizes_of_batches(dataset),
-        _compat.shards_of(dataset),
+        tf_data.shards_of(dataset),
     ]
     facts = [
         elements_fact(dataset),
@@ -80,9 +81,9 @@ def values_of_sources(dataset: tf.data.Dataset) -> ArrayValues:
     `tfdp.training.keras_hooks.loop_agreement` has compared them.
     """
     has_fit_arrays = any(
-        gathers_array_rows(part) for part in _compat.dataset_inputs(dataset)
+        gathers_array_rows(part) for part in tf_data.dataset_inputs(dataset)
     )
-    sources = {} if has_fit_arrays else _compat.sources_of(dataset)
+    sources = {} if has_fit_arrays else tf_data.sources_of(dataset)
     return ArrayValues(sources, are_sources=True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import pipelines, tf_data
 
 MAPS = ("MapDataset", "ParallelMapDataset")
 BATCHES = ("BatchDataset", "ParallelBatchDataset")
@@ -71,17 +71,17 @@ def stages_after_batch(
     """
     after: list[Stage] = []
     while True:
-        kind = _compat.kind_of_stage(dataset)
+        kind = tf_data.kind_of_stage(dataset)
         if kind in (*PASS_THROUGH, *SELECTIONS):
             after.insert(0, rebuild_stage(dataset))
         elif is_row_by_row(dataset):
             # The traced function of the `map` may have a fixed batch size. So its
             # Python function is traced again, with the sizes of the rebuilt pipeline.
-            call = _compat.python_function_of_map(dataset)
+            call = pipelines.python_function_of_map(dataset)
             after.insert(0, rebuild_map(dataset, call))
         else:
             return dataset, after
-        (dataset,) = _compat.dataset_sources(dataset)
+        (dataset,) = tf_data.dataset_sources(dataset)
 
 
 def is_row_by_row(dataset: tf.data.Dataset) -> bool:
@@ -96,13 +96,13 @@ def gathers_array_rows(dataset: tf.data.Dataset) -> bool:
 
 def _is_map_of(dataset: tf.data.Dataset, names: str | tuple[str, ...]) -> bool:
     """Return whether the last stage is a `map` of a function with a name prefix."""
-    is_map = _compat.kind_of_stage(dataset) in MAPS
-    return is_map and _compat.name_of_map(dataset).startswith(names)
+    is_map = tf_data.kind_of_stage(dataset) in MAPS
+    return is_map and pipelines.name_of_map(dataset).startswith(names)
 
 
 def rebuild_map(dataset: tf.data.Dataset, call: Callable[[Any], Any]) -> Stage:
     """Return a `Stage` that maps `call`, as parallel as a dataset's last stage."""
-    parallel = _compat.parallelism_of(dataset)
+    parallel = pipelines.parallelism_of(dataset)
     return Stage(lambda rows, call: rows.map(call, num_parallel_calls=parallel), call)
 
 
@@ -111,11 +111,11 @@ def rebuild_stage(dataset: tf.data.Dataset) -> Stage:
 
     The stage must be one of `PASS_THROUGH` and `SELECTIONS`.
     """
-    kind = _compat.kind_of_stage(dataset)
+    kind = tf_data.kind_of_stage(dataset)
     if kind == "OptionsDataset":  # callers set the options of the rebuilt pipeline
         return Stage(lambda rows, _: rows)
     is_prefetch = kind == "PrefetchDataset"
-    value_of = _compat.buffer_size_of if is_prefetch else _compat.count_of_stage
+    value_of = pipelines.buffer_size_of if is_prefetch else pipelines.count_of_stage
     method, value = kind.removesuffix("Dataset").lower(), value_of(dataset)
     return Stage(lambda rows, _: getattr(rows, method)(value))
 
@@ -126,8 +126,8 @@ def rebuild_batch(
     """Batch rows by a size, with the other settings of a dataset's last `batch`."""
     return rows.batch(
         size,
-        drop_remainder=_compat.drops_remainder(dataset),
-        num_parallel_calls=_compat.parallelism_of(dataset),
+        drop_remainder=pipelines.drops_remainder(dataset),
+        num_parallel_calls=pipelines.parallelism_of(dataset),
     )
 
 
@@ -141,21 +141,22 @@ def restart_shuffles(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
         `tf.data.Dataset`, the same one if it has no such shuffle; or `None` if a stage
         after a shuffle cannot be rebuilt.
     """
-    if not _compat.reshuffles(dataset):
+    if not tf_data.reshuffles(dataset):
         return dataset
-    sources = _compat.dataset_sources(dataset)
+    sources = tf_data.dataset_sources(dataset)
     source = restart_shuffles(sources[0]) if len(sources) == 1 else None
-    kind = _compat.kind_of_stage(dataset)
+    kind = tf_data.kind_of_stage(dataset)
     if source is None:
         return None
     if kind == "OptionsDataset":
         return source.with_options(dataset.options())
     if kind == "ShuffleDataset":
-        return _compat.shuffle_alike(dataset, source)
+        return tf_data.shuffle_alike(dataset, source)
     if kind in MAPS:
-        return rebuild_map(dataset, _compat.function_of_map(dataset)).rebuild_on(source)
+        rebuilt = rebuild_map(dataset, pipelines.function_of_map(dataset))
+        return rebuilt.rebuild_on(source)
     if kind in BATCHES:
-        size = _compat.size_of_batch_stage(dataset)
+        size = tf_data.size_of_batch_stage(dataset)
         return None if size is None else rebuild_batch(dataset, source, size)
     if kind in (*PASS_THROUGH, *SELECTIONS):
         return rebuild_stage(dataset).rebuild_on(source)

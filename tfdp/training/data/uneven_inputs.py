@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import Member, timing
 from tfdp.communication.coordination.data_wait import ReadCounts, data_wait
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime, tf_data
 from tfdp.ground.base.finalizers import FinalizerThread
 from tfdp.ground.forks import keep_in_forks
 
@@ -80,7 +80,7 @@ class StockDataset:
         return self._dataset.element_spec
 
 
-class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor):
+class StepIterator(tf_data.DistributedIteratorInterface, tf_data.CompositeTensor):
     """Base class of distributed iterators, with Python's protocol around `get_next`.
 
     Args:
@@ -164,7 +164,7 @@ class StockIterator(StepIterator):
     """
 
     def __init__(self, iterator: Any) -> None:
-        super().__init__(iterator, _compat.strategy_of_iterator(iterator))
+        super().__init__(iterator, tf_data.strategy_of_iterator(iterator))
 
     @property
     def element_spec(self) -> Any:
@@ -207,12 +207,12 @@ class ShortestIterator(StockIterator):
 
     def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
         """Return whether all workers have data, and the reader of the next batch."""
-        optionals = _compat.optionals_of_replicas(self._iterator)
+        optionals = tf_data.optionals_of_replicas(self._iterator)
         # At the end of its data a worker may have batches for only some replicas. The
         # other replicas then get empty batches.
-        has_data = _compat.any_has_value(optionals)
+        has_data = tf_data.any_has_value(optionals)
         has_next = has_next_step(self.strategy, has_data, stops=True)
-        return has_next, lambda: _compat.values_or_empty(self._iterator, optionals)
+        return has_next, lambda: tf_data.values_or_empty(self._iterator, optionals)
 
 
 class ComponentsSpec(tf.TypeSpec):
@@ -269,7 +269,7 @@ def count_reads() -> None:
     """
     if not _counts:
         _counts.extend(
-            _compat.plain_variable(np.int64(0), tf.int64, "CPU:0") for _ in range(2)
+            runtime.plain_variable(np.int64(0), tf.int64, "CPU:0") for _ in range(2)
         )
         data_wait.read_counts = _read_counts
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_model, tf_distribute
 from tfdp.ground.base.context import is_tfdp
 from tfdp.ground.base.feature import batches_between_syncs, equalize_replicas
 from tfdp.ground.base.wrappers import other_optimizers
@@ -99,9 +99,9 @@ class BroadcastRestoredState(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Set the initial epoch and all replicated variables to those of worker 0."""
         worker_group = self._strategy.extended.worker_group
-        local_epoch = _compat.initial_epoch(self.model)
+        local_epoch = keras_model.initial_epoch(self.model)
         epoch = worker_group.all_gather("a backup", local_epoch)[0]
-        _compat.set_initial_epoch(self.model, epoch)
+        keras_model.set_initial_epoch(self.model, epoch)
         optimizer: Any = self.model.optimizer
         variables = self.model.variables + optimizer.variables
         for other in other_optimizers(self.model).values():
@@ -154,4 +154,4 @@ def _is_replicated(variable: Any) -> bool:
     # A variable that has parts is not replicated: each replica holds a part of its
     # elements, and each worker restores its own parts.
     has_parts = getattr(value, "has_parts", False)
-    return isinstance(value, _compat.MirroredVariable) and not has_parts
+    return isinstance(value, tf_distribute.MirroredVariable) and not has_parts

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_model
 
 # Matches the counter in a name of Keras, such as "_1" in "dense_1/kernel".
 _NAME_COUNTER = re.compile(r"_\d+(?=/|:|$)")
@@ -68,13 +68,13 @@ def configs_of(
         warnings.simplefilter("ignore")
         collected: dict[str, Any] = {
             "model": _by_name(
-                [(x.name, _layer_config(x)) for x in _compat.layers_of(model)]
+                [(x.name, _layer_config(x)) for x in keras_model.layers_of(model)]
             ),
             "inputs": _connections(model),
         }
         if name.startswith("predict"):
             return collected
-        for key, value in _compat.compile_arguments(model).items():
+        for key, value in keras_model.compile_arguments(model).items():
             collected[key] = _argument_config(value)
         if name in ("fit", "train_on_batch"):
             collected["optimizer"] = _config(getattr(model, "optimizer", None))
@@ -149,7 +149,7 @@ def _connections(model: Any) -> dict[str, Any]:
         Dict from the name of a layer to a list with, for each of its calls, the names
         of the layers that the inputs come from.
     """
-    calls = _compat.calls_of(model)
+    calls = keras_model.calls_of(model)
     called = dict.fromkeys(name for name, _ in calls)
     unique = {name: new for new, name in _by_name([(n, n) for n in called]).items()}
     feeding_calls: dict[str, Any] = {name: [] for name in unique.values()}
@@ -196,7 +196,7 @@ def _layer_config(layer: Any) -> dict[str, Any]:
     # separately. A default config is left out, because it consists of constructor
     # arguments, which may differ between workers.
     is_left_out = isinstance(layer, (keras.Model, keras.layers.Lambda))
-    if not (is_left_out or _compat.has_default_config(layer) or _is_large(layer)):
+    if not (is_left_out or keras_model.has_default_config(layer) or _is_large(layer)):
         entry |= _config(layer)
     return entry
 
@@ -213,7 +213,7 @@ def _config(thing: Any) -> Any:
         return comparable(thing)
     entry = {"class_name": type(thing).__name__}
     try:
-        config = {**_compat.function_arguments(thing), **thing.get_config()}
+        config = {**keras_model.function_arguments(thing), **thing.get_config()}
         return {**entry, "config": comparable(config)}
     except Exception:  # noqa: BLE001 `get_config` is arbitrary user code
         return entry

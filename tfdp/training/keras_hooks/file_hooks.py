@@ -18,7 +18,12 @@ import keras
 import tensorflow as tf
 
 from tfdp.communication.coordination.join import num_joined_workers
-from tfdp.ground import _compat
+from tfdp.ground._compat import (
+    keras_model,
+    keras_optimizer,
+    optimizer_state,
+    tf_distribute,
+)
 from tfdp.ground.base.context import num_replicas_of, strategy_of
 from tfdp.training.keras_hooks.file_view import loss_scaling_of, sharded_tensors
 from tfdp.training.keras_hooks.saving import (
@@ -71,7 +76,7 @@ def _save_with_plain_optimizer(
     if not is_sharded and not parameters:
         with plain_optimizer(model):
             return original(model, *args, **kwargs)
-    strategy = _compat.strategy_of_optimizer(optimizer) if is_sharded else None
+    strategy = keras_optimizer.strategy_of_optimizer(optimizer) if is_sharded else None
     extended = (strategy or strategy_of(model)).extended
     worker_group, host_group = extended.worker_group, extended.host_group
     worker_group.all_gather(
@@ -130,12 +135,12 @@ def load_with_plain_optimizer(
 
 def _check_file_on_all_workers(optimizer: Any, path: Any) -> None:
     """Raise a `ValueError` if only some workers see a file to load shards from."""
-    worker_group = _compat.strategy_of_optimizer(optimizer).extended.worker_group
+    strategy = keras_optimizer.strategy_of_optimizer(optimizer)
     exists = os.path.exists(path) if isinstance(path, (str, os.PathLike)) else True
     topic = (
         "loading a file into a sharded optimizer, in which all workers must take part"
     )
-    seen_by = worker_group.all_gather(topic, exists)
+    seen_by = strategy.extended.worker_group.all_gather(topic, exists)
     if any(seen_by) and not all(seen_by):
         raise ValueError(
             "Every worker has to see the file that is loaded into a sharded optimizer. "
@@ -156,7 +161,7 @@ def plain_optimizer(model: Any, whole: FullState | None = None) -> Iterator[None
     if not hasattr(optimizer, "as_keras"):
         yield
         return
-    with _compat.replaced_optimizer(model, optimizer.as_keras(whole)):
+    with keras_model.replaced_optimizer(model, optimizer.as_keras(whole)):
         yield
 
 
@@ -170,7 +175,7 @@ def save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
     for index, variable in enumerate(optimizer.variables):
         is_sum = any(variable is item for item in sums)
         value = (
-            _compat.sum_of_local_parts(variable, replicas)
+            tf_distribute.sum_of_local_parts(variable, replicas)
             if is_sum
             else variable.numpy()
         )
@@ -196,9 +201,8 @@ def _accumulators_of_replicas(optimizer: Any) -> list:
         List of Keras variables; empty without accumulation, or with one replica, whose
         values are the sum already.
     """
-    if num_replicas_of(optimizer) == 1 or not _compat.has_accumulators(optimizer):
-        return []
-    return _compat.accumulators(optimizer)
+    is_sum = num_replicas_of(optimizer) == 1
+    return [] if is_sum else optimizer_state.accumulators(optimizer)
 
 
 def unwrap_loss_scaling(model: Any) -> None:

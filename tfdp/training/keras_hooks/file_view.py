@@ -15,7 +15,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import (
+    keras_optimizer,
+    optimizer_state,
+    optimizer_views,
+    tf_distribute,
+)
 from tfdp.ground.base.context import num_replicas_of
 from tfdp.ground.base.param_groups import innermost, is_multi
 from tfdp.training.sharding.full_state import FullState
@@ -70,8 +75,8 @@ def keras_view(distributed: Any, full_state: FullState) -> Any:
     if scaling is None:
         return view
     if scaling.growth_steps is None:
-        return _compat.with_fixed_scale(view, scaling.initial_scale)
-    return _compat.loss_scale_optimizer(
+        return optimizer_views.with_fixed_scale(view, scaling.initial_scale)
+    return optimizer_views.loss_scale_optimizer(
         view,
         initial_scale=scaling.initial_scale,
         growth_steps=scaling.growth_steps,
@@ -117,10 +122,10 @@ def _with_full_state(
         if sharded is not None:
             entries = [_view_of(tensor, full_state) for tensor in shards.state(sharded)]
             num_averages = len(sharded.variables) if group.use_ema else 0
-            views[id(group)] = _compat.with_state(group, entries, num_averages)
+            views[id(group)] = optimizer_views.with_state(group, entries, num_averages)
     if not is_multi(optimizer):
         return views[id(optimizer)]
-    return _compat.multi_with_parts(optimizer, views, None)
+    return optimizer_views.multi_with_parts(optimizer, views, None)
 
 
 def _view_of(tensor: StateTensor, full_state: FullState) -> VariableView:
@@ -203,7 +208,7 @@ class AccumulatedGradients:
         return VariableView(
             variable.path,
             tuple(variable.shape),
-            lambda: _compat.sum_of_local_parts(variable, self.num_replicas),
+            lambda: tf_distribute.sum_of_local_parts(variable, self.num_replicas),
             variable.assign,
         )
 
@@ -243,7 +248,7 @@ def accumulated_gradients_of(
         return None
     if distributed.accumulates_sums:
         tensors = shards.accumulated(accumulation.sums)
-        trained = _compat.trained_by(distributed)
+        trained = keras_optimizer.trained_by(distributed)
         slices = [(tensors[id(variable)], full_state) for variable in trained]
     replicas = num_replicas_of(distributed)
     return AccumulatedGradients(accumulation, features.scale, replicas, slices)
@@ -266,8 +271,8 @@ def _view_with_accumulation(
     }
     if not is_multi(optimizer):
         return views[id(optimizer)]
-    counter = sums and sums.counter(_compat.own_variables(optimizer)[0])
-    return _compat.multi_with_parts(optimizer, views, counter)
+    counter = sums and sums.counter(optimizer_state.own_variables(optimizer)[0])
+    return optimizer_views.multi_with_parts(optimizer, views, counter)
 
 
 def _view_of_part_with_accumulation(
@@ -286,15 +291,14 @@ def _view_of_part_with_accumulation(
         sums: `AccumulatedGradients` of `outer`, or `None` if there are none.
     """
     if sums is None:
-        return _compat.as_accumulating(optimizer, steps, None)
-    entries = [
-        sums.view_of_sum(_compat.index_in(outer, variable))
-        for variable in _compat.trained_by(optimizer)
-    ]
-    own = _compat.own_variables(optimizer)
-    head = _compat.num_variables_before_accumulators(optimizer)
+        return optimizer_views.as_accumulating(optimizer, steps, None)
+    trained = keras_optimizer.trained_by(optimizer)
+    positions = keras_optimizer.positions_in(outer, trained)
+    entries = [sums.view_of_sum(position) for position in positions]
+    own = optimizer_state.own_variables(optimizer)
+    head = optimizer_state.num_variables_before_accumulators(optimizer)
     variables = [sums.counter(own[0]), *own[1:head], *entries, *own[head:]]
-    return _compat.as_accumulating(optimizer, steps, variables)
+    return optimizer_views.as_accumulating(optimizer, steps, variables)
 
 
 def take_accumulated_gradients(
@@ -314,21 +318,22 @@ def take_accumulated_gradients(
         scale: Float, the loss scale, by which Keras has divided the gradients.
     """
     positions = {id(variable): index for index, variable in enumerate(trained)}
-    parts = [group for group in innermost(optimizer) if _compat.has_accumulators(group)]
+    parts = list(filter(optimizer_state.has_accumulators, innermost(optimizer)))
     for group in parts:
-        sums = _compat.take_accumulators(group)
-        iterations = _compat.own_variables(group)[0]
+        sums = optimizer_state.take_accumulators(group)
+        iterations = optimizer_state.own_variables(group)[0]
         updates, count = divmod(int(iterations.numpy()), steps)
         iterations.assign(updates)
         if accumulation is None:
             continue
         accumulation.count.assign(count)
-        for variable, total in zip(_compat.trained_by(group), sums, strict=True):
+        own = keras_optimizer.trained_by(group)
+        for variable, total in zip(own, sums, strict=True):
             if total is not None:
                 local_sum = accumulation.sums[positions[id(variable)]]
-                _compat.copy_local_parts(total, local_sum, scale)
+                tf_distribute.copy_local_parts(total, local_sum, scale)
     if parts and is_multi(optimizer):
-        iterations = _compat.own_variables(optimizer)[0]
+        iterations = optimizer_state.own_variables(optimizer)[0]
         iterations.assign(int(iterations.numpy()) // steps)
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from tfdp.ground import _compat
-from tfdp.ground._compat import Replacement
+from tfdp.ground._compat import owners, patches
+from tfdp.ground._compat.patches import Replacement
 from tfdp.training.data import epochs, position
 from tfdp.training.keras_hooks import (
     file_hooks,
@@ -37,7 +37,7 @@ _TENSORFLOW_ISSUE = "https://github.com/tensorflow/tensorflow/issues"
 REPLACEMENTS = (
     # Compile, fit, evaluate, predict.
     Replacement(
-        _compat.BaseTrainer,
+        owners.BaseTrainer,
         "compile",
         trainer_hooks.compile_model,
         "An optimizer or metric that was created outside the scope has variables that "
@@ -46,7 +46,7 @@ REPLACEMENTS = (
     ),
     *(
         Replacement(
-            _compat.TensorFlowTrainer,
+            owners.TensorFlowTrainer,
             name,
             functools.partial(trainer_hooks.run_loop, name),
             "Every worker runs every callback; invalid data, or a callback that only "
@@ -57,7 +57,7 @@ REPLACEMENTS = (
     ),
     *(
         Replacement(
-            _compat.TensorFlowTrainer,
+            owners.TensorFlowTrainer,
             name,
             trainer_hooks.run_on_batch,
             "Keras does not divide the global batch: every replica receives all of it.",
@@ -66,7 +66,7 @@ REPLACEMENTS = (
     ),
     *(
         Replacement(
-            _compat.TensorFlowTrainer,
+            owners.TensorFlowTrainer,
             f"make_{name}",
             functools.partial(step_functions.make_function, name),
             "XLA cannot compile collectives, only the other parts of a step, see "
@@ -77,13 +77,13 @@ REPLACEMENTS = (
         for name in ("train_function", "test_function", "predict_function")
     ),
     Replacement(
-        _compat.BaseTrainer,
+        owners.BaseTrainer,
         "_resolve_auto_jit_compile",
         step_functions.chosen_xla,
         "With `jit_compile='auto'` Keras does not compile under a strategy.",
     ),
     Replacement(
-        _compat.TensorFlowTrainer,
+        owners.TensorFlowTrainer,
         "_maybe_symbolic_build",
         step_functions.build_symbolically,
         "Keras builds a model from a batch, which a generator loses, and averages it "
@@ -92,7 +92,7 @@ REPLACEMENTS = (
         f"{_KERAS_ISSUE}/20585",
     ),
     Replacement(
-        _compat.keras_trainer,
+        owners.keras_trainer,
         "reduce_per_replica",
         step_functions.reduce_per_replica,
         "Keras returns the logs of one replica, cannot reduce a scalar on two workers, "
@@ -100,7 +100,7 @@ REPLACEMENTS = (
         f"{_TENSORFLOW_ISSUE}/72388",
     ),
     Replacement(
-        _compat.BaseTrainer,
+        owners.BaseTrainer,
         "_get_metrics_result_or_logs",
         trainer_hooks.epoch_logs,
         "A resumed epoch without remaining batches has no logs.",
@@ -129,26 +129,26 @@ REPLACEMENTS = (
     ),
     # Batches and their order.
     Replacement(
-        _compat.EpochIterator,
+        owners.EpochIterator,
         "__init__",
         epochs.make_iterator,
         "Workers with different numbers of batches wait for each other indefinitely, "
         "and each worker shuffles arrays in a different order.",
     ),
     Replacement(
-        _compat.EpochIterator,
+        owners.EpochIterator,
         "__iter__",
         epochs.begin_epoch,
         "The watchdog has to know that a loop reads its data.",
     ),
     Replacement(
-        _compat.EpochIterator,
+        owners.EpochIterator,
         "__next__",
         epochs.next_step,
         "The watchdog has to know the current step of a loop.",
     ),
     Replacement(
-        _compat.EpochIterator,
+        owners.EpochIterator,
         "_enumerate_iterator",
         position.enumerate_batches,
         "A resumed run has to continue with the batch after the last completed one.",
@@ -156,14 +156,14 @@ REPLACEMENTS = (
     ),
     # Losses, metrics and gradients: a mean is over the rows of all replicas.
     Replacement(
-        _compat.keras_loss,
+        owners.keras_loss,
         "reduce_values",
         layer_hooks.reduce_values,
         "Keras does not divide a scalar loss by the number of replicas.",
         f"{_KERAS_ISSUE}/19891",
     ),
     Replacement(
-        _compat.keras_loss,
+        owners.keras_loss,
         "scale_loss_for_distribution",
         layer_hooks.scale_loss,
         "Keras divides by the number of replicas, which is wrong if replicas have "
@@ -171,7 +171,7 @@ REPLACEMENTS = (
         f"{_KERAS_ISSUE}/19891",
     ),
     Replacement(
-        _compat.keras_loss,
+        owners.keras_loss,
         "unscale_loss_for_distribution",
         layer_hooks.unscale_loss,
         "Keras would multiply unscaled losses by the number of replicas for the logs.",
@@ -197,7 +197,7 @@ REPLACEMENTS = (
     ),
     # Layers: batch statistics, empty batches, and random numbers.
     Replacement(
-        _compat.keras_nn,
+        owners.keras_nn,
         "_compute_moments_sync",
         layer_hooks.moments,
         "Synchronized BatchNormalization issues three all-reduces a layer, one after "
@@ -219,7 +219,7 @@ REPLACEMENTS = (
     ),
     *(
         Replacement(
-            _compat.keras_nn,
+            owners.keras_nn,
             name,
             layer_hooks.pad_empty_batch,
             "Without rows oneDNN convolutions return a wrong shape, and the gradients "
@@ -240,10 +240,10 @@ REPLACEMENTS = (
             layer_hooks.draw_seed,
             "All replicas draw the same Dropout mask.",
         )
-        for module in (_compat.keras_random, _compat.keras_image)
+        for module in (owners.keras_random, owners.keras_image)
     ),
     Replacement(
-        _compat.keras_core,
+        owners.keras_core,
         "remat",
         layer_hooks.rematerialize,
         "When Keras builds a model under a strategy, it calls the layers of a "
@@ -252,14 +252,14 @@ REPLACEMENTS = (
     ),
     # Updates by a plain Keras optimizer.
     Replacement(
-        _compat.BaseOptimizer,
+        owners.BaseOptimizer,
         "build",
         optimizer_hooks.build,
         "An optimizer or a model that was created outside the scope causes an error of "
         "TensorFlow about mixed strategies.",
     ),
     Replacement(
-        _compat.BaseOptimizer,
+        owners.BaseOptimizer,
         "apply",
         optimizer_hooks.apply,
         "Each replica clips, accumulates and checks its local gradients before they "
@@ -290,31 +290,31 @@ REPLACEMENTS = (
             "is spread over all workers; `keras.saving.save_model` is not atomic.",
         )
         for module, name in (
-            (_compat.saving_lib, "save_model"),
-            (_compat.saving_lib, "save_weights_only"),
-            (_compat.legacy_h5_format, "save_model_to_hdf5"),
+            (owners.saving_lib, "save_model"),
+            (owners.saving_lib, "save_weights_only"),
+            (owners.legacy_h5_format, "save_model_to_hdf5"),
         )
     ),
     Replacement(
-        _compat.saving_lib,
+        owners.saving_lib,
         "load_weights_only",
         file_hooks.load_with_plain_optimizer,
         "A file holds the user's own optimizer, without the DistributedOptimizer.",
     ),
     Replacement(
-        _compat.BaseOptimizer,
+        owners.BaseOptimizer,
         "save_own_variables",
         file_hooks.save_own_variables,
         "Keras saves only the accumulators of the first replica, and replicas differ.",
     ),
     Replacement(
-        _compat.BaseOptimizer,
+        owners.BaseOptimizer,
         "load_own_variables",
         file_hooks.load_own_variables,
         "Each replica would load the whole sum, which would count once per replica.",
     ),
     Replacement(
-        _compat.MultiDeviceSaver,
+        owners.MultiDeviceSaver,
         "save",
         file_hooks.save_tensors,
         "Workers that save a `tf.train.Checkpoint` or a SavedModel to one path remove "
@@ -323,14 +323,14 @@ REPLACEMENTS = (
     ),
     # TensorFlow's runtime.
     Replacement(
-        _compat.FunctionType,
+        owners.FunctionType,
         "__hash__",
         runtime_hooks.hash_once,
         "Every call of a traced function hashes the types of all captures, once or "
         "twice for each variable.",
     ),
     Replacement(
-        _compat.AtomicFunction,
+        owners.AtomicFunction,
         "call_flat",
         runtime_hooks.call_flat,
         "Collectives that a failed call has begun would pair with those of the next "
@@ -344,7 +344,7 @@ REPLACEMENTS = (
         "fail.",
     ),
     Replacement(
-        _compat.PolymorphicFunction,
+        owners.PolymorphicFunction,
         "__call__",
         runtime_hooks.call_function,
         "TensorFlow traces a function once for all its callers, so that the program of "
@@ -358,7 +358,7 @@ REPLACEMENTS = (
         "and not those of one device.",
     ),
     Replacement(
-        _compat.random_seed,
+        owners.random_seed,
         "get_seed",
         runtime_hooks.seeds_of_operation,
         "A global seed that tfdp sets, so that workers draw alike, would change the "
@@ -371,7 +371,7 @@ REPLACEMENTS = (
 def install() -> None:
     """Apply every replacement of the table; later calls have no effect."""
     for entry in REPLACEMENTS:
-        _compat.replace(entry)
+        patches.replace(entry)
     # Tracebacks have to show the user's lines, so tfdp's frames are hidden as Keras
     # hides its own. A frame has the path of the import, with links unresolved.
-    _compat.hide_from_tracebacks(str(Path(__file__).parents[2]) + os.sep)
+    patches.hide_from_tracebacks(str(Path(__file__).parents[2]) + os.sep)

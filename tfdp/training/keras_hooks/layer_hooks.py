@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfdp.communication.collectives import step_events
-from tfdp.ground import _compat
+from tfdp.ground._compat import owners, programs, runtime
 from tfdp.ground.base import loops, program_trace, xla
 from tfdp.ground.base.context import in_tfdp_scope, is_tfdp, replica_context
 from tfdp.training.reduction.training_group import training_group
@@ -53,7 +53,7 @@ def reduce_values(
         return result
     # Keras divides its own means by the number of replicas, but not a scalar mean that
     # a loss function returns. So that scalar is divided here.
-    return _compat.keras_loss.scale_loss_for_distribution(result)
+    return owners.keras_loss.scale_loss_for_distribution(result)
 
 
 def scale_loss(original: Callable, value: Any) -> Any:
@@ -106,7 +106,7 @@ def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
     else:
         # The replicas that run the traced program sum the marked tensors over all
         # replicas. Three marks without operations between them share one all-reduce.
-        sums = [_compat.marked(part, "whole") for part in sums]
+        sums = [programs.marked(part, "whole") for part in sums]
     total, squares, count = sums
     mean = tf.math.divide_no_nan(total, count)
     mean_of_squares = tf.math.divide_no_nan(squares, count)
@@ -252,7 +252,7 @@ def _may_be_empty(inputs: Any) -> bool:
         return False
     rows = tf.convert_to_tensor(inputs).shape[0]
     device = tf.distribute.get_strategy().extended.group.devices[0]
-    return not rows and _compat.device_type(device) == "CPU"
+    return not rows and runtime.device_type(device) == "CPU"
 
 
 def draw_seed(original: Callable, seed: Any) -> Any:
@@ -311,16 +311,16 @@ def _moments_per_replica(
         plans the program, tensors after the first mark are values of one replica, and
         a gradient after the second holds a replica's rows of the global batch.
         """
-        own = _compat.marked(rows, "rows of a replica")
-        return own, lambda upstream: _compat.marked(upstream, "rows of all")
+        own = programs.marked(rows, "rows of a replica")
+        return own, lambda upstream: programs.marked(upstream, "rows of all")
 
     @tf.custom_gradient
     def leave(moment: tf.Tensor) -> Any:
         """Mark a moment as a replica's own, and its gradient as a part of the sum."""
-        own = _compat.marked(moment, "moment of a replica")
-        return own, lambda upstream: _compat.marked(upstream, "part of a replica")
+        own = programs.marked(moment, "moment of a replica")
+        return own, lambda upstream: programs.marked(upstream, "part of a replica")
 
     if mask is not None:
-        mask = _compat.marked(tf.convert_to_tensor(mask), "rows of a replica")
+        mask = programs.marked(tf.convert_to_tensor(mask), "rows of a replica")
     mean, variance = original(layer, enter(inputs), mask)
     return leave(mean), leave(variance)

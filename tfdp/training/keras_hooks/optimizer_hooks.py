@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer
 from tfdp.ground.base import program_trace
 from tfdp.ground.base.context import in_tfdp_scope, replica_context
 from tfdp.ground.base.deferred_updates import defer
@@ -49,7 +49,7 @@ def apply(
     bring_into_scope(optimizer)
     gradients, variables = checked_gradients(optimizer, grads, trainable_variables)
     with keras.name_scope(optimizer.name, caller=optimizer):
-        gradients, variables = _compat.overwrite_by_gradients(
+        gradients, variables = keras_optimizer.overwrite_by_gradients(
             optimizer, gradients, variables
         )
         trained = list(variables)

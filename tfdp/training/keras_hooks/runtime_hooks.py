@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import end_failed_call
 from tfdp.communication.coordination.worker_group import latest_group
-from tfdp.ground import _compat
+from tfdp.ground._compat import owners, programs
 from tfdp.ground.base import program_trace, stand_in_seed
 from tfdp.training.parameters.gathers import backward_pass, marked_backward_pass
 
@@ -106,7 +106,7 @@ def seeds_of_operation(original: Callable, op_seed: Any) -> Any:
     """
     seeds = original(op_seed)
     if op_seed is not None and seeds[0] == stand_in_seed.seed():
-        return _compat.random_seed.DEFAULT_GRAPH_SEED, seeds[1]
+        return owners.random_seed.DEFAULT_GRAPH_SEED, seeds[1]
     return seeds
 
 
@@ -127,4 +127,4 @@ def call_function(original: Callable, function: Any, *args: Any, **kwargs: Any) 
     """
     if program_trace.traced() is None or tf.executing_eagerly():
         return original(function, *args, **kwargs)
-    return _compat.call_inline(function, *args, **kwargs)
+    return programs.call_inline(function, *args, **kwargs)

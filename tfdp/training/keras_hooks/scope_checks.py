@@ -9,7 +9,8 @@ import keras
 import tensorflow as tf
 
 from tfdp.communication.coordination.join import num_joined_workers
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import keras_model, keras_optimizer
 from tfdp.ground.base.context import in_tfdp_scope
 
 
@@ -39,7 +40,7 @@ def warn_of_separate_training(model: Any, name: str) -> None:
         name: String, name of the called method, for the message.
     """
     num_workers = num_joined_workers()
-    if num_workers == 1 or _compat.strategy_of(model) is not None:
+    if num_workers == 1 or keras_model.strategy_of(model) is not None:
         return
     user_code.warn(
         f"The model {model.name!r} was created outside `strategy.scope()`: each of the "
@@ -61,7 +62,7 @@ def move_metrics_into_scope(arguments: dict[str, Any]) -> None:
         for metric in keras.tree.flatten(arguments.get(key)):
             if isinstance(metric, keras.Metric):
                 for variable in metric.variables:
-                    _compat.recreate_in_scope(variable)
+                    keras_optimizer.recreate_in_scope(variable)
 
 
 def bring_into_scope(optimizer: Any) -> None:
@@ -81,7 +82,7 @@ def bring_into_scope(optimizer: Any) -> None:
     active = tf.distribute.get_strategy()
     if optimizer is None or not tf.distribute.has_strategy():
         return
-    if _compat.strategy_of_optimizer(optimizer) is active:
+    if keras_optimizer.strategy_of_optimizer(optimizer) is active:
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             # For float16 `compile` creates a `LossScaleOptimizer` in the scope, around
             # the user's optimizer. The user may have created it outside the scope.
@@ -92,7 +93,7 @@ def bring_into_scope(optimizer: Any) -> None:
             f"The optimizer {optimizer.name!r} was created outside `strategy.scope()`. "
             "Create a new one, inside the scope."
         )
-    _compat.move_optimizer_into_scope(optimizer, active)
+    keras_optimizer.move_optimizer_into_scope(optimizer, active)
 
 
 def check_variables_in_scope(variables: Sequence[Any]) -> None:
@@ -102,7 +103,7 @@ def check_variables_in_scope(variables: Sequence[Any]) -> None:
         ValueError: The message names the first variable from outside.
     """
     for variable in variables:
-        if _compat.is_on_one_device(variable):
+        if keras_optimizer.is_on_one_device(variable):
             name = getattr(variable, "path", None) or variable.name
             raise ValueError(
                 f"The variable {name!r} was created outside `strategy.scope()`, so "

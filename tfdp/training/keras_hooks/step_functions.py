@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import timing
 from tfdp.communication.coordination.progress import progress
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_data, keras_model, tf_data, xla_lowering
 from tfdp.ground.base import loops
 from tfdp.ground.base.context import is_tfdp, strategy_of
 from tfdp.ground.base.feature import registered
@@ -104,7 +104,7 @@ def _build_for_predict(model: Any, batch: Any) -> None:
 
     batch, _ = unwrap_other_rows(batch)
     specs = keras.tree.map_structure(lambda p: None if p is None else spec(p), batch)
-    _compat.build_by_steps(model, specs, ("predict_step",))
+    keras_model.build_by_steps(model, specs, ("predict_step",))
 
 
 def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
@@ -171,7 +171,7 @@ def chosen_xla(original: Callable, model: Any) -> bool:
     """Return whether `jit_compile="auto"` compiles: on GPUs as plain Keras would."""
     if strategy_of(model) is None or not tf.config.list_physical_devices("GPU"):
         return original(model)
-    return _compat.supports_jit(model)
+    return xla_lowering.supports_jit(model)
 
 
 def build_symbolically(
@@ -193,8 +193,8 @@ def build_symbolically(
     """
     if strategy_of(model) is None or iterator is None:
         return original(model, iterator=iterator, data_batch=data_batch)
-    dataset = _compat.distributed_dataset(iterator)
-    spec, _ = unwrap_other_rows(_compat.local_element_spec(dataset))
+    dataset = keras_data.distributed_dataset(iterator)
+    spec, _ = unwrap_other_rows(tf_data.local_element_spec(dataset))
     checks.check_element(model, spec)
     shapes = [s.shape for s in tf.nest.flatten(spec) if s is not None]
     if any(shape.rank is None for shape in shapes):
@@ -203,15 +203,15 @@ def build_symbolically(
     if options is None or not options.by_weight:
         spec = _of_all_replicas(spec, model.distribute_strategy.num_replicas_in_sync)
     try:
-        return _compat.build_symbolically(model, spec)
+        return keras_model.build_symbolically(model, spec)
     except Exception:
         # A model that overrides its step may have no `call`. Its variables are created
         # by running the steps instead.
-        if not _compat.overridden(model):
+        if not keras_model.overridden(model):
             if not model.run_eagerly:
                 raise
-            return _compat.build_eagerly(model, spec)
-    return _compat.build_by_steps(model, spec)
+            return keras_model.build_eagerly(model, spec)
+    return keras_model.build_by_steps(model, spec)
 
 
 def _of_all_replicas(spec: Any, num_replicas: int) -> Any:

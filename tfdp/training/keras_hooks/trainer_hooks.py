@@ -18,7 +18,7 @@ from typing import Any
 from tfdp.communication.collectives import timing
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.watch import WorkerLost
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_model
 from tfdp.ground.base import activities, loops
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import Fit, registered
@@ -298,7 +298,7 @@ def _agree_on_loop(
     Returns:
         Bool, whether a callback of any worker may stop training after a batch.
     """
-    if _compat.is_within_fit(bound.arguments):
+    if keras_model.is_within_fit(bound.arguments):
         return False
     worker_group = None if strategy is None else strategy.extended.worker_group
     if worker_group is not None and worker_group.num_workers > 1:

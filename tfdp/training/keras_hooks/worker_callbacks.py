@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_model
 from tfdp.ground.base.param_groups import innermost
 from tfdp.ground.base.temporary import TemporaryFolder
 from tfdp.training.keras_hooks.added_callbacks import (
@@ -239,7 +239,7 @@ def _saving_participants(callback: Any) -> list:
         List of callbacks to run in its place; empty if it does not save sharded state.
     """
     if isinstance(callback, keras.callbacks.BackupAndRestore):
-        return [_compat.backup_without_files(callback, TemporaryFolder("backup"))]
+        return [keras_model.backup_without_files(callback, TemporaryFolder("backup"))]
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         return [callback]
     if getattr(callback, "embeddings_freq", 0):

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.collectives.gather import gather_first_axis
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_model, tf_distribute
 from tfdp.ground.base import program_trace
 from tfdp.ground.base.context import in_tfdp_scope, replica_context
 
@@ -58,7 +58,7 @@ def all_gather(value: Any) -> tf.Tensor:
         return value
     if not in_tfdp_scope() or tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return value
-    if _compat.is_built_symbolically():
+    if keras_model.is_built_symbolically():
         # While a model is built symbolically, twice the rows stand in for the rows of
         # all replicas, whose number is not known.
         return tf.concat([value, value], axis=0)
@@ -116,6 +116,6 @@ def _gather_rows(rows: tf.Tensor, context: Any) -> tuple[tf.Tensor, tf.Tensor]:
     return gather_first_axis(
         rows,
         reducer.group,
-        _compat.local_replica_id(context),
+        tf_distribute.local_replica_id(context),
         context.replica_id_in_sync_group,
     )

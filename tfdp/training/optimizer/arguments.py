@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.arguments import checked_integer, checked_number
 from tfdp.ground.base.context import is_tfdp
 from tfdp.ground.base.param_groups import innermost
@@ -105,7 +105,7 @@ def check_strategy(strategy: Any) -> None:
     Raises:
         ValueError: If it is another strategy.
     """
-    if is_tfdp(strategy) or _compat.is_one_device(strategy):
+    if is_tfdp(strategy) or tf_distribute.is_one_device(strategy):
         return
     raise ValueError(
         "tfdp's optimizer and callbacks need a strategy of tfdp: use "

@@ -9,7 +9,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import (
+    graphs,
+    keras_optimizer,
+    optimizer_state,
+    optimizer_views,
+)
 from tfdp.ground.base import batch_weight
 from tfdp.ground.base.context import replica_context
 from tfdp.ground.base.deferred_updates import defer
@@ -125,13 +130,13 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         outer = None
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             outer, optimizer = optimizer, optimizer.inner_optimizer
-        arguments.check_strategy(_compat.strategy_of_optimizer(optimizer))
+        arguments.check_strategy(keras_optimizer.strategy_of_optimizer(optimizer))
         scope_checks.bring_into_scope(optimizer)
         own_steps = file_view.pop_accumulation_steps(optimizer)
         steps = arguments.agreed_steps(accumulation_steps, own_steps)
         super().__init__(learning_rate=0.0, name=name)
-        _compat.untrack(self, [self._learning_rate])
-        self._distribution_strategy = _compat.strategy_of_optimizer(optimizer)
+        optimizer_state.untrack(self, [self._learning_rate])
+        self._distribution_strategy = keras_optimizer.strategy_of_optimizer(optimizer)
         scaling = scaling or (outer and file_view.loss_scaling_of(outer))
         self.inner_optimizer = optimizer
         self.features = Features(self, steps, scaling)
@@ -140,7 +145,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         self._is_replaced = False
         register_wrapper(optimizer, self)
         if optimizer.built:
-            self.build(_compat.trained_by(optimizer))
+            self.build(keras_optimizer.trained_by(optimizer))
             self._copy_keras_state(outer if loss_scale is None else None, own_steps)
             self._shard()
 
@@ -164,8 +169,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         elif is_new:
             self.inner_optimizer.build(list(variables))
         arguments.check_accumulation(self.inner_optimizer)
-        trained = _compat.trained_by(self.inner_optimizer)
-        _compat.set_trained(self, trained)
+        trained = keras_optimizer.trained_by(self.inner_optimizer)
+        keras_optimizer.set_trained(self, trained)
         slices = None
         if self.shards is not None and self.accumulates_sums:
             slices = self.shards.accumulated_slices
@@ -305,7 +310,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             return
         for part in innermost(self.inner_optimizer):
             if part.use_ema:
-                _compat.finalize_averages(part, var_list)
+                keras_optimizer.finalize_averages(part, var_list)
 
     def check_progress(self) -> None:
         """Raise if every step overflows, whatever the loss scale.
@@ -318,7 +323,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         if scale is None or skips < MOST_SKIPS:
             return
         bad = scale.non_finite.numpy().nonzero()[0]
-        paths = [path_of(_compat.trained_by(self)[index]) for index in bad[:5]]
+        paths = [path_of(keras_optimizer.trained_by(self)[index]) for index in bad[:5]]
         raise RuntimeError(
             f"The gradients overflowed in {skips} steps in a row at the smallest loss "
             f"scale, {self.loss_scale:g}, so that nothing is learned. First variables "
@@ -355,7 +360,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         self._is_replaced = True
         inner = self.inner_optimizer
         optimizer = type(inner).from_config(inner.get_config())
-        _compat.copy_exclusions(inner, optimizer)
+        optimizer_views.copy_exclusions(inner, optimizer)
         return type(self)(
             optimizer,
             accumulation_steps=self.accumulation_steps,
@@ -396,13 +401,13 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             self.inner_optimizer,
             steps,
             self.features.accumulation,
-            _compat.trained_by(self),
+            keras_optimizer.trained_by(self),
             self.loss_scale or 1.0,
         )
 
     def _flush(self) -> None:
         """Apply the accumulated gradients on the calling replica."""
-        variables = self._traces.variables or _compat.trained_by(self)
+        variables = self._traces.variables or keras_optimizer.trained_by(self)
         take_step(self._step(variables), None)
 
     def _step(self, variables: list, loss: Any = None) -> Step:
@@ -429,7 +434,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             optimizer=self.inner_optimizer,
             param_groups=param_groups,
             variables=variables,
-            positions=[_compat.index_in(self, variable) for variable in variables],
+            positions=keras_optimizer.positions_in(self, variables),
             accumulator=self._accumulator(
                 layout, param_groups, variables, step_reducer
             ),
@@ -469,7 +474,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         if state is None:
             return NoAccumulation(weight)
         if not self.accumulates_sums:
-            positions = [_compat.index_in(self, variable) for variable in variables]
+            positions = keras_optimizer.positions_in(self, variables)
             return LocalAccumulation(state, positions, weight, num_groups)
         return ShardedAccumulation(state, layout, param_groups, variables, weight)
 
@@ -487,7 +492,7 @@ def _first_traced(gradients: list) -> list:
     if tf.executing_eagerly() or replica_context() is not None:
         return []
     traced = [tf.nest.flatten(g, expand_composites=True)[0] for g in gradients]
-    return [min(traced, key=_compat.op_position)] if traced else []
+    return [min(traced, key=graphs.op_position)] if traced else []
 
 
 def _reducer() -> GradientReducer:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer, optimizer_state
 from tfdp.ground.base import program_trace
 from tfdp.ground.base.param_groups import ParamGroup
 from tfdp.training.step.accumulation import AccumulationState
@@ -205,18 +205,18 @@ class Features:
 
     def _make_variable(self, **arguments: Any) -> Any:
         """Create a Keras variable of the optimizer, in its strategy's scope."""
-        with _compat.scope_of_optimizer(self._optimizer):
+        with keras_optimizer.scope_of_optimizer(self._optimizer):
             return self._optimizer.add_variable(**arguments)
 
     def _build_feature(self, feature: StepFeature) -> None:
         """Let a feature create variables, or optimizers, in the optimizer's scope."""
         assert self._trained is not None
-        with _compat.scope_of_optimizer(self._optimizer):
+        with keras_optimizer.scope_of_optimizer(self._optimizer):
             feature.build(self._trained)
 
     def _untrack(self, variables: Sequence[Any]) -> None:
         """Remove variables of a feature from the variables of the optimizer."""
-        _compat.untrack(self._optimizer, list(variables))
+        optimizer_state.untrack(self._optimizer, list(variables))
 
     def _create_missing(self) -> None:
         """Create the missing state of features in use, if the optimizer is built."""

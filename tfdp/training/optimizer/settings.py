@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer
 from tfdp.ground.base.param_groups import innermost
 from tfdp.training.optimizer import arguments
 from tfdp.training.optimizer.features import Features
@@ -189,7 +189,7 @@ class Traces:
             name: String, which identifies the function.
             function: Callable without arguments, called in replica context.
         """
-        strategy = _compat.strategy_of_optimizer(optimizer)
+        strategy = keras_optimizer.strategy_of_optimizer(optimizer)
         key = (
             name,
             self.features,

@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import keras_optimizer, tf_distribute
 from tfdp.ground.base.context import is_tfdp
 from tfdp.ground.base.param_groups import ParamGroup, param_groups_of
 from tfdp.ground.plans.memory import MemoryReport
@@ -55,7 +56,7 @@ class ShardableOptimizer(OptimizerSettings):
         model = self._model and self._model()
         if model is None:
             return []
-        trained = _compat.trained_by(self)
+        trained = keras_optimizer.trained_by(self)
         known = {id(variable) for variable in trained}
         ordered = parameters_in_order(model, trained)
         return [variable for variable in ordered if id(variable) not in known]
@@ -188,7 +189,7 @@ class ShardableOptimizer(OptimizerSettings):
             variables: Sequence of Keras variables.
         """
         known = {id(variable) for variable in variables}
-        trained = _compat.trained_by(self)
+        trained = keras_optimizer.trained_by(self)
         chosen = [index for index, v in enumerate(trained) if id(v) in known]
         self._on_averages(
             f"finalize {chosen}",
@@ -209,7 +210,7 @@ class ShardableOptimizer(OptimizerSettings):
             """Call `action` for each parameter group with averages on this replica."""
             assert self.shards is not None
             layout = self.shards.on_replica()
-            trained = _compat.trained_by(self)
+            trained = keras_optimizer.trained_by(self)
             for part in param_groups_of(self.inner_optimizer, trained):
                 if part.optimizer.use_ema:
                     action(layout, part)
@@ -287,7 +288,7 @@ class ShardableOptimizer(OptimizerSettings):
         self._warn_of_one_replica()
         if not self._can_shard():
             return
-        self.shards = self._create_shards(_compat.trained_by(self))
+        self.shards = self._create_shards(keras_optimizer.trained_by(self))
         if self.accumulates_sums:
             self._shard_accumulated()
 
@@ -301,7 +302,7 @@ class ShardableOptimizer(OptimizerSettings):
             redistribute_sums(strategy, self.features.accumulation.sums)
             replicas = strategy.num_replicas_in_sync
             totals = [
-                _compat.local_value(item, 0).numpy().ravel() * replicas
+                tf_distribute.local_value(item, 0).numpy().ravel() * replicas
                 for item in self.features.accumulation.sums
             ]
         # The traced functions are dropped, because they would keep the whole sums
@@ -315,7 +316,8 @@ class ShardableOptimizer(OptimizerSettings):
         if accumulation is None or not count:
             return
         tensors = self.shards.accumulated(accumulation.sums)
-        for variable, total in zip(_compat.trained_by(self), totals, strict=True):
+        trained = keras_optimizer.trained_by(self)
+        for variable, total in zip(trained, totals, strict=True):
             for shard in tensors[id(variable)].local_shards:
                 shard.write(total[shard.start : shard.stop])
         accumulation.count.assign(count)

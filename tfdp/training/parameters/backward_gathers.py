@@ -22,7 +22,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from tfdp.communication.collectives import timing
-from tfdp.ground import _compat
+from tfdp.ground._compat import graphs, programs, tensor_reads
 from tfdp.training.parameters.step_gathers import (
     GatheredUnit,
     StepGathers,
@@ -153,7 +153,8 @@ class BackwardGathers:
                 self._previous = [value.op for value in values.values()]
                 recomputed = _RecomputedTensors(gathered, values)
                 for use in uses:
-                    _compat.set_input(use.op, use.index, recomputed.tensor(use.tensor))
+                    tensor = recomputed.tensor(use.tensor)
+                    tensor_reads.set_input(use.op, use.index, tensor)
             self._done += 1
 
     def _take_reduced(self) -> list[tf.Operation]:
@@ -193,7 +194,7 @@ class _RecomputedTensors:
         if id(old) not in self._recomputed:
             op = old.op
             inputs = [self.tensor(op.inputs[0]), *op.inputs[1:]]
-            copy = _compat.OperationTemplate(op).build(inputs)
+            copy = programs.OperationTemplate(op).build(inputs)
             self._recomputed[id(old)] = copy[old.value_index]
         return self._recomputed[id(old)]
 
@@ -213,7 +214,7 @@ def _uses(unit: GatheredUnit, passes: list[tuple[int, int]]) -> Iterator[_Use]:
     while pending:
         tensor = pending.pop()
         for op in tensor.consumers():
-            age = _compat.op_age(op)
+            age = graphs.op_age(op)
             if any(begin < age <= end for begin, end in passes):
                 if op.type not in _SHAPE_OPS:
                     yield from (
@@ -234,4 +235,4 @@ def _is_repeated(op: tf.Operation, tensor: tf.Tensor) -> bool:
 
 def _first_age(uses: list[_Use]) -> int:
     """Return the age of the earliest operation of `uses`: its position in the graph."""
-    return min(_compat.op_age(use.op) for use in uses)
+    return min(graphs.op_age(use.op) for use in uses)

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.communication.coordination.checks import check_same_variables
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_model, tensor_reads
 from tfdp.ground.base.context import in_replica_thread
 from tfdp.ground.base.param_groups import entry_of, path_of
 from tfdp.ground.plans.units import (
@@ -63,7 +63,7 @@ def parameters_in_order(model: Any, trained: Sequence[Any]) -> list[Any]:
     known = {id(variable) for variable in trained}
     return [
         variable
-        for variable in _compat.weights_of_layers(model)
+        for variable in keras_model.weights_of_layers(model)
         if id(variable) in known
         or (not variable.trainable and tf.as_dtype(variable.dtype).is_floating)
     ]
@@ -122,7 +122,7 @@ def repartition(parameter: ShardedParameter, ranges: Ranges) -> None:
         own = ranges[parameter.reader.groups.owner(replica)]
         is_whole = own == (0, parameter.num_elements)
         value = whole if is_whole else copy_of_elements(whole, *own)
-        parts.append(_compat.variable_like(old, value, old.device))
+        parts.append(tensor_reads.variable_like(old, value, old.device))
     parameter.replace_parts(parts, ranges)
     _count_conversion()
 
@@ -139,14 +139,14 @@ def discard_values(variables: Sequence[Any], strategy: Any) -> None:
     """
     _count_conversion()
     for variable in variables:
-        copies, casts = variable.value.values, _compat.is_cast_when_read(variable)
+        copies, casts = variable.value.values, tensor_reads.is_cast_when_read(variable)
         shape = tf.TensorShape(variable.shape)
         if strategy.num_replicas_in_sync > 1:
             value = ShardedParameter(strategy, copies, shape, (), None, casts=casts)
-            _compat.set_value_of(variable, value)
+            tensor_reads.set_value_of(variable, value)
         elif sharded_parameter(variable) is not None:
             with strategy.scope():
-                _compat.create_value_again(variable, copies[0])
+                tensor_reads.create_value_again(variable, copies[0])
 
 
 @contextlib.contextmanager
@@ -164,14 +164,14 @@ def whole_variables(model: Any) -> Iterator[None]:
         if parameter is not None:
             whole = parameter.reader.gather_on_hosts(parameter)
             first = parameter.values[0]
-            plain = _compat.variable_like(first, whole, first.device)
-            _compat.set_value_of(variable, plain)
+            plain = tensor_reads.variable_like(first, whole, first.device)
+            tensor_reads.set_value_of(variable, plain)
     try:
         yield
     finally:
         for variable, parameter in sharded:
             if parameter is not None:
-                _compat.set_value_of(variable, parameter)
+                tensor_reads.set_value_of(variable, parameter)
 
 
 def _has_unit(variable: Any) -> bool:
@@ -189,7 +189,7 @@ def _adopt(variable: Any, gathers: Gathers, devices: Sequence[str]) -> None:
         devices: Sequence of strings, the device of each local replica's part.
     """
     parameter = parameter_of(variable)
-    parameter.casts = _compat.is_cast_when_read(variable)
+    parameter.casts = tensor_reads.is_cast_when_read(variable)
     old_devices = [part.device for part in parameter.values]
     if parameter.reader is gathers and old_devices == list(devices):
         return
@@ -220,9 +220,9 @@ def _convert(
     copies = variable.value.values
     wholes = (copy.read_value() for copy in copies)
     parts = _parts_of(wholes, copies, ranges, gathers, devices)
-    casts = _compat.is_cast_when_read(variable)
+    casts = tensor_reads.is_cast_when_read(variable)
     parameter = ShardedParameter(strategy, parts, shape, ranges, gathers, casts=casts)
-    _compat.set_value_of(variable, parameter)
+    tensor_reads.set_value_of(variable, parameter)
 
 
 def _parts_of(
@@ -247,7 +247,7 @@ def _parts_of(
     """
     owner = gathers.groups.owner
     return [
-        _compat.variable_like(
+        tensor_reads.variable_like(
             like, copy_of_elements(whole, *ranges[owner(replica)]), device
         )
         for replica, (whole, like, device) in enumerate(
@@ -296,9 +296,9 @@ def deferred_parameter(strategy: Any, arguments: dict[str, Any]) -> ShardedParam
     # all workers create the same variable.
     gathers = gathers_of(extended, shard_groups_of(extended, "all"))
     ranges = equal_ranges(whole.shape.num_elements(), gathers.groups.num_owners)
-    unique_id = _compat.unique_name(name)
+    unique_id = tensor_reads.unique_name(name)
     parts = [
-        _compat.component_variable(
+        tensor_reads.component_variable(
             copy_of_elements(whole, *ranges[gathers.groups.owner(replica)]),
             device,
             name,

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.collectives import Member
-from tfdp.ground import _compat
+from tfdp.ground._compat import tensor_reads, tf_distribute
 from tfdp.ground.base import program_trace
 from tfdp.ground.base.context import replica_context
 from tfdp.ground.base.program_trace import ProgramTrace
@@ -96,7 +96,7 @@ class Gathers:
         if not tf.executing_eagerly():
             return self.gather_on_hosts(parameter)
         value = tf.identity(self._eager_value(parameter))
-        _compat.record_read(parameter, value)
+        tensor_reads.record_read(parameter, value)
         return value
 
     def forget(self, parameter: ShardedParameter) -> None:
@@ -121,15 +121,15 @@ class Gathers:
             or not tf.distribute.has_strategy()
         ):
             return None
-        graph = _compat.step_graph()
+        graph = tensor_reads.step_graph()
         if graph is None:
             raise ValueError(
                 "A `tf.function` inside a training step reads sharded parameters, "
                 "which would be gathered for one call of it only. Call the function "
                 'without the decorator, or train with `sharding="gradients"`.'
             )
-        replica = _compat.local_replica_id(context)
-        return _compat.attached(
+        replica = tf_distribute.local_replica_id(context)
+        return tensor_reads.attached(
             graph,
             (id(self), replica),
             lambda: StepGathers(graph, self.groups, replica),
@@ -157,7 +157,7 @@ class Gathers:
             return self.gather_on_hosts(parameter)
         # Local replicas of an eager step run one after another. The first one gathers
         # the parameter for all of them.
-        run = _compat.shared_run_object()
+        run = tensor_reads.shared_run_object()
         if parameter.eager_value is None or parameter.eager_value[0] is not run:
             whole = self.gather_on_hosts(parameter)
             if travels_quantized(parameter, _unit_of(parameter).options):
@@ -222,11 +222,11 @@ def _steps_of_replica() -> list[StepGathers]:
         eager mode, outside of a replica, or without sharded parameters.
     """
     context = replica_context()
-    graph = None if tf.executing_eagerly() else _compat.step_graph()
+    graph = None if tf.executing_eagerly() else tensor_reads.step_graph()
     if context is None or graph is None:
         return []
-    replica = _compat.local_replica_id(context)
-    return [s for s in _compat.all_attached(graph) if s.replica == replica]
+    replica = tf_distribute.local_replica_id(context)
+    return [s for s in tensor_reads.all_attached(graph) if s.replica == replica]
 
 
 @contextlib.contextmanager
@@ -277,14 +277,14 @@ def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Ten
 
     def read() -> tf.Tensor:
         """Read the parameter in the step of the replica that runs the program."""
-        with _compat.autocasting(dtype if parameter.casts else None):
+        with tensor_reads.autocasting(dtype if parameter.casts else None):
             return parameter.reader.read(parameter)
 
     # A read in the body of a loop is traced outside the loop, and its value is
     # captured. The gradient of the loop then reaches the read through the capture.
     with trace.graph.as_default():
         value = tf.identity(trace.read(parameter.whole_shape, dtype, read))
-    _compat.record_read(parameter, value)
+    tensor_reads.record_read(parameter, value)
     return value
 
 

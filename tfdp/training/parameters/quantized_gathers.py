@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base.param_groups import path_of
 from tfdp.ground.plans.units import UnitOptions
 from tfdp.training.compression.block_code import WORD_BYTES, BlockCode
@@ -76,7 +76,7 @@ def encode_parts(members: Sequence[ShardedParameter], replica: int) -> tf.Tensor
     Returns:
         Int32 tensor of shape `[num_words]`, the same size on all replicas.
     """
-    parts = [_compat.local_value(parameter, replica) for parameter in members]
+    parts = [tf_distribute.local_value(parameter, replica) for parameter in members]
     with_elements = [part for part in parts if part.shape.num_elements()]
     padded = [_whole_blocks(part.read_value()) for part in with_elements]
     missing = _row_size(members) - sum(part.shape[0] for part in padded)

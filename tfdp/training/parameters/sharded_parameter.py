@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import tensor_reads, tf_distribute
 from tfdp.ground.base import program_trace
 from tfdp.ground.base.context import replica_context
 from tfdp.ground.plans.shards import Segment
@@ -137,7 +137,7 @@ class ShardedParameter(MirroredVariable):
         Args:
             value: Tensor with as many elements as the part.
         """
-        part = _compat.local_part(self)
+        part = tf_distribute.local_part(self)
         part.assign(tf.reshape(value, part.shape), read_value=False)
         self.reader.forget(self)
 
@@ -162,7 +162,7 @@ class ShardedParameter(MirroredVariable):
         context = replica_context()
         replicas: Sequence[int] = range(len(self.values))
         if context is not None:
-            replicas = [_compat.local_replica_id(context)]
+            replicas = [tf_distribute.local_replica_id(context)]
         for replica in replicas:
             part = self.values[replica]
             start, stop = self.ranges[self.reader.groups.owner(replica)]
@@ -175,7 +175,7 @@ class ShardedParameter(MirroredVariable):
 
 def sharded_parameter(variable: Any) -> ShardedParameter | None:
     """Return the `ShardedParameter` of a Keras variable, or `None` if it is whole."""
-    value = _compat.value_of(variable)
+    value = tensor_reads.value_of(variable)
     return value if isinstance(value, ShardedParameter) else None
 
 
@@ -239,7 +239,7 @@ def own_elements(variable: Any, segment: Segment, replica: int) -> tf.Tensor:
     Returns:
         Tensor of shape `[segment.size]`.
     """
-    part = _compat.local_value(variable, replica).read_value()
+    part = tf_distribute.local_value(variable, replica).read_value()
     if sharded_parameter(variable) is None:
         return elements_of(part, segment)
     return tf.reshape(part, [-1])

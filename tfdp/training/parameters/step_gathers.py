@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp.communication.collectives import timing
-from tfdp.ground import _compat
+from tfdp.ground._compat import graphs, tensor_reads, tf_distribute
 from tfdp.ground.plans.shards import ShardBucket, ShardPlan
 from tfdp.ground.plans.units import DEFAULT_UNITS, UnitOptions, unit_bucket
 from tfdp.training.parameters.packing import unpack_rows
@@ -145,7 +145,7 @@ class StepGathers:
             if key not in self._current:
                 self._gather(unit)
             value = tf.identity(self._current[key].values[id(parameter)])
-        _compat.record_read(parameter, value)
+        tensor_reads.record_read(parameter, value)
         return value
 
     def forget(self, unit: Unit) -> None:
@@ -319,7 +319,7 @@ def _local_slice(
         Tensor of shape `[slice_size]`.
     """
     dtype = tf.as_dtype(bucket.dtype)
-    parts = [_compat.local_value(parameter, step.replica) for parameter in members]
+    parts = [tf_distribute.local_value(each, step.replica) for each in members]
     piece = [tf.cast(tf.reshape(part.read_value(), [-1]), dtype) for part in parts]
     padding = bucket.padding(step.groups.owner(step.replica))
     return tf.concat([*piece, tf.zeros([padding], dtype)], axis=0)
@@ -347,7 +347,7 @@ def _unpack_members(
 def read_dtype(parameter: ShardedParameter) -> tf.DType:
     """Return the dtype of a parameter's reads in the current autocast scope."""
     casts = parameter.casts and parameter.dtype.is_floating
-    scope = _compat.autocast_dtype() if casts else None
+    scope = tensor_reads.autocast_dtype() if casts else None
     return parameter.dtype if scope is None else tf.as_dtype(scope)
 
 
@@ -379,7 +379,7 @@ class ComputeOrder:
     def newest(self) -> int:
         """Return the age of the operation traced last: its position in the graph."""
         traced = self._graph.get_operations()
-        return _compat.op_age(traced[-1]) if traced else 0
+        return graphs.op_age(traced[-1]) if traced else 0
 
     def begin_with(self, tensors: Iterable[tf.Tensor]) -> None:
         """Add operations that compute from newly gathered tensors to the order.
@@ -413,6 +413,6 @@ class ComputeOrder:
                 continue
             self._dependent.add(op)
             if op.outputs and op.type not in _INSTANT_OPS:
-                self._ages.append(_compat.op_age(op))
+                self._ages.append(graphs.op_age(op))
                 self._computing.append(op)
         self._num_scanned += len(new)

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.communication.collectives import timing
-from tfdp.ground import _compat
+from tfdp.ground._compat import programs
 from tfdp.ground.base import xla
 from tfdp.ground.base.program_trace import ProgramTrace
 from tfdp.training.program import control_flow, sizes
@@ -290,7 +290,7 @@ class Builder:
         Returns:
             List of the outputs of the copy.
         """
-        template = self.trace.template_of(op, _compat.OperationTemplate)
+        template = self.trace.template_of(op, programs.OperationTemplate)
         control = [
             self._operations[other]
             for other in template.control_inputs

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdp.communication.coordination.checks import check_same_program
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import runtime
 from tfdp.ground.base.loops import Loop
 from tfdp.ground.base.memory import free_bytes
 from tfdp.ground.plans.gathers import StepGathers, megabytes
@@ -153,6 +154,6 @@ def available_bytes(devices: Sequence[str]) -> int | None:
     Args:
         devices: Sequence of strings, the devices. With a GPU the result is `None`.
     """
-    if any(_compat.device_type(device) != "CPU" for device in devices):
+    if any(runtime.device_type(device) != "CPU" for device in devices):
         return None
     return free_bytes()

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import programs
 from tfdp.training.program.view import AS_IS, WHOLE, Decision, Need, need_of
 
 
@@ -29,10 +29,10 @@ def build(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
     """
     if op.type in ("While", "StatelessWhile"):
         return _build_loop(builder, op, decision, inputs)
-    if _compat.is_call(op):
+    if programs.is_call(op):
         (plan,) = decision.plans
         inner = builder.run_inside(plan, op.inputs)
-        results = _compat.results_of_call(op, plan.graph)
+        results = programs.results_of_call(op, plan.graph)
         return [inner.get(tensor, AS_IS) for tensor in results]
     return _build_branches(builder, op, decision, inputs)
 
@@ -120,7 +120,7 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
             for index, value in zip(changed, values, strict=True)
         }
         if is_counter:
-            values_by_input[id(plan.graph.inputs[0])] = _compat.while_loop_counter()
+            values_by_input[id(plan.graph.inputs[0])] = programs.while_loop_counter()
         return builder.run_inside(plan, op.inputs, values_by_input)
 
     def cond(*values: Any) -> Any:

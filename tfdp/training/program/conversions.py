@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.collectives import timing
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime
 from tfdp.ground.base import loops
 from tfdp.training.parameters.gathers import regather_used_units
 from tfdp.training.reduction.training_group import TrainingGroup
@@ -72,7 +72,7 @@ class Replica:
         first_of_worker = group.own_rank - group.replica
         self.is_writer = group.own_rank == max(group.ranks[0], first_of_worker)
         self.first_device = strategy.extended.worker_devices[0]
-        self.is_on_cpu = _compat.device_type(self.first_device) == "CPU"
+        self.is_on_cpu = runtime.device_type(self.first_device) == "CPU"
         self._group = group
         self._exchange = loops.exchange()
         # Scalar bool tensor, whether the micro-batch that is built is the first one; or

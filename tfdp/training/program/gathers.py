@@ -12,7 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import programs
 from tfdp.ground.base.program_trace import ProgramTrace, tracing
 from tfdp.ground.plans.gathers import Gather, StepGathers
 from tfdp.training.program.facts import Fact, Form, own_rows, static_sizes, with_rows
@@ -189,7 +190,7 @@ def operations_of(
         if op in computing:
             computing.update(tensor.op for tensor in op.inputs)
     return [
-        (_compat.signature_of(op), op)
+        (programs.signature_of(op), op)
         for inner, op in _live_operations(plan)
         if op in computing or inner is not plan
     ]
@@ -240,7 +241,7 @@ def user_line_of(op: Any) -> tuple[str, int] | None:
 
     The result is `None` if only code of Keras and other packages creates it.
     """
-    frames = _compat.stack_of(op)
+    frames = programs.stack_of(op)
     starts = [i for i, f in enumerate(frames) if f.filename.startswith(_PACKAGE_FOLDER)]
     inside = frames[starts[-1] :] if starts else frames
     for frame in reversed(inside):
@@ -274,7 +275,7 @@ def gathers_of_model(model: Any) -> StepGathers:
     Returns:
         `StepGathers` for any number of rows, without the gathers of a loss.
     """
-    graph = _compat.ProgramGraph()
+    graph = programs.ProgramGraph()
     trace = ProgramTrace(graph)
     facts: dict[int, Fact] = {}
     with graph.as_default(), tracing(trace):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import programs
 from tfdp.training.program.facts import Fact, Form, is_known
 from tfdp.training.program.view import Decision, operations
 
@@ -74,7 +74,7 @@ def find_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
 
 def _must_run(op: Any) -> bool:
     """Return whether an operation has an effect apart from its results."""
-    return _compat.has_effect(op) and op.type not in PRUNED
+    return programs.has_effect(op) and op.type not in PRUNED
 
 
 def _follows_from_rows(fact: Fact | None) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import programs
 from tfdp.training.program.facts import Form
 from tfdp.training.program.plan import Plan, Scope, in_order
 from tfdp.training.program.rules.state import READS
@@ -89,7 +89,7 @@ class LogTail:
             known[id(tensor)] = tf.cast(mean, tensor.dtype) if kind == MEAN else value
         for op in self.operations:
             inputs = [known[id(tensor)] for tensor in op.inputs]
-            outputs = _compat.OperationTemplate(op).build(inputs)
+            outputs = programs.OperationTemplate(op).build(inputs)
             known.update(zip(map(id, op.outputs), outputs, strict=True))
         return tf.nest.map_structure(
             lambda result: known.get(id(result), result), self.results
@@ -144,8 +144,8 @@ def _bound_to_step(plan: Plan, scope: Scope) -> set:
         # A replica cannot return a list, so operations on lists (of the dtype variant)
         # stay in the step.
         is_bound = (
-            _compat.has_effect(op)
-            or _compat.has_function(op)
+            programs.has_effect(op)
+            or programs.has_function(op)
             or (not op.inputs and op.type != "Const")
             or any(t.dtype in (tf.variant, tf.resource, tf.string) for t in op.outputs)
             or any(t.dtype == tf.variant for t in op.inputs)

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import graphs, programs
 from tfdp.training.program.facts import Fact, Form, is_known
 from tfdp.training.program.liveness import PRUNED
 from tfdp.training.program.plan import Plan, converts, in_order, is_conversion
@@ -123,7 +123,7 @@ class _Planner:
     def make(self) -> MicroPlan:
         """Divide the operations among loops and stages; return the `MicroPlan`."""
         for op in self._order:
-            if _compat.marker_of(op) == "rows of a replica":
+            if programs.marker_of(op) == "rows of a replica":
                 raise CannotDivideError(
                     op,
                     "normalizes the rows of each micro-batch separately",
@@ -276,7 +276,7 @@ class _Planner:
             returned = [t for t in self._frontier.values() if levels[t.op] == level]
             # Gradients have to be returned in the order of the program, because they
             # fill their buckets in the order in which they are returned.
-            returned.sort(key=_compat.op_position)
+            returned.sort(key=graphs.op_position)
             for tensor in returned:
                 self._check_returned(tensor)
             micro.results.append(returned)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import programs
 from tfdp.training.program import sizes
 from tfdp.training.program.facts import Fact, Form, static_sizes, whole
 from tfdp.training.program.liveness import LOOPS, find_live
@@ -259,11 +259,11 @@ def _decide(view: View) -> Decision:
         return Decision([AS_IS] * len(view), [Fact(Form.LOCAL)] * len(op.outputs))
     if kind in _WITH_GRAPHS:
         return _WITH_GRAPHS[kind](view)
-    if _compat.is_call(op):
+    if programs.is_call(op):
         return _plan_call(view)
     if kind == "IdentityN":
         return Decision([AS_IS] * len(view), view.facts)
-    marker = _compat.marker_of(op) if kind == "Identity" else ""
+    marker = programs.marker_of(op) if kind == "Identity" else ""
     return _plan_marker(view, marker) if marker else decide(view)
 
 
@@ -375,8 +375,8 @@ def _plan_inside(
 
 def _plan_call(view: View) -> Decision:
     """Decide how to build the call of a function, whose graph has a plan of its own."""
-    graph = _compat.function_graph(view.op)
-    results = _compat.results_of_call(view.op, graph)
+    graph = programs.function_graph(view.op)
+    results = programs.results_of_call(view.op, graph)
     plan = _plan_inside(graph, view.facts, view.scope, results)
     outputs = [plan.fact(tensor) for tensor in results]
     return Decision([AS_IS] * len(view), outputs, plans=[plan])
@@ -384,7 +384,7 @@ def _plan_call(view: View) -> Decision:
 
 def _plan_branches(view: View) -> Decision:
     """Decide how to build an `If` or a `Case`: each branch has its own plan."""
-    graphs = _compat.branch_graphs(view.op)
+    graphs = programs.branch_graphs(view.op)
     plans = [_plan_inside(graph, view.facts[1:], view.scope) for graph in graphs]
     outputs, needs = [], []
     for tensors in zip(*(graph.outputs for graph in graphs), strict=True):
@@ -444,7 +444,7 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
         CannotDivideError: If the forms still change after `_MAX_PASSES` passes.
     """
     scope = view.scope
-    cond, body = _compat.loop_graphs(view.op)
+    cond, body = programs.loop_graphs(view.op)
     is_same = [
         output is given for output, given in zip(body.outputs, body.inputs, strict=True)
     ]

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import graphs, programs, xla_lowering
 from tfdp.ground.base import xla
 from tfdp.ground.base.loops import Loop
 from tfdp.ground.base.program_trace import ProgramTrace, tracing
@@ -216,7 +216,7 @@ class DividedStep:
         for loop in zip(*self._gates, strict=True):
             arrived = [own for own, _ in loop]
             for _, gate in loop:
-                _compat.run_after(gate, arrived)
+                graphs.run_after(gate, arrived)
         self._gates = []
 
     def _rows_of(self, builder: Builder, replica: Replica, result: Any) -> Any:
@@ -281,7 +281,7 @@ class DividedStep:
         Raises:
             ValueError: If the step cannot be divided among replicas.
         """
-        graph = _compat.ProgramGraph()
+        graph = programs.ProgramGraph()
         trace = ProgramTrace(graph)
         flat = tf.nest.flatten(args)
         with graph.as_default(), tracing(trace):
@@ -340,7 +340,7 @@ class DividedStep:
             return set()
         return {
             id(outer)
-            for op in _compat.all_operations(graph)
+            for op in xla_lowering.all_operations(graph)
             if writes_state(op)
             for outer in map(self._outermost, op.inputs)
             if outer.dtype == tf.resource and self._variable_of(outer) is None

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.collectives import Member, ProcessGroup, padded_length, timing
-from tfdp.ground import _compat
+from tfdp.ground._compat import graphs
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import (
     BucketPlan,
@@ -72,7 +72,7 @@ def ready_order(tensors: Sequence[tf.Tensor]) -> list[int]:
     positions = range(len(tensors))
     if tf.executing_eagerly():
         return list(reversed(positions))
-    return sorted(positions, key=lambda i: (_compat.op_position(tensors[i]), -i))
+    return sorted(positions, key=lambda i: (graphs.op_position(tensors[i]), -i))
 
 
 def all_reduce_buckets(

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.collectives import Member, ProcessGroup, timing
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base import batch_weight, loops
 from tfdp.ground.base.context import replica_context
 from tfdp.training.reduction.fusion import ReducedGradients, unbucketed, weighted
@@ -207,7 +207,7 @@ class ReplicaReducer(GradientReducer):
         """Index of the replica among the local ones."""
         if self._local_id is not None:
             return self._local_id
-        return _compat.local_replica_id(self._context)
+        return tf_distribute.local_replica_id(self._context)
 
     def _check_adasum(self) -> None:
         """Raise a `ValueError` if Adasum is to combine the gradients of an eager step.

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.communication.collectives import Member, ProcessGroup, padded_length
-from tfdp.ground import _compat
+from tfdp.ground._compat import programs
 from tfdp.training.reduction.fusion import all_reduce_any_shape
 
 
@@ -82,7 +82,7 @@ def are_unique(indices: tf.Tensor) -> bool:
         indices: Integer tensor. The result is `False` for an eager one.
     """
     source = _source(indices)
-    if tf.is_symbolic_tensor(source) and _compat.marker_of(source.op) == _UNIQUE:
+    if tf.is_symbolic_tensor(source) and programs.marker_of(source.op) == _UNIQUE:
         return True
     if not tf.is_symbolic_tensor(source):
         is_known = source is not indices and source is not None
@@ -95,7 +95,7 @@ def are_unique(indices: tf.Tensor) -> bool:
 
 def marked_unique(indices: tf.Tensor) -> tf.Tensor:
     """Mark a tensor of indices, so that `are_unique` returns `True` for it."""
-    return _compat.marked(indices, _UNIQUE)
+    return programs.marked(indices, _UNIQUE)
 
 
 # Marker of indices that are known to be unique.
@@ -118,7 +118,7 @@ def _source(tensor: Any) -> Any:
     """
     while tf.is_symbolic_tensor(tensor):
         op = tensor.op
-        if _compat.marker_of(op) == _UNIQUE:
+        if programs.marker_of(op) == _UNIQUE:
             return tensor
         if op.type in _SELECTING_OPS:
             tensor = op.inputs[0]

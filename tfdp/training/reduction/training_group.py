@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import ProcessGroup
 from tfdp.communication.collectives.gather import gather_first_axis
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base import loops
 from tfdp.ground.plans.topology import join_overlapping
 from tfdp.training.reduction.gradient_reducer import (
@@ -62,7 +62,7 @@ def training_group(strategy: Any) -> TrainingGroup:
     Args:
         strategy: A tfdp strategy. The caller runs in one of its replica contexts.
     """
-    replica = _compat.local_replica_id(tf.distribute.get_replica_context())
+    replica = tf_distribute.local_replica_id(tf.distribute.get_replica_context())
     own_rank = strategy.extended.first_rank + replica
     ranks = next(group for group in groups_of_ranks(strategy) if own_rank in group)
     is_all = len(ranks) == strategy.num_replicas_in_sync

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.text import pluralize
 from tfdp.training.replicas.checksum import MODULUS
 
@@ -132,5 +132,5 @@ def checksum_of_text(text: str) -> int:
 
 def _bytes_of(value: tf.Tensor) -> memoryview:
     """Return the bytes of a tensor's value."""
-    array = np.ascontiguousarray(_compat.view_of(value)).reshape(-1)
+    array = np.ascontiguousarray(tf_distribute.view_of(value)).reshape(-1)
     return array.view(np.uint8).data

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from tfdp.communication.coordination.facts import digest
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.text import pluralize
 from tfdp.training.replicas.assigned_values import recorded_weights
 from tfdp.training.replicas.checksum import checksums
@@ -256,7 +256,7 @@ def _is_replicated(value: Any) -> bool:
     Sharded parameters, variables that are not mirrored, and those of strings, resources
     or variants are not replicated. `value` is the `value` of a Keras variable.
     """
-    is_mirrored = isinstance(value, _compat.MirroredVariable)
+    is_mirrored = isinstance(value, tf_distribute.MirroredVariable)
     if getattr(value, "has_parts", False):
         return False
     return is_mirrored and value.dtype not in (tf.string, tf.resource, tf.variant)

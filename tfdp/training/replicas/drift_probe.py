@@ -9,13 +9,12 @@ step merges anyway.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import graphs, runtime
 from tfdp.ground.base.step_context import ActiveHooks
 from tfdp.training.replicas.assigned_values import (
     checksum_of_text,
@@ -44,13 +43,13 @@ class DriftProbe:
         self._num_replicas = strategy.num_replicas_in_sync
         self._every = every
         self._host = self._extended.host_group.devices[0]
-        self._steps = _compat.plain_variable(0, tf.int64, self._host)
-        self._result = _compat.plain_variable(
+        self._steps = runtime.plain_variable(0, tf.int64, self._host)
+        self._result = runtime.plain_variable(
             np.zeros([1 + self._num_replicas]), _DTYPE, self._host
         )
         # The checksum of this worker's assignments outside of steps, and the number of
         # assignments that it covers.
-        self._assigned = _compat.plain_variable(0, tf.int64, self._host)
+        self._assigned = runtime.plain_variable(0, tf.int64, self._host)
         self._num_assigned = -1
         self._step: tf.Tensor | None = None
         self._is_due: tf.Tensor | None = None
@@ -149,7 +148,8 @@ class DriftProbe:
         for replica, device in enumerate(self._extended.group.devices):
             parts = [weight.values[replica] for weight in weights]
             with tf.device(device):
-                numbers.append(_as_one_operation(functools.partial(_checksum, parts)))
+                checksum = functools.partial(_checksum, parts)
+                numbers.append(graphs.as_one_operation(checksum))
         with tf.device(self._host):
             # The checksums of the weights and of the assignments have 33 bits each:
             # their sum, of 34 bits, is exact in float64.
@@ -187,15 +187,3 @@ def pending(model: Any) -> list[DriftProbe]:
     return [
         probe for probe in probes.active() if probe.model is model and probe.is_pending
     ]
-
-
-def _as_one_operation(function: Callable) -> Any:
-    """Call a function as one operation of the graph, which is not inlined.
-
-    In a branch that is not taken, the runtime skips each operation separately, which
-    takes time; a call that is not inlined is a single operation.
-    """
-    if tf.executing_eagerly():
-        return function()
-    attributes = {"_noinline": True}
-    return tf.function(function, autograph=False, experimental_attributes=attributes)()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import random_seeds
 from tfdp.ground.base import stand_in_seed
 
 
@@ -37,7 +37,7 @@ _SET_SEED: dict[str, Callable] = {
     "python": random.seed,
     "numpy": np.random.seed,
     "tensorflow": stand_in_seed.set_seed,
-    "keras": _compat.set_keras_global_seed,
+    "keras": random_seeds.set_keras_global_seed,
 }
 _UNSEEDED = "unseeded"
 
@@ -49,13 +49,13 @@ def _random_states() -> dict[str, str]:
         Dict from the name of a generator to hexadecimal digits, or to `"unseeded"` for
         TensorFlow's generator without a global seed.
     """
-    has_seed = _compat.global_seed() is not None
+    has_seed = random_seeds.global_seed() is not None
     # Keras without a seed draws from Python's generator, which has a separate entry.
-    keras_state = (_compat.keras_global_seed(), _compat.keras_seed_state())
+    keras_state = (random_seeds.keras_global_seed(), random_seeds.keras_seed_state())
     states = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
-        "tensorflow": _compat.random_state(),
+        "tensorflow": random_seeds.random_state(),
         "keras": keras_state,
     }
     hashes = {n: hashlib.sha256(repr(s).encode()) for n, s in states.items()}

@@ -21,7 +21,8 @@ from tfdp.communication.coordination.checks import (
 from tfdp.communication.coordination.facts import digest
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.worker_group import WorkerGroup
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import tensor_reads, tf_distribute
 from tfdp.ground.base.context import in_replica_thread, replica_context
 
 # Approximate number of bytes of the variables that are broadcast together: many small
@@ -256,12 +257,12 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
         synchronize_new_variables(strategy)
 
     context = replica_context()
-    if context is not None and _compat.can_merge():
+    if context is not None and tf_distribute.can_merge():
         context.merge_call(build)
         optimizer.built = True
         return
     is_inside = context is not None and not tf.executing_eagerly()
-    if is_inside and _compat.step_graph() is None:
+    if is_inside and tensor_reads.step_graph() is None:
         # A replica that created variables here would wait for the other replicas, which
         # wait for this one.
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base import loops, program_trace
 from tfdp.ground.base.context import replica_context
 from tfdp.training.replicas.assigned_values import AssignedValues
@@ -29,7 +29,7 @@ class _Array:
         return np.asarray(self.numpy(), dtype=dtype)
 
 
-class MirroredVariable(_Array, _compat.MirroredVariable):
+class MirroredVariable(_Array, tf_distribute.MirroredVariable):
     """Variable with a copy on every replica.
 
     It adds conversions that Keras uses and TensorFlow's mirrored variables lack, such
@@ -127,7 +127,7 @@ class StatisticVariable(MirroredVariable):
         return super()._update_replica(update_fn, value, **kwargs)
 
 
-class MetricVariable(_Array, _compat.SyncOnReadVariable):
+class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
     """Metric state with a component on every replica, merged when it is read.
 
     Components merge by sum, as in TensorFlow, unless the traced update of the metric

@@ -14,7 +14,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import (
+    keras_optimizer,
+    optimizer_state,
+    optimizer_views,
+    tf_distribute,
+)
 from tfdp.ground.base import xla
 from tfdp.ground.plans.shards import Segment, ShardBucket
 from tfdp.training.parameters.sharded_parameter import own_elements
@@ -44,10 +49,10 @@ class ElementShards(OwnedState):
             )
             for k in self.buckets
         ]
-        clone = _compat.plain_clone(optimizer)
+        clone = optimizer_views.plain_clone(optimizer)
         clone.build(flats)
-        self.slots = _compat.slots_of(clone)
-        self.singles = _compat.single_variables(clone)
+        self.slots = optimizer_state.slots_of(clone)
+        self.singles = optimizer_state.single_variables(clone)
 
     def update(
         self,
@@ -68,8 +73,8 @@ class ElementShards(OwnedState):
             List with the new values of the replica's slice of each bucket, or `None`
             where no variable of the bucket has a gradient.
         """
-        optimizer = _compat.stand_in(optimizer, **self.singles)
-        _compat.update_variables(optimizer, [], [], rate)
+        optimizer = optimizer_views.stand_in(optimizer, **self.singles)
+        keras_optimizer.update_variables(optimizer, [], [], rate)
 
         def kind(place: Place) -> Any:
             """Return a key that adjacent segments share if they can be updated as one.
@@ -143,7 +148,7 @@ class ElementShards(OwnedState):
                 name: _slot_range(items[self.buckets.index(number)], start, stop)
                 for name, items in self.slots.items()
             }
-            flat = _compat.with_slots(
+            flat = optimizer_views.with_slots(
                 optimizer, view, {name: [slot] for name, slot in slots.items()}
             )
             flat.update_step(gradient, view, rate)
@@ -176,9 +181,8 @@ class ElementShards(OwnedState):
             variables: List of the Keras variables of the plan.
         """
         views = [TensorView(value) for value in self.own_values(variables)]
-        averages = self._own_averages
-        stand_in = _compat.stand_in(optimizer, _model_variables_moving_average=averages)
-        _compat.move_averages(stand_in, views)
+        stand_in = optimizer_views.with_averages(optimizer, self._own_averages)
+        keras_optimizer.move_averages(stand_in, views)
 
     def averages(self) -> list[tf.Tensor]:
         """Return the moving averages of the replica's slice of each bucket, padded."""
@@ -215,7 +219,7 @@ def _slice_variable(value: tf.Tensor) -> Any:
 
 def _segment_value(segment: Segment, variables: Sequence[Any]) -> tf.Tensor:
     """Return a segment's elements as a flat tensor, read on the running replica."""
-    replica = _compat.active_local_replica_id()
+    replica = tf_distribute.active_local_replica_id()
     return own_elements(variables[segment.index], segment, replica)
 
 
@@ -233,8 +237,8 @@ def _decayed_segment(
     value = _segment_value(segment, variables)
     # Variables are excluded from weight decay by name. Only the copy of replica 0 has
     # the name of the variable: the names of other copies end in the replica's number.
-    first = _compat.local_value(variables[segment.index], 0)
-    if not _compat.uses_weight_decay(optimizer, first):
+    first = tf_distribute.local_value(variables[segment.index], 0)
+    if not keras_optimizer.uses_weight_decay(optimizer, first):
         return value
     decay = tf.cast(optimizer.weight_decay, value.dtype) * tf.cast(rate, value.dtype)
     return value - value * decay

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.communication.collectives import Member, ProcessGroup
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.training.sharding.state_tensors import StateTensor
 
 # Largest number of bytes of a message: heartbeats wait behind each message, and on a
@@ -94,7 +94,7 @@ def redistribute_sums(strategy: Any, totals: Iterable[Any]) -> None:
     """
     for total in totals:
         replicas = range(strategy.extended.num_local)
-        parts = [_compat.local_value(total, replica) for replica in replicas]
+        parts = [tf_distribute.local_value(total, replica) for replica in replicas]
         _redistribute_sum(
             parts, strategy.extended.host_group, strategy.num_replicas_in_sync
         )

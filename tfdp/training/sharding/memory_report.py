@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer, optimizer_state
 from tfdp.ground.base.param_groups import entry_of, innermost
 from tfdp.ground.plans.memory import MemoryReport, ReplicaMemory, replica_memory
 from tfdp.ground.plans.shards import ShardPlan
@@ -21,7 +21,7 @@ def memory_report(distributed: Any) -> MemoryReport:
     gathered = 0 if shards is None else shards.most_gathered
     sharded = ReplicaMemory(sum(map(_bytes_held, frozen)), 0, 0, 0, gathered)
     for part in innermost(distributed.inner_optimizer):
-        variables = _compat.trained_by(part) if part.built else []
+        variables = keras_optimizer.trained_by(part) if part.built else []
         if not variables:
             continue
         whole += param_group_memory(part, variables, accumulates=accumulates)
@@ -79,9 +79,9 @@ def param_group_memory(
 
 def _slot_bytes(optimizer: Any, variables: list[Any]) -> list[int]:
     """Return the bytes of each variable's slots, without allocating them."""
-    template = _compat.built_without_memory(optimizer, variables)
+    template = optimizer_state.built_without_memory(optimizer, variables)
     totals = [0] * len(variables)
-    lists = list(_compat.slots_of(template).values())
+    lists = list(optimizer_state.slots_of(template).values())
     for slots in lists:
         for index, slot in enumerate(slots):
             if slot is not None:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.communication.collectives.collective_thread import from_bytes, new_tensor
-from tfdp.ground import _compat
+from tfdp.ground._compat import optimizer_state, runtime, tf_distribute
 from tfdp.ground.plans.shards import Segment
 from tfdp.training.parameters.sharded_parameter import ShardedParameter
 from tfdp.training.sharding.element_shards import ElementShards
@@ -40,7 +40,7 @@ def param_group_state(
     Returns:
         List of `StateTensor`.
     """
-    template = _compat.built_without_memory(group.optimizer, group.variables)
+    template = optimizer_state.built_without_memory(group.optimizer, group.variables)
     shards: dict[str, list[tuple[bool, LocalShard]]] = {}
     for replica, state in enumerate(group.replicas):
         for name, shard in _named_shards(group, state):
@@ -74,7 +74,7 @@ def accumulator_state(
     for total, bucket in zip(sums, group.plan.buckets, strict=True):
         dtypes.update(dict.fromkeys(bucket.indices, str(total.dtype)))
         for replica, state in enumerate(group.replicas):
-            local = _compat.local_value(total, replica)
+            local = tf_distribute.local_value(total, replica)
             buffer = _buffer_of(local)
             for segment, begin, _ in bucket.places(state.owner):
                 shard = _range_shard(local, begin, segment, buffer)
@@ -124,7 +124,7 @@ def shard_full_slots(tensors: Sequence[StateTensor], slots: Sequence[Any]) -> No
         slots: Sequence of Keras variables, one for each tensor.
     """
     for tensor, slot in zip(tensors, slots, strict=True):
-        whole = np.asarray(_compat.local_value(slot, 0).numpy()).ravel()
+        whole = np.asarray(tf_distribute.local_value(slot, 0).numpy()).ravel()
         for shard in tensor.local_shards:
             shard.write(whole[shard.start : shard.stop])
 
@@ -199,14 +199,14 @@ def _full_shard(
     """
     shape = tuple(variable.shape)
     size = int(np.prod(shape, dtype=np.int64))
-    read = functools.partial(_compat.elements_of, variable)
+    read = functools.partial(tf_distribute.elements_of, variable)
 
     def write(values: Any) -> None:
         """Assign all elements, a flat array."""
         variable.assign(reshaped(values, shape))
         on_write()
 
-    read_range = None if _compat.is_read_as_view(variable) else read
+    read_range = None if tf_distribute.is_read_as_view(variable) else read
     return LocalShard(start, start + size, lambda: read(0, size), write, read_range)
 
 
@@ -255,7 +255,7 @@ class _FlatBuffer:
 
         A step may have replaced it.
         """
-        own = _compat.elements_of(self._variable, 0, 1)
+        own = tf_distribute.elements_of(self._variable, 0, 1)
         return self._data is not None and np.shares_memory(self._data, own)
 
     def _give_memory(self, begin: int, values: np.ndarray) -> None:
@@ -271,7 +271,7 @@ class _FlatBuffer:
         with tf.device(variable.device):
             tensor, data = new_tensor(variable.shape.num_elements() * dtype.size)
             self._data = data.view(dtype.as_numpy_dtype)
-            self._data[:] = _compat.elements_of(variable, 0, len(self._data))
+            self._data[:] = tf_distribute.elements_of(variable, 0, len(self._data))
             self._data[begin : begin + len(values)] = values
             variable.assign(from_bytes(tensor, dtype))
         self._unwritten = set(self.begins)
@@ -287,7 +287,7 @@ def _buffer_of(variable: Any) -> _FlatBuffer | None:
         `_FlatBuffer`; or `None` for a variable on another device than a CPU, or with
         elements of one byte, whose ranges are assigned as slices instead.
     """
-    on_cpu = _compat.device_type(variable.device) == "CPU"
+    on_cpu = runtime.device_type(variable.device) == "CPU"
     return _FlatBuffer(variable) if on_cpu and variable.dtype.size > 1 else None
 
 
@@ -307,7 +307,7 @@ def _range_shard(
     def read(first: int, last: int) -> np.ndarray:
         """Return elements of the segment, by position in it, as a flat array."""
         if not getattr(variable, "had_slice_assigned", False):
-            return _compat.elements_of(variable, begin + first, begin + last)
+            return tf_distribute.elements_of(variable, begin + first, begin + last)
         # After `write` has assigned a slice, TensorFlow copies the whole variable on
         # every read. A gather copies only these elements, though one by one.
         with tf.device(variable.device):
@@ -317,7 +317,7 @@ def _range_shard(
     def write(values: Any) -> None:
         """Assign all elements of the segment, a flat array or tensor."""
         if buffer is not None:
-            array = _compat.view_of(values) if tf.is_tensor(values) else values
+            array = tf_distribute.view_of(values) if tf.is_tensor(values) else values
             buffer.write(begin, array)
             return
         is_whole = not getattr(variable, "had_slice_assigned", False)

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.collectives import timing
-from tfdp.ground import _compat
+from tfdp.ground._compat import graphs
 from tfdp.ground.plans.shards import ShardPlan
 from tfdp.training.compression.compressed_reduce import Caller
 from tfdp.training.parameters.backward_gathers import BackwardGathers
@@ -143,7 +143,7 @@ class ShardCollectives:
     def _gather_before(self, tensors: Iterable[tf.Tensor]) -> None:
         """Trace the second gathers that gradients need, before their reduction."""
         if self.backward is not None:
-            self.backward.gather_until(max(map(_compat.op_position, tensors)))
+            self.backward.gather_until(max(map(graphs.op_position, tensors)))
 
     def _record_reduced(self, slices: Slices) -> None:
         """Let later gathers of the backward pass wait for reduced slices."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer, tf_distribute
 from tfdp.ground.base.param_groups import ParamGroup
 from tfdp.training.parameters.sharded_parameter import parameter_of, sharded_parameter
 from tfdp.training.reduction.carried_scalar import CarriedScalar
@@ -58,10 +58,9 @@ class ShardedLayout(StateLayout):
         The arguments are those of `StateLayout.reduce`.
         """
         sharded_group = self._sharded(group)
-        by_position = {
-            _compat.index_in(group.optimizer, variable): (gradient, variable)
-            for gradient, variable in zip(gradients, variables, strict=True)
-        }
+        positions = keras_optimizer.positions_in(group.optimizer, variables)
+        pairs = zip(gradients, variables, strict=True)
+        by_position = dict(zip(positions, pairs, strict=True))
         sparse = {
             position: pair
             for position, pair in by_position.items()
@@ -128,9 +127,8 @@ class ShardedLayout(StateLayout):
         for group in groups:
             sharded_group = self._sharded(group)
             first = self._first_slices[id(group.optimizer)]
-            order = [
-                _compat.index_in(group.optimizer, v) for v in group.of(list(variables))
-            ]
+            own = group.of(list(variables))
+            order = keras_optimizer.positions_in(group.optimizer, own)
             slices: list[tf.Tensor | None] = [
                 tensors[first + number] if bucket.indices & set(order) else None
                 for number, bucket in enumerate(sharded_group.plan.buckets)
@@ -307,7 +305,7 @@ class ShardedLayout(StateLayout):
             return
         gathered = self._collectives.all_gather(group.plan, slices)
         for index in sorted(present & gathered.keys()):
-            variable = _compat.local_part(group.variables[index])
+            variable = tf_distribute.local_part(group.variables[index])
             value = tf.reshape(gathered[index], variable.shape)
             variable.assign(tf.cast(value, variable.dtype), read_value=False)
 

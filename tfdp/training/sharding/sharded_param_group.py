@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import optimizer_state, tf_distribute
 from tfdp.ground.plans.shards import ShardPlan
 
 
@@ -47,7 +47,7 @@ class OwnedState:
         self.owner = owner
         self.device = device
         self._plan = plan
-        with tf.init_scope(), _compat.outside_strategies(), tf.device(device):
+        with tf.init_scope(), tf_distribute.outside_strategies(), tf.device(device):
             self._build(optimizer, variables, replica)
 
     def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
@@ -75,7 +75,7 @@ class OwnedState:
     @property
     def _own_averages(self) -> list[Any]:
         """List of the slots of moving averages; empty without averages."""
-        return self.slots.get("_model_variables_moving_average", [])
+        return optimizer_state.averages_in(self.slots)
 
 
 @dataclasses.dataclass(frozen=True)

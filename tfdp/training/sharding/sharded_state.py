@@ -10,7 +10,12 @@ import tensorflow as tf
 
 from tfdp.communication.coordination.checks import variables_fact
 from tfdp.communication.coordination.facts import SharedFact, compare
-from tfdp.ground import _compat
+from tfdp.ground._compat import (
+    keras_optimizer,
+    optimizer_state,
+    tensor_reads,
+    tf_distribute,
+)
 from tfdp.ground.base.context import in_replica_thread, replica_context
 from tfdp.ground.base.param_groups import entry_of, innermost, is_elementwise
 from tfdp.ground.options import CommunicationOptions
@@ -97,7 +102,7 @@ class ShardedState:
             every = _joined(parameters, variables)
         was_built = optimizer.built
         if not was_built:
-            _compat.build_without_state(optimizer, variables)
+            optimizer_state.build_without_state(optimizer, variables)
         plans = {id(part): self._plan_of(part) for part in _trained_parts(optimizer)}
         # Workers with different variables would run different collectives below, and
         # wait for each other indefinitely.
@@ -149,7 +154,7 @@ class ShardedState:
             topic = "sharding the optimizer: values"
             check_weights(strategy, [*variables, *slots], topic, when)
         for variable in variables:
-            value = _compat.value_of(variable)
+            value = tensor_reads.value_of(variable)
             if isinstance(value, MirroredVariable) and value.assigned is None:
                 value.assigned = AssignedValues()
 
@@ -226,7 +231,7 @@ class ShardedState:
         for part in self.parts.values():
             slots = slot_names(part.optimizer, part.variables)
             shard_full_slots(self.state(part), [slot for _, slot in slots])
-            _compat.drop_state(part.optimizer)
+            optimizer_state.drop_state(part.optimizer)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -272,7 +277,7 @@ class ShardedState:
         collectives = collectives_class(self._extended)(
             self._extended,
             self.groups,
-            _compat.local_replica_id(context),
+            tf_distribute.local_replica_id(context),
             ReplicaReducer(self._extended.reducer, context),
             None if step is None else BackwardGathers(step),
         )
@@ -280,7 +285,7 @@ class ShardedState:
 
     def _plan_of(self, optimizer: Any) -> ShardPlan:
         """Return the plan of an inner optimizer's shards for unsharded parameters."""
-        variables = _compat.trained_by(optimizer)
+        variables = keras_optimizer.trained_by(optimizer)
         return shard_plan(
             optimizer, variables, self.groups.num_owners, self._extended.options
         )
@@ -293,7 +298,7 @@ class ShardedState:
             plan: `ShardPlan` of its state. With sharded parameters, a plan with their
                 ranges replaces it.
         """
-        variables = _compat.trained_by(optimizer)
+        variables = keras_optimizer.trained_by(optimizer)
         if self._gathers is not None:
             plan = plan_of_parameters(plan, variables, self._gathers)
         kind = VariableShards if plan.shards_variables else ElementShards
@@ -352,7 +357,8 @@ def shard_plan(
 
 def _trained_parts(optimizer: Any) -> list[Any]:
     """Return the innermost optimizers that are built and have variables."""
-    return [p for p in innermost(optimizer) if p.built and _compat.trained_by(p)]
+    parts = [part for part in innermost(optimizer) if part.built]
+    return list(filter(keras_optimizer.trained_by, parts))
 
 
 def _joined(ordered: Sequence[Any], others: Sequence[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import optimizer_state
 from tfdp.ground.base.param_groups import path_of
 
 # The maximum number of elements of a shard that are read at a time, if a read makes a
@@ -135,15 +135,15 @@ def slot_names(optimizer: Any, variables: Sequence[Any]) -> list[tuple[str, Any]
         List of tuples of a string and a Keras variable, in Keras's order.
     """
     names: dict[int, str] = {}
-    for attribute, slots in _compat.slots_of(optimizer).items():
+    for attribute, slots in optimizer_state.slots_of(optimizer).items():
         for index, slot in enumerate(slots):
             if slot is not None:
                 names.setdefault(id(slot), slot_name(attribute, index, variables))
-    for attribute, single in _compat.single_variables(optimizer).items():
+    for attribute, single in optimizer_state.single_variables(optimizer).items():
         names.setdefault(id(single), attribute)
     return [
         (names.get(id(slot), f"variable/{slot.path}"), slot)
-        for slot in _compat.state_variables(optimizer)
+        for slot in optimizer_state.state_variables(optimizer)
     ]
 
 

@@ -9,7 +9,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import (
+    keras_optimizer,
+    optimizer_state,
+    optimizer_views,
+    tf_distribute,
+)
 from tfdp.ground.plans.shards import ShardBucket
 from tfdp.training.parameters.packing import pack_row
 from tfdp.training.parameters.sharded_parameter import sharded_parameter
@@ -41,13 +46,14 @@ class VariableShards(OwnedState):
         # Owned variables that are sharded parameters, by position: this replica holds
         # all their elements.
         self._parts: dict[int, Any] = {}
-        owned = [_compat.with_local_value(variables[i], replica) for i in self.owned]
+        values = (variables[i] for i in self.owned)
+        owned = [optimizer_views.with_local_value(v, replica) for v in values]
         if self.owned and sharded_parameter(variables[0]) is not None:
             self._parts = dict(zip(self.owned, owned, strict=True))
-        elif owned and not _compat.is_on(owned[0], self.device):
-            owned = [_compat.copy_of(variable) for variable in owned]
+        elif owned and not optimizer_state.is_on(owned[0], self.device):
+            owned = [optimizer_state.copy_of(variable) for variable in owned]
             self._copies = dict(zip(self.owned, owned, strict=True))
-        self.clone = _compat.plain_clone(optimizer)
+        self.clone = optimizer_views.plain_clone(optimizer)
         # A clone is created from the optimizer's config, which lacks the variables that
         # the user has excluded from the trust ratio of `LARS`.
         if hasattr(optimizer, "exclude_alike"):
@@ -64,9 +70,9 @@ class VariableShards(OwnedState):
         self._set_by_build = {
             name for name, value in built.items() if before.get(name, self) != value
         }
-        self.variables = _compat.state_variables(self.clone)
-        self.slots = _compat.slots_of(self.clone) if owned else {}
-        self.singles = _compat.single_variables(self.clone)
+        self.variables = optimizer_state.state_variables(self.clone)
+        self.slots = optimizer_state.slots_of(self.clone) if owned else {}
+        self.singles = optimizer_state.single_variables(self.clone)
 
     def update(
         self,
@@ -90,11 +96,11 @@ class VariableShards(OwnedState):
             # The update also runs without gradients: state that belongs to no variable,
             # such as a product of momenta, advances in every step.
             with tf.device(self.device):
-                _compat.apply_weight_decay(clone, updated)
+                keras_optimizer.apply_weight_decay(clone, updated)
                 update_gradients = [whole[index] for index in updated_indices]
-                _compat.update_variables(clone, update_gradients, updated, rate)
+                keras_optimizer.update_variables(clone, update_gradients, updated, rate)
         values = {
-            index: _compat.local_part(self._updated_variable(index, variables))
+            index: tf_distribute.local_part(self._updated_variable(index, variables))
             for index in self.owned
         }
         return [
@@ -128,7 +134,8 @@ class VariableShards(OwnedState):
     def average(self, optimizer: Any, variables: list[Any]) -> None:
         """Move the moving averages that the replica owns towards the variables."""
         owned = self.own_values(variables)
-        _compat.move_averages(self._clone_with_settings(optimizer, variables), owned)
+        clone = self._clone_with_settings(optimizer, variables)
+        keras_optimizer.move_averages(clone, owned)
 
     def own_values(self, variables: list[Any]) -> list[tf.Tensor]:
         """Return the whole values of the variables that the replica owns.
@@ -138,7 +145,7 @@ class VariableShards(OwnedState):
         Args:
             variables: List of the Keras variables of the plan.
         """
-        parts = [_compat.local_part(variables[index]) for index in self.owned]
+        parts = [tf_distribute.local_part(variables[index]) for index in self.owned]
         return [part.read_value() for part in parts]
 
     def averages(self) -> list[tf.Tensor]:
@@ -175,18 +182,18 @@ class VariableShards(OwnedState):
     def _refresh(self, variables: list[Any]) -> None:
         """Copy the values of the variables to their copies on the update's device."""
         for index, copy in self._copies.items():
-            value = _compat.local_part(variables[index]).read_value()
-            _compat.local_part(copy).assign(value, read_value=False)
+            value = tf_distribute.local_part(variables[index]).read_value()
+            tf_distribute.local_part(copy).assign(value, read_value=False)
 
     def _clone_with_settings(self, optimizer: Any, variables: list[Any]) -> Any:
         """Return the clone with the user's settings, counter and rate."""
-        _compat.share_state(self.clone, optimizer)
+        optimizer_views.share_state(self.clone, optimizer)
         for index, copy in self._copies.items():
-            _compat.copy_decay_exclusion(self.clone, copy, variables[index])
+            keras_optimizer.copy_decay_exclusion(self.clone, copy, variables[index])
         settings = _settings_of(optimizer)
         for name in self._set_by_build & settings.keys():
             del settings[name]
-        return _compat.stand_in(self.clone, **settings)
+        return optimizer_views.stand_in(self.clone, **settings)
 
 
 def _assemble(parts: list[tf.Tensor], variable: Any) -> tf.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer, optimizer_state, tf_distribute
 from tfdp.ground.base.param_groups import path_of
 from tfdp.training.reduction.fusion import weighted, wide_dtype
 from tfdp.training.step.state_layout import reduce_groups
@@ -155,9 +155,9 @@ class AccumulationState:
             positions: Sequence of ints, the position of each gradient's sum.
         """
         for gradient, position in zip(gradients, positions, strict=True):
-            total = _compat.local_part(self.sums[position])
+            total = tf_distribute.local_part(self.sums[position])
             total.assign_add(tf.cast(gradient, total.dtype), read_value=False)
-        _compat.local_part(self.count).assign_add(1, read_value=False)
+        tf_distribute.local_part(self.count).assign_add(1, read_value=False)
 
     def is_complete(self) -> tf.Tensor:
         """Return whether all micro-batches of an update are accumulated: scalar, bool.
@@ -184,7 +184,7 @@ class AccumulationState:
     def rescale(self, factor: float) -> None:
         """Multiply all replicas' sums, outside a step, when the loss scale changes."""
         for variable in self.sums:
-            _compat.copy_local_parts(variable, variable, factor)
+            tf_distribute.copy_local_parts(variable, variable, factor)
 
     def rescale_own(self, factor: tf.Tensor) -> None:
         """Multiply this replica's sums, within a step, when its loss scale changes.
@@ -193,7 +193,7 @@ class AccumulationState:
             factor: Scalar tensor.
         """
         for variable in self.sums:
-            part = _compat.local_part(variable)
+            part = tf_distribute.local_part(variable)
             value = part.read_value() * tf.cast(factor, part.dtype)
             part.assign(value, read_value=False)
 
@@ -292,13 +292,13 @@ class KerasAccumulation(Accumulator):
         self, optimizer: Any, variables: list, weight: tf.Tensor | None
     ) -> None:
         super().__init__(weight)
-        sums = _compat.accumulators_of(optimizer)
-        positions = [_compat.index_in(optimizer, variable) for variable in variables]
-        self._sums = [_compat.local_part(sums[position]) for position in positions]
+        sums = optimizer_state.accumulators_of(optimizer)
+        positions = keras_optimizer.positions_in(optimizer, variables)
+        self._sums = [tf_distribute.local_part(sums[i]) for i in positions]
         self._all_sums = [variable for variable in sums if variable is not None]
         self._steps = optimizer.gradient_accumulation_steps
         self._scale = optimizer.loss_scale_factor
-        self._counter = _compat.micro_batch_counter(optimizer)
+        self._counter = optimizer_state.micro_batch_counter(optimizer)
 
     def take_nothing(self) -> tuple[Callable[[], Any], tf.Tensor]:
         """Return a callable that resets the sums, and whether an update is due.
@@ -328,12 +328,12 @@ class KerasAccumulation(Accumulator):
 
 def read(variable: Any) -> tf.Tensor:
     """Return the value of a variable on the calling replica."""
-    return _compat.local_part(variable).read_value()
+    return tf_distribute.local_part(variable).read_value()
 
 
 def set_to_zero(variable: Any) -> None:
     """Set a variable to zeros on the calling replica."""
-    part = _compat.local_part(variable)
+    part = tf_distribute.local_part(variable)
     part.assign(tf.zeros(part.shape, part.dtype), read_value=False)
 
 

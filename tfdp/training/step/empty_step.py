@@ -16,7 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import graphs, tf_distribute, xla_lowering
 from tfdp.training.step.path import take_empty_step
 from tfdp.training.step.step import Step
 
@@ -119,7 +120,7 @@ def record_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
     """
     if not _recorded or tf.executing_eagerly():
         return
-    if not _compat.in_branch():
+    if not graphs.in_branch():
         _recorded[-1].record(optimizer, make_step)
 
 
@@ -138,12 +139,13 @@ def record_changes_without_data(model: Any, operations: list, data: list) -> Non
     if not _recorded:
         return
     paths = {
-        id(_compat.local_part(v).handle): v.path for v in model.non_trainable_weights
+        id(tf_distribute.local_part(v).handle): v.path
+        for v in model.non_trainable_weights
     }
     depends: set[Any] = {tensor.name for tensor in data}
     for op in operations:
         handles = [x for x in op.inputs if x.dtype == tf.resource]
-        used = {id(_compat.outermost(x)) for x in handles}
+        used = {id(xla_lowering.outermost(x)) for x in handles}
         names = {x.name for x in op.inputs}
         if not depends.isdisjoint(names) or not depends.isdisjoint(used):
             depends.update(x.name for x in op.outputs)

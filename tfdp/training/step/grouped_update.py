@@ -13,7 +13,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import (
+    keras_optimizer,
+    optimizer_state,
+    optimizer_views,
+    tf_distribute,
+)
 from tfdp.ground.base import xla
 from tfdp.ground.base.param_groups import gains_from_groups, is_elementwise
 from tfdp.training.step.flat_params import FlatParameter, pack
@@ -69,8 +74,9 @@ def decay_without_gradients(
             sharded state that replaces it in this update. Empty for whole state.
     """
     optimizer, rate = with_schedule(optimizer, rate)
-    _compat.apply_weight_decay(optimizer, list(variables))
-    _compat.update_variables(_compat.stand_in(optimizer, **singles), [], [], rate)
+    keras_optimizer.apply_weight_decay(optimizer, list(variables))
+    view = optimizer_views.stand_in(optimizer, **singles)
+    keras_optimizer.update_variables(view, [], [], rate)
 
 
 def with_schedule(optimizer: Any, rate: Any) -> tuple[Any, Any]:
@@ -89,8 +95,10 @@ def with_schedule(optimizer: Any, rate: Any) -> tuple[Any, Any]:
     if rate is None:
         rate = tf.convert_to_tensor(optimizer.learning_rate)
     else:
-        optimizer = _compat.with_rate(optimizer, rate)
-    return _compat.with_counter_read(optimizer) if is_by_elements else optimizer, rate
+        optimizer = optimizer_views.with_rate(optimizer, rate)
+    if is_by_elements:
+        optimizer = optimizer_views.with_counter_read(optimizer)
+    return optimizer, rate
 
 
 def _update(optimizer: Any, gradients: list, variables: list, rate: Any) -> None:
@@ -112,11 +120,11 @@ def _update(optimizer: Any, gradients: list, variables: list, rate: Any) -> None
         The arguments are those of `_update`; if XLA compiles the function, they are the
         corresponding tensors inside of it.
         """
-        _compat.apply_weight_decay(optimizer, variables)
-        _compat.update_variables(optimizer, gradients, variables, rate)
+        keras_optimizer.apply_weight_decay(optimizer, variables)
+        keras_optimizer.update_variables(optimizer, gradients, variables, rate)
 
     if xla.is_wanted() and gains_from_xla(gradients):
-        device = _compat.local_part(variables[0]).device
+        device = tf_distribute.local_part(variables[0]).device
         xla.run(update, (gradients, rate), device)
     else:
         update(gradients, rate)
@@ -155,11 +163,11 @@ def plan_groups(
     for index, (gradient, variable) in enumerate(
         zip(gradients, variables, strict=True)
     ):
-        local = _compat.local_part(variable)
+        local = tf_distribute.local_part(variable)
         size = local.shape.num_elements()
         if size > LARGEST_ELEMENTS or isinstance(gradient, tf.IndexedSlices):
             continue
-        decays = _compat.uses_weight_decay(optimizer, local)
+        decays = keras_optimizer.uses_weight_decay(optimizer, local)
         key = local.dtype, gradient.dtype, decays
         if key not in groups or room[key] < size:
             groups.setdefault(key, []).append([])
@@ -185,16 +193,16 @@ def _update_group(
         variables: List of Keras variables.
         rate: Scalar tensor, the learning rate.
     """
-    parts = [_compat.local_part(variable) for variable in variables]
+    parts = [tf_distribute.local_part(variable) for variable in variables]
     with tf.device(parts[0].device):
         view = FlatParameter(parts)
-        positions = [_compat.index_in(optimizer, variable) for variable in variables]
-        slots = {
-            name: [FlatParameter([_compat.local_part(items[i]) for i in positions])]
-            for name, items in _compat.slots_of(optimizer).items()
-        }
-        flat = _compat.with_slots(optimizer, view, slots)
-        if _compat.uses_weight_decay(optimizer, parts[0]):
+        positions = keras_optimizer.positions_in(optimizer, variables)
+        slots = {}
+        for name, items in optimizer_state.slots_of(optimizer).items():
+            own = [tf_distribute.local_part(items[i]) for i in positions]
+            slots[name] = [FlatParameter(own)]
+        flat = optimizer_views.with_slots(optimizer, view, slots)
+        if keras_optimizer.uses_weight_decay(optimizer, parts[0]):
             decay = tf.cast(optimizer.weight_decay, view.dtype)
             view.assign_sub(view.read_value() * decay * tf.cast(rate, view.dtype))
         flat.update_step(pack(gradients), view, rate)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.arguments import checked_integer, checked_number
 from tfdp.ground.base.context import replica_context
 from tfdp.training.reduction.gradient_reducer import GradientReducer
@@ -192,7 +192,7 @@ def not_finite(gradient: Any) -> tf.Tensor:
 
 def _local(variable: Any) -> Any:
     """Return the component of a variable on the calling replica."""
-    return _compat.local_part(variable)
+    return tf_distribute.local_part(variable)
 
 
 def _set(variable: Any, value: Any) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.collectives import step_events
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer
 from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.param_groups import ParamGroup
 from tfdp.training.compression.step_residuals import step_residuals
@@ -308,7 +308,7 @@ def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) 
     """
     counts = is_kept if step.counts_micro_batches else is_updated
     for optimizer in step.optimizers:
-        _compat.count_update(optimizer, tf.cast(counts, tf.int64))
+        keras_optimizer.count_update(optimizer, tf.cast(counts, tf.int64))
 
 
 def _update_if(

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer, tf_distribute
 from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.param_groups import ParamGroup, is_linear
 from tfdp.training.parameters.sharded_parameter import check_reader
@@ -143,7 +143,7 @@ class StateLayout:
         `statistics` are the `GradientStatistics` of all groups.
         """
         del statistics
-        return _compat.clip_gradients(group.optimizer, sums.gradients())
+        return keras_optimizer.clip_gradients(group.optimizer, sums.gradients())
 
     def scale_momentum(self, group: ParamGroup, factor: Any) -> None:
         """Multiply the momentum slots of a group, which contain the learning rate.
@@ -154,7 +154,9 @@ class StateLayout:
             group: `ParamGroup`.
             factor: Scalar tensor, the new learning rate divided by the previous one.
         """
-        slots = [_compat.local_part(m) for m in self._momentums(group) if m is not None]
+        slots = [
+            tf_distribute.local_part(m) for m in self._momentums(group) if m is not None
+        ]
 
         def scale() -> None:
             """Assign to each momentum slot its product with `factor`."""
@@ -178,15 +180,15 @@ class StateLayout:
 
     def average(self, group: ParamGroup) -> None:
         """Move the averages of a group's variables towards their values."""
-        _compat.update_moving_average(group.optimizer)
+        keras_optimizer.update_moving_average(group.optimizer)
 
     def overwrite_with_average(self, group: ParamGroup) -> None:
         """Set the variables of a group to their averages."""
-        _compat.overwrite_with_moving_average(group.optimizer)
+        keras_optimizer.overwrite_with_moving_average(group.optimizer)
 
     def constrain(self, variable: Any) -> None:
         """Apply the constraint of a variable."""
-        part = _compat.local_part(variable)
+        part = tf_distribute.local_part(variable)
         part.assign(variable.constraint(part), read_value=False)
 
     def _momentums(self, group: ParamGroup) -> list:

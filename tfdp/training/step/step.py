@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import keras_optimizer, tf_distribute
 from tfdp.ground.base import loops
 from tfdp.ground.base.param_groups import ParamGroup, param_groups_of
 from tfdp.ground.base.step_context import ActiveHooks
@@ -349,7 +349,7 @@ class Step:
                 every micro-batch has an update: nothing is added then.
         """
         if self.loss is not None and is_due is not None:
-            total = _compat.local_part(self.loss_sum)
+            total = tf_distribute.local_part(self.loss_sum)
             total.assign_add(self.loss, read_value=False)
 
     def take_loss(self, totals: Totals) -> tf.Tensor | None:
@@ -395,7 +395,7 @@ def keras_step(optimizer: Any, variables: list, reducer: GradientReducer) -> Ste
         optimizer=optimizer,
         param_groups=param_groups_of(optimizer, variables),
         variables=variables,
-        positions=[_compat.index_in(optimizer, variable) for variable in variables],
+        positions=keras_optimizer.positions_in(optimizer, variables),
         accumulator=KerasAccumulation(optimizer, variables, weight)
         if accumulates
         else NoAccumulation(weight),
@@ -436,17 +436,17 @@ def checked_gradients(
     with keras.name_scope(optimizer.name, caller=optimizer):
         if variables is not None and not optimizer.built:
             build_in_step(optimizer, variables)
-        trained = (
-            _compat.trained_by(optimizer) if variables is None else list(variables)
-        )
-        _compat.check_known(optimizer, trained)
+        if variables is None:
+            variables = keras_optimizer.trained_by(optimizer)
+        trained = list(variables)
+        keras_optimizer.check_known(optimizer, trained)
         if len(grads) != len(trained):
             raise ValueError(
                 "`apply` needs one gradient for each variable. Received: "
                 f"{pluralize(len(grads), 'gradient')} for "
                 f"{pluralize(len(trained), 'variable')}"
             )
-        gradients, trained = _compat.drop_missing_gradients(
+        gradients, trained = keras_optimizer.drop_missing_gradients(
             optimizer, list(grads), trained
         )
     return list(gradients), list(trained)

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base.conditions import run_if
 from tfdp.training.parameters.sharded_parameter import sharded_parameter
 
@@ -39,7 +39,7 @@ def undo_after(
     Returns:
         Callable for the end of the step, which restores the variables if `is_undone`.
     """
-    parts = [_compat.local_part(variable) for variable in variables]
+    parts = [tf_distribute.local_part(variable) for variable in variables]
     before = [part.read_value() for part in parts]
 
     def restore() -> None:

@@ -18,7 +18,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.collectives import is_collective, step_events
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import graphs, keras_optimizer, tf_distribute, xla_lowering
 from tfdp.ground.base import batch_weight, deferred_updates, xla
 from tfdp.ground.base.batch_weight import BatchWeight
 from tfdp.ground.base.deferred_updates import Update
@@ -175,7 +176,7 @@ class CompiledStep:
         concrete = xla.trace(compiled, (args, numbers))
         _check_collectives(concrete.graph)
         _check_order(concrete.graph, updates)
-        replica = _compat.local_replica_id(tf.distribute.get_replica_context())
+        replica = tf_distribute.local_replica_id(tf.distribute.get_replica_context())
         xla.check(concrete, self.strategy.extended.worker_devices[replica])
         return _Traced(concrete, updates)
 
@@ -196,7 +197,7 @@ def _in_backward_order(update: Update, gradients: list) -> list:
         """Return the sort key of a gradient: the position of its last operation."""
         traced = update.gradients[index]
         parts = tf.nest.flatten(traced, expand_composites=True)
-        return max(map(_compat.op_position, parts)), -index
+        return max(map(graphs.op_position, parts)), -index
 
     ordered = list(gradients)
     for index in sorted(present, key=position):
@@ -227,7 +228,7 @@ def _check_variables(model: Any) -> None:
 
 def _check_collectives(graph: Any) -> None:
     """Raise a `CannotCompileError` if the compiled part has a collective."""
-    for op in _compat.all_operations(graph):
+    for op in xla_lowering.all_operations(graph):
         if is_collective(op):
             raise CannotCompileError(
                 "its step has a collective other than those of the gradients (a "
@@ -251,14 +252,14 @@ def _check_order(graph: Any, updates: list[Update]) -> None:
         optimizer = update.optimizer
         variables = [*(update.variables or ()), *optimizer.variables]
         changed |= {
-            id(_compat.local_part(variable).handle)
+            id(tf_distribute.local_part(variable).handle)
             for variable in variables
-            if variable is not _compat.rate_variable(optimizer)
+            if variable is not keras_optimizer.rate_variable(optimizer)
         }
     if not updates:
         return
     for op in graph.get_operations()[updates[0].num_operations :]:
-        used = [_compat.outermost(x) for x in op.inputs if x.dtype == tf.resource]
+        used = [xla_lowering.outermost(x) for x in op.inputs if x.dtype == tf.resource]
         if changed.intersection(map(id, used)):
             raise CannotCompileError(
                 "its `train_step` uses a variable after the update that changes it "

@@ -7,11 +7,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.collectives.gather import gather_rows
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.training.reduction.reducer import Reducer
 
 
-class CrossDeviceOps(_compat.CollectiveAllReduce):
+class CrossDeviceOps(tf_distribute.CollectiveAllReduce):
     """Cross-device operations: stock regrouping and threads around tfdp's collectives.
 
     Args:
@@ -24,7 +24,7 @@ class CrossDeviceOps(_compat.CollectiveAllReduce):
         super().__init__(
             devices=group.devices,
             group_size=group.size,
-            options=_compat.StockOptions(),
+            options=tf_distribute.StockOptions(),
             collective_keys=collective_keys,
         )
         self._reducer = reducer

@@ -26,7 +26,7 @@ from tfdp.communication.collectives import (
 from tfdp.communication.coordination.checks import agreed_topology
 from tfdp.communication.coordination.watch import watch_data
 from tfdp.communication.coordination.worker_group import WorkerGroup, remember_group
-from tfdp.ground import _compat
+from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base import loops
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.topology import Topology
@@ -230,7 +230,7 @@ class ReplicaExtended:
             return deferred_parameter(self._container_strategy(), kwargs)  # type: ignore[attr-defined]
         kwargs["aggregation"] = aggregation_of(kwargs)
         mapping = class_mapping(kwargs)
-        with _compat.variable_classes(mapping):
+        with tf_distribute.variable_classes(mapping):
             variable = super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]
         self._register(variable)
         return variable
@@ -263,9 +263,9 @@ class ReplicaExtended:
             # replica that has not started. The stock method waits for all of them
             # and reduces in cross-replica context.
             return super(  # type: ignore[misc]
-                _compat.MirroredExtended, self
+                tf_distribute.MirroredExtended, self
             )._replica_ctx_all_reduce(reduce_op, value, options)
-        replica = _compat.local_replica_id(context)
+        replica = tf_distribute.local_replica_id(context)
         return self.reducer.reduce(reduce_op, value, replica)
 
     def sum_over_replicas(self, values: list) -> list:
@@ -354,7 +354,7 @@ class ReplicaExtended:
         return merge_states(locals_, kinds, group)
 
 
-class SingleWorkerReplicaExtended(ReplicaExtended, _compat.MirroredExtended):
+class SingleWorkerReplicaExtended(ReplicaExtended, tf_distribute.MirroredExtended):
     """Extended class for the replicas of one process.
 
     Args:
@@ -371,7 +371,7 @@ class SingleWorkerReplicaExtended(ReplicaExtended, _compat.MirroredExtended):
     ) -> None:
         self.options = options
         self.worker_group = remember_group(WorkerGroup(rank=0, num_workers=1))
-        with _compat.without_tf_config():
+        with tf_distribute.without_tf_config():
             super().__init__(container_strategy, devices=devices)
         self._set_up_communication(0, ["localhost"], self.worker_devices)
 

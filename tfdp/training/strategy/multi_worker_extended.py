@@ -32,7 +32,7 @@ from tfdp.communication.coordination.worker_group import (
     remember_group,
 )
 from tfdp.communication.store import own_version
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime, tf_distribute
 from tfdp.ground.options import CommunicationOptions
 from tfdp.training.data.load_balancer import LoadBalancer
 from tfdp.training.replicas.synchronized_scope import NewVariables, synchronize_in_step
@@ -41,7 +41,7 @@ from tfdp.training.strategy.extended import ReplicaExtended
 from tfdp.training.strategy.transports import close_all, watch_transports
 
 
-class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
+class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExtended):
     """Extended class for the replicas of all workers.
 
     Args:
@@ -61,7 +61,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         super().__init__(
             container_strategy,
             cluster_resolver=worker.resolver,
-            communication_options=_compat.StockOptions(),
+            communication_options=tf_distribute.StockOptions(),
         )
         self._connect()
 
@@ -98,7 +98,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         worker = self.worker
         # Users' functions that are traced for these workers assert that this variable
         # is true.
-        self._is_current = _compat.plain_variable(True, tf.bool, "CPU:0")
+        self._is_current = runtime.plain_variable(True, tf.bool, "CPU:0")
         self.add_facts(
             setup_facts(self.worker_devices, self.options, rebalances=worker.rebalances)
         )
@@ -142,7 +142,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
             )
         if name not in ("direct", "mpi"):
             assert self._watchdog is not None
-            self._watchdog.closers.append(_compat.abort_collectives)
+            self._watchdog.closers.append(runtime.abort_collectives)
 
     @property
     def generation(self) -> int:
@@ -188,7 +188,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
             # Further workers were lost while this cluster was formed.
             self.worker = self._next_worker(self.worker, ClusterChanges())
         self._is_current.assign(False)
-        _compat.forget_functions_of_replicas(self._container_strategy())
+        tf_distribute.forget_functions_of_replicas(self._container_strategy())
         self.new_variables = NewVariables()
         progress.restart()
         forget_groups()
@@ -227,11 +227,11 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         if self.worker.cluster is None:
             self._initialize_local(cluster_resolver, devices=devices)
             return
-        task = _compat.own_task()
+        task = runtime.own_task()
         local, _ = self._initialize_local_devices(cluster_resolver, task)
-        host = _compat.canonical_device(f"{task}/device:CPU:0")
+        host = runtime.canonical_device(f"{task}/device:CPU:0")
         worker = self.worker
-        _compat.initialize_worker(
+        tf_distribute.initialize_worker(
             self, cluster_resolver, local, host, worker.rank, worker.num_workers
         )
 
@@ -251,7 +251,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         del cluster_resolver
         devices = resolve_devices(self.worker.devices)
         full = tuple(f"{worker_device}/device:{device}" for device in devices)
-        return full, _compat.device_type(full[0])
+        return full, runtime.device_type(full[0])
 
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
@@ -262,7 +262,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         covers all new variables later. Variables that a `tf.function` creates are
         initialized after tracing, so the value of each one is broadcast there.
         """
-        initial_value = _compat.stock_initial_value(
+        initial_value = tf_distribute.stock_initial_value(
             self, replica_id, device, primary_var, **kwargs
         )
         if tf.executing_eagerly() or self.worker.num_workers == 1 or replica_id:

@@ -12,7 +12,8 @@ import keras
 import tensorflow as tf
 
 from tfdp.communication.collectives import step_events
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import graphs, tf_distribute
 from tfdp.ground.base import batch_weight, loops, xla
 from tfdp.ground.base.batch_weight import BatchWeight
 from tfdp.ground.base.context import strategy_of
@@ -67,7 +68,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
     if loop.exchange is not None:
         args = loop.exchange.begin_step(args, total)
     local = [
-        _compat.select_replica(replica, args)
+        tf_distribute.select_replica(replica, args)
         for replica in range(strategy.extended.num_local)
     ]
     if first_tensor(local[0]) is None:
@@ -176,7 +177,7 @@ def _divided_step(
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
         """Run the step of the calling replica."""
-        replica = _compat.local_replica_id(tf.distribute.get_replica_context())
+        replica = tf_distribute.local_replica_id(tf.distribute.get_replica_context())
         part = parts[replica]
         group = training_group(strategy)
         if loop.trains:
@@ -238,7 +239,7 @@ def _divider_of_rows(
     """
     if loop is None or not loop.trains or strategy_of(loop.model) is not strategy:
         return None
-    has_data = first_tensor(_compat.select_replica(0, args)) is not None
+    has_data = first_tensor(tf_distribute.select_replica(0, args)) is not None
     if loop.features is None or tf.executing_eagerly() or not has_data:
         return None
     return loop.features.divider_of_rows
@@ -298,7 +299,7 @@ def _none_for_optional(part: Any) -> Any:
 
     Keras passes a `None` that a Python generator yields as an empty optional.
     """
-    first = part.values[0] if isinstance(part, _compat.PerReplica) else part
+    first = part.values[0] if isinstance(part, tf_distribute.PerReplica) else part
     return None if isinstance(first, tf.experimental.Optional) else part
 
 
@@ -341,7 +342,7 @@ def _wait_for_data(loop: loops.Loop, fn: Callable) -> Callable:
         begins = step_events.record_step_begin(data)
         graph = tf.compat.v1.get_default_graph()
         first = len(graph.get_operations())
-        with tf.control_dependencies(begins), _compat.ordered_by_itself():
+        with tf.control_dependencies(begins), graphs.ordered_by_itself():
             after = _begin_features(loop)
             outputs = fn(*args)
             for finish in after:
@@ -381,4 +382,4 @@ def _split_global_batch(strategy: Any, batch: Any) -> Any:
             tensors,
         )
 
-    return _compat.per_replica(list(map(rows_of, strategy.extended.local_ranks)))
+    return tf_distribute.per_replica(list(map(rows_of, strategy.extended.local_ranks)))

@@ -17,7 +17,8 @@ from tfdp.communication.cluster.devices import (
 )
 from tfdp.communication.cluster.launchers import mpi_rank
 from tfdp.communication.coordination.join import resolver_of_environment, start_worker
-from tfdp.ground import _compat, user_code
+from tfdp.ground import user_code
+from tfdp.ground._compat import patches, runtime, tf_distribute
 from tfdp.ground.arguments import check_choice
 from tfdp.ground.base import loops, program_trace
 from tfdp.ground.base.feature import registered
@@ -190,7 +191,7 @@ class MirroredStrategy(_Strategy, tf.distribute.MirroredStrategy):
     2
     """
 
-    @_compat.filter_traceback
+    @patches.filter_traceback
     def __init__(
         self,
         devices: Sequence[str] | None = None,
@@ -233,7 +234,7 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
     2
     """
 
-    @_compat.filter_traceback
+    @patches.filter_traceback
     def __init__(
         self,
         cluster_resolver: Any = None,
@@ -269,7 +270,7 @@ def _warn_of_slow_kernels(strategy: Any) -> None:
     It does so only if gradients are slow for that reason.
     """
     device = strategy.extended.worker_devices[0]
-    if strategy.extended.worker_group.is_chief and _compat.device_type(device) == "CPU":
+    if strategy.extended.worker_group.is_chief and runtime.device_type(device) == "CPU":
         warn_of_slow_kernels()
 
 
@@ -300,7 +301,7 @@ def _remedy() -> str:
     )
 
 
-@_compat.filter_traceback
+@patches.filter_traceback
 def auto_strategy(
     *, communication: CommunicationOptions | None = None
 ) -> MirroredStrategy | MultiWorkerMirroredStrategy:
@@ -340,5 +341,5 @@ def auto_strategy(
     strategy = MirroredStrategy(local_devices(), communication=communication)
     # A script for any number of workers reads its task from the strategy's cluster
     # resolver, so that this strategy of one worker needs one, too.
-    _compat.set_cluster_resolver(strategy, resolver_of_environment(cluster))
+    tf_distribute.set_cluster_resolver(strategy, resolver_of_environment(cluster))
     return strategy

@@ -28,7 +28,8 @@ from tfdp.communication.transport import (
     listening_address,
     new_communicator,
 )
-from tfdp.ground import _compat, forks, user_code
+from tfdp.ground import forks, user_code
+from tfdp.ground._compat import runtime
 from tfdp.ground.options import CommunicationOptions
 
 # Seconds that a worker may take until the first collective of a group, by default.
@@ -186,7 +187,7 @@ def _backend(
     Raises:
         ValueError: If the requested backend does not support devices or platform.
     """
-    on_gpus = all(_compat.device_type(device) == "GPU" for device in devices)
+    on_gpus = all(runtime.device_type(device) == "GPU" for device in devices)
     if options.backend == "nccl" and not on_gpus:
         raise ValueError(
             '`backend="nccl"` needs a GPU for every replica. Use "auto" or "ring". '
@@ -205,7 +206,7 @@ def _backend(
         return "mpi" if is_mpi_job(num_workers) else "direct"
     physical = tf.config.list_physical_devices("GPU")
     # NCCL cannot run two ranks on one physical GPU.
-    one_each = _compat.num_local_devices("GPU") == len(physical)
+    one_each = runtime.num_local_devices("GPU") == len(physical)
     return "nccl" if one_each else "ring"
 
 

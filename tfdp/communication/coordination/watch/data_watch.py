@@ -11,7 +11,7 @@ from tfdp.communication.coordination.clock import clock
 from tfdp.communication.coordination.data_wait import data_wait, used_processor_seconds
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.watch.errors import EXIT_CODE, WorkerFailure
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime
 from tfdp.ground.text import say
 
 _CHECK_SECONDS = 1.0
@@ -105,5 +105,5 @@ def end_process(text: str) -> None:
     """
     sys.stdout.flush()
     say(text)
-    _compat.remove_generated_files()
+    runtime.remove_generated_files()
     os._exit(EXIT_CODE)

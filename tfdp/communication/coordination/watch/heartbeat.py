@@ -15,7 +15,7 @@ from tfdp.communication.coordination.progress import WorkerProgress, progress
 from tfdp.communication.coordination.watch.errors import WorkerFailure
 from tfdp.communication.coordination.watch.failure_detector import FailureDetector
 from tfdp.communication.store import HostLost, Store
-from tfdp.ground import _compat
+from tfdp.ground._compat import runtime
 from tfdp.ground.base.process_identity import ProcessIdentity
 
 # Seconds of a wait after which a worker's report is sent to all workers, long before
@@ -58,7 +58,7 @@ class IdleMeter:
         before = self._call
         # The stack frame of a call is kept only while this process is idle, since the
         # frame keeps tensors alive.
-        self._call = _compat.call_in_progress() if self.seconds else None
+        self._call = runtime.call_in_progress() if self.seconds else None
         is_same = self._call is not None and self._call is before
         self.call_seconds = self.call_seconds + elapsed if is_same else 0.0
 

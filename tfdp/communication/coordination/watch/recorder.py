@@ -30,7 +30,8 @@ from tfdp.communication.coordination.flight_steps import (
 from tfdp.communication.coordination.progress import ComputedStep, progress
 from tfdp.communication.coordination.watch.failure_detector import FailureDetector
 from tfdp.communication.coordination.watch.heartbeat import Heartbeat
-from tfdp.ground import _compat, forks, user_code
+from tfdp.ground import forks, user_code
+from tfdp.ground._compat import runtime
 from tfdp.ground.base.files import make_private_folder, replaced
 from tfdp.ground.text import say
 
@@ -122,7 +123,7 @@ class FlightRecorder:
             Tuple of the `FlightRecord` without stacks, and a dict from the identifier
             of a thread to its stack.
         """
-        stacks = _compat.thread_stacks(_MOST_FRAMES)
+        stacks = runtime.thread_stacks(_MOST_FRAMES)
         own = self._heartbeat.progress
         num_workers = len(self._detector.ranks()) + 1
         steps = progress.steps()

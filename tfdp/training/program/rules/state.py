@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground import _compat
+from tfdp.ground._compat import programs, tf_data
 from tfdp.ground.base import xla
 from tfdp.training.program.facts import own_rows, part, whole, with_rows
 from tfdp.training.program.sizes import axis_of_rows
@@ -149,7 +149,7 @@ def _build_own_block(builder: Any, op: Any, replica_inputs: list) -> list:
 
 def writes_state(op: Any) -> bool:
     """Return whether an operation writes a variable, a table or the like."""
-    is_stateful = _compat.has_effect(op) and not _compat.has_function(op)
+    is_stateful = programs.has_effect(op) and not programs.has_function(op)
     return is_stateful and op.type not in _READ_ONLY
 
 
@@ -216,7 +216,7 @@ def decide_python(view: View) -> Decision | None:
     """Decide how replicas build a Python function, called on the first replica only."""
     # A Python function may draw random numbers, count its calls or write files, so it
     # runs as often as on one device.
-    if view.type not in _compat.PYTHON_FUNCTIONS:
+    if view.type not in tf_data.PYTHON_FUNCTIONS:
         return None
     return Decision(
         [WHOLE] * len(view), view.whole_outputs(), _build_python, has_collective=True
