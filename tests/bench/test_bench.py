@@ -193,6 +193,7 @@ def test_a_worker_times_fit_or_a_loop_as_its_variants_say():
     told = {
         "fit": {"fit": True},
         "own step": {"fit": True, "jit_compile": False, "alone": True},
+        "executions": {"fit": True, "steps_per_execution": 4, "alone": True},
         "loop": {"pack_bytes": 2**20, "alone": True},
     }
     setup = {"strategy": "alone", "threads": None, "addresses": ["here:1"]}
@@ -205,7 +206,7 @@ def test_a_worker_times_fit_or_a_loop_as_its_variants_say():
     ) as fit:
         assert all(0 < variants[name](2) < DEADLINE_SECONDS for name in told)
     samples = [len(call.args[1]) for call in fit.call_args_list]
-    assert samples == [3 * 4, 3 * 4]
+    assert samples == [3 * 4, 3 * 4, 8 * 4]
 
 
 def test_a_worker_that_ends_is_named_with_its_last_lines():

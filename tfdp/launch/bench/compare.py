@@ -169,7 +169,7 @@ def _notes(settings: Settings, *, has_torch: bool) -> list[str]:
         "Speed: of defaults relative to defaults and of tuned relative to tuned; the "
         "tuned choice is made in every other block and compared in the rest.",
         "Tuned: MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ of 1 GiB for all; "
-        "fit with or without jit_compile=True; stock's pack size"
+        "fit also with jit_compile=True or steps_per_execution=8; stock's pack size"
         + ("; DDP's gradient_as_bucket_view, SGD with foreach." if has_torch else "."),
     ]
     if is_left_off():

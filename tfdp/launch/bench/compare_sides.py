@@ -28,7 +28,11 @@ _KEPT_MEMORY = {
 _FIT: dict[str, Any] = {"fit": True}
 # Variants that are tried to tune each kind of set-up, with the settings of each.
 _CHOICES: dict[str, dict[str, dict[str, Any]]] = {
-    DEVICES: {"no XLA": _FIT, "jit_compile=True": {**_FIT, "jit_compile": True}},
+    DEVICES: {
+        "no XLA": _FIT,
+        "jit_compile=True": {**_FIT, "jit_compile": True},
+        "steps_per_execution=8": {**_FIT, "steps_per_execution": 8},
+    },
     STOCK: {f"packs of {mb} MB": {"pack_bytes": mb * 2**20} for mb in PACKS_MB},
     DDP: {"": {"tuned": True}},
 }

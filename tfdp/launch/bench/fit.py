@@ -142,17 +142,18 @@ class Clock(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Discard the step times of an earlier `fit`: each is measured alone."""
-        self.times: list[float] = []
+        self._ends: list[tuple[int, float]] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Record the time at which a step ends."""
-        self.times.append(time.perf_counter())
+        """Record the time at which a step ends, or an execution of several steps."""
+        self._ends.append((batch, time.perf_counter()))
 
     @property
     def seconds(self) -> float:
         """Float, seconds per step: the mean, which includes occasional work."""
-        timed = self.times[self._skipped :]
-        return (timed[-1] - timed[0]) / (len(timed) - 1)
+        timed = [end for end in self._ends if end[0] >= self._skipped]
+        (first, begin), (last, end) = timed[0], timed[-1]
+        return (end - begin) / (last - first)
 
 
 def timed_fit(
@@ -160,7 +161,8 @@ def timed_fit(
 ) -> Callable[..., float]:
     """Return a callable that measures steps of `fit` on a repeated batch.
 
-    The first step is not timed: the clock starts at its end.
+    The first step, or execution of several steps, is not timed: the clock starts at
+    its end.
 
     Args:
         model: Compiled `keras.Model`.
@@ -175,7 +177,10 @@ def timed_fit(
     def run(steps: int, *callbacks: Any) -> float:
         """Run `fit` with callbacks, and return the seconds per step."""
         clock = Clock(skipped)
-        x, y = (np.concatenate([part] * (steps + skipped + 1)) for part in batch)
+        # Whole executions, of which the first one is not timed.
+        size = model.steps_per_execution
+        num_steps = size * (-(-(skipped + 1) // size) + -(-steps // size))
+        x, y = (np.concatenate([part] * num_steps) for part in batch)
         model.fit(
             x,
             y,
@@ -195,6 +200,7 @@ def fit_variant(
     *,
     batch_size: int = 32,
     jit_compile: bool = False,
+    steps_per_execution: int = 1,
     make_optimizer: Callable[[], Any] | None = None,
 ) -> Callable[..., float]:
     """Build a model, and return the callable that times its `fit`.
@@ -204,6 +210,7 @@ def fit_variant(
         model: `Model`, the shape to build.
         batch_size: Int, number of samples of each replica. Defaults to `32`.
         jit_compile: Bool, as in `keras.Model.compile`. Defaults to `False`.
+        steps_per_execution: Int, as in `keras.Model.compile`. Defaults to `1`.
         make_optimizer: Callable that returns a Keras optimizer. Defaults to SGD, which
             the loops of the other sides use too.
 
@@ -224,6 +231,7 @@ def fit_variant(
             make_optimizer() if make_optimizer else keras.optimizers.SGD(1e-3),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             jit_compile=jit_compile,
+            steps_per_execution=steps_per_execution,
         )
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
     return timed_fit(network, make_batch(model, batch_size * num_replicas))
