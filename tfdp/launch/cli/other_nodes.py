@@ -65,18 +65,14 @@ class OtherNodes(Node0Connection):
         self.attempt = 0
         self.has_left = self.is_alone = False
         self._screen = screen
-        self._peeked: dict[str, Any] | None = None
 
     def take(self) -> dict[str, Any] | None:
         """Return and remove the next message of node 0, or `None` if there is none.
 
         Notices are printed on the screen, and not returned.
         """
-        message, self._peeked = self._peeked, None
-        while message is None and (message := super().take()) is not None:
-            if message.get("type") == "notice":
-                self._screen.message(f"tfdp: {message.get('text')}")
-                message = None
+        while (message := super().take()) and message.get("type") == "notice":
+            self._screen.message(f"tfdp: {message.get('text')}")
         return message
 
     def stop_order(self) -> tuple[int, int] | None:
@@ -90,7 +86,7 @@ class OtherNodes(Node0Connection):
             return None
         if message.get("type") == "stop" and message.get("attempt") != self.attempt:
             return None
-        self._peeked = message
+        self._inbox.appendleft(message)
         code = message.get("code")
         signum = message.get("signal", signal.SIGTERM)
         return code if isinstance(code, int) else NODE_LOST, signum
@@ -221,34 +217,18 @@ class ElasticNodes(OtherNodes):
 
         It ends when the connection is closed or node 0 refuses this node.
         """
-        super()._run()
-        self._link = None
+        self._stay_connected()
         while not (self._is_closed.wait(_REJOIN_SECONDS) or self._is_refused):
             if self.running and self.trains:
-                self._rejoin()
+                self._hello = dataclasses.replace(self._hello, **self.running)
+                # If node 0 does not answer, the next iteration dials again.
+                with contextlib.suppress(ConnectionFailed, UnauthenticatedPeer):
+                    link = self._dial()
+                    self._put({"type": "found"})
+                    self._stay_connected(link)
             elif self._waits:
                 self._waits, self._hello = False, self._first_hello
-                super()._run()
-                self._link = None
-
-    def _rejoin(self) -> None:
-        """Connect to node 0 again, and queue its messages until it is lost again.
-
-        If node 0 does not answer, the method returns, and `_run` calls it again.
-        """
-        self._hello = dataclasses.replace(self._hello, **self.running)
-        text = f"node 0 at {self._place}"
-        with (
-            contextlib.suppress(ConnectionFailed, UnauthenticatedPeer),
-            contextlib.closing(self._dial()) as link,
-        ):
-            self._put({"type": "found"})
-            try:
-                self._serve(link)
-            except ConnectionFailed as error:
-                self._put({"type": "lost", "text": f"{text} {error}"})
-            finally:
-                self._link = None
+                self._stay_connected()
 
 
 @contextlib.contextmanager

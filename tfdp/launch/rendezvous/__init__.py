@@ -10,8 +10,8 @@ that lack the job's secret are rejected. Reading order:
         nodes, their ranks and addresses; which of several failures is the cause
     restarts: the restart policy, also of a job on one machine
     coordinator: the state machine of the job, run by node 0
-    elastic_coordinator: that of a job that continues without lost nodes
     job_probe: the thread of node 0 that asks the workers whether they train
+    elastic_coordinator: the state machine of a job that continues without lost nodes
     server: the thread of node 0 that serves the connections of all nodes
     node_0_connection: the thread of each node that keeps its connection to node 0
 """

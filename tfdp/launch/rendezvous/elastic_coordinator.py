@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from tfdp.communication.cluster.address import join_address
 from tfdp.communication.cluster.tf_config import shorten
 from tfdp.launch.rendezvous.coordinator import Coordinator, Phase, Places
 from tfdp.launch.rendezvous.failure import NODE_LOST, Failure, RendezvousError
+from tfdp.launch.rendezvous.job_probe import JobProbe
 from tfdp.launch.rendezvous.link import Link
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Hello, Node
@@ -33,25 +34,6 @@ _GRACE_SECONDS = 5.0
 SILENT_SECONDS = 60.0
 
 
-class Probe(Protocol):
-    """Protocol of an object that asks the workers whether they train.
-
-    Attributes:
-        seen_at: Float, time by `time.monotonic` at which the workers were last seen to
-            train together, or `None` if they have not begun.
-        members: Set of strings, `"host:port"` of the workers that trained then.
-    """
-
-    seen_at: float | None
-    members: set[str]
-
-    def watch(self, places: Places, attempt_id: str) -> None:
-        """Ask the workers of an attempt, by its id, at these places from now on."""
-
-    def forget(self) -> None:
-        """Discard the answers, and ask no worker until the next `watch`."""
-
-
 class ElasticCoordinator(Coordinator):
     """State machine of a job whose nodes may be lost, or join, while it runs.
 
@@ -59,7 +41,7 @@ class ElasticCoordinator(Coordinator):
         node_0: `Hello` of node 0, with `min_nodes`.
         join_seconds: Float, longest wait for `min_nodes` nodes.
         make_restarts: See `Coordinator`.
-        probe: `Probe` of the workers.
+        probe: `JobProbe` of the workers.
         clock: See `Coordinator`.
     """
 
@@ -68,7 +50,7 @@ class ElasticCoordinator(Coordinator):
         node_0: Hello,
         join_seconds: float,
         make_restarts: Callable[[int], Restarts],
-        probe: Probe,
+        probe: JobProbe,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(node_0, join_seconds, make_restarts, clock)

@@ -9,6 +9,7 @@ from tfdp.communication.cluster import Cluster
 from tfdp.communication.cluster.address import join_address
 from tfdp.communication.connection.secret import derive_secret
 from tfdp.communication.store import ask_workers
+from tfdp.ground.base.threads import start_thread
 from tfdp.launch.rendezvous.coordinator import Places
 
 # Seconds between two requests to the workers.
@@ -38,8 +39,7 @@ def cluster_of_places(
 class JobProbe:
     """Asks the workers once a second, in a thread, whether they train together.
 
-    It implements the protocol `Probe` of the elastic coordinator, over connections that
-    are authenticated by the secret.
+    The connections are authenticated by the secret.
 
     Args:
         secret: String, the job's secret.
@@ -59,13 +59,10 @@ class JobProbe:
         # to the current attempt and the record of the answer.
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name="tfdp-rendezvous-probe", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread("tfdp-rendezvous-probe", self._run)
 
     def watch(self, places: Places, attempt_id: str) -> None:
-        """Ask the workers of an attempt at these places from now on."""
+        """Ask the workers of an attempt, by its id, at these places from now on."""
         self._cluster = cluster_of_places(places, self._secret, attempt_id, elastic=1)
 
     def forget(self) -> None:

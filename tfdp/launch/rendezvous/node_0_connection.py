@@ -98,8 +98,9 @@ class Node0Connection:
         Args:
             message: Mapping of JSON values.
         """
-        if self._link is not None:
-            self._link.send(message)
+        # The thread may reset the attribute at any time.
+        if (link := self._link) is not None:
+            link.send(message)
 
     def close(self) -> None:
         """Send pending messages for up to 2 s, and close the connection."""
@@ -112,12 +113,20 @@ class Node0Connection:
         self._waker.close()
 
     def _run(self) -> None:
-        """Join node 0, and queue its messages; the target of the thread."""
+        """Keep the connection until it is lost; the target of the thread."""
+        self._stay_connected()
+
+    def _stay_connected(self, link: Link | None = None) -> None:
+        """Join node 0, and queue its messages until the connection ends.
+
+        Args:
+            link: `Link` to node 0, or `None`, the default, to connect first.
+        """
         # The last message is sent after any error, since the launcher waits for it
         # without a timeout.
         kind, text = "lost", f"the connection to node 0 at {self._place} was lost"
         try:
-            with contextlib.closing(self._join()) as link:
+            with contextlib.closing(link or self._join()) as link:
                 self._serve(link)
         except RendezvousError as error:
             kind, text = "refused", str(error)
@@ -127,6 +136,7 @@ class Node0Connection:
             else:
                 text = f"node 0 at {self._place} {error}"
         finally:
+            self._link = None
             self._put({"type": kind, "text": text})
 
     def _put(self, message: dict[str, Any]) -> None:
