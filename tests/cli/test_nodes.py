@@ -180,10 +180,8 @@ def test_a_node_that_is_killed_ends_the_others_and_is_named(nodes):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("count", ["2", "1:2"])  # no worker has begun to train
-def test_a_node_0_that_is_killed_ends_the_others(nodes, count):
+def test_a_node_0_that_is_killed_ends_the_others(nodes):
     nodes.script(WAITS)
-    nodes.count = count
     first = nodes.node("-n", "1", "script.py")
     read_until(first, "this is node 0")
     second = nodes.node("-n", "1", "script.py")
