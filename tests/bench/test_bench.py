@@ -205,8 +205,10 @@ def test_a_worker_times_fit_or_a_loop_as_its_variants_say():
         keras.Model, "fit", autospec=True, side_effect=keras.Model.fit
     ) as fit:
         assert all(0 < variants[name](2) < DEADLINE_SECONDS for name in told)
+        assert 0 < variants["executions"](11) < DEADLINE_SECONDS
     samples = [len(call.args[1]) for call in fit.call_args_list]
-    assert samples == [3 * 4, 3 * 4, 8 * 4]
+    # Executions have 2 steps in the short block, and 4 in the long one.
+    assert samples == [3 * 4, 3 * 4, 4 * 4, 12 * 4]
 
 
 def test_a_worker_that_ends_is_named_with_its_last_lines():

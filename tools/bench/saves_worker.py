@@ -89,7 +89,11 @@ model.fit(
     xs, xs, batch_size=64, epochs=2 * BLOCKS, verbose=0, callbacks=[*callbacks, Saver()]
 )
 half = 3 * model.count_params() // 2
-source, target = (np.full(half, value, "float32") for value in (1, 2))
+# As in a save, the source lies where TensorFlow puts a variable, in ordinary pages; an
+# array of NumPy may have huge ones, and a copy between two of these takes half the
+# time.
+source = np.frombuffer(memoryview(tf.ones(half)), "float32")
+target = np.full(half, 2, "float32")
 for _ in range(BLOCKS):
     # As in a save, the workers of a host copy at the same time.
     group.all_gather("the begin of a copy")

@@ -429,7 +429,7 @@ def enabled(optimizer: Any) -> LocalSteps | None:
     return found if found is not None and found.is_enabled else None
 
 
-def active(model: Any) -> Any:
+def active(model: Any) -> LocalSteps | None:
     """Return the `LocalSteps` that a Keras model makes now, or `None`."""
     found = installed(getattr(model, "optimizer", None), LocalSteps)
     return found if found is not None and found.is_active else None

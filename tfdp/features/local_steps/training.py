@@ -82,7 +82,7 @@ class LocalStepsFeature(Feature):
         local_steps = active(model)
         if local_steps is None:
             return 1
-        options = local_steps.options
-        if options.delay and (is_delayed or options.outer.min_participants is not None):
+        options, outer = local_steps.options, local_steps.options.outer
+        if options.delay and (is_delayed or (outer and outer.min_participants)):
             return None
         return options.sync_every * model.optimizer.accumulation_steps

@@ -80,8 +80,8 @@ def groups_of_ranks(strategy: Any) -> Sequence[Sequence[int]]:
 def merging_group(strategy: Any) -> ProcessGroup:
     """Return the group of workers over which the logs of a step are merged.
 
-    The group has one member for each worker whose replicas train together. Where steps
-    do not wait for all workers, each worker is alone.
+    The group has one member for each worker whose replicas train together with this
+    worker's. Where steps do not wait for all workers, each worker is alone.
     """
     extended = strategy.extended
     if loops.exchange() is not None:
