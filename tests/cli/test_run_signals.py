@@ -222,11 +222,9 @@ def test_ctrl_c_while_the_workers_start_leaves_no_process(launcher):
         time.sleep(delay)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=STOPS_WITHIN_SECONDS)
-        # On a busy machine it is not ours yet; a worker's has its name before it.
-        if re.search("^Fatal Python error: init_", output, re.MULTILINE):
-            assert process.returncode == 1
-        else:
-            assert process.returncode in (130, -signal.SIGINT)
+        # Before the launcher says anything, Python may still be starting: exits by 1.
+        early = () if re.search("^tfdp:", output, re.MULTILINE) else (1,)
+        assert process.returncode in (130, -signal.SIGINT, *early), output
         launcher.assert_nothing_is_left(within_seconds=2)
 
 
