@@ -1,7 +1,7 @@
 """Lines of the user's code: warnings at them, and the line that started TensorFlow.
 
-This module is separate from `tfdp.ground._compat`, which imports TensorFlow: `import
-tfdp` must not import TensorFlow, and a watch of its start must be set up before it.
+This module is separate from the files of `tfdp.ground._compat`, which import
+TensorFlow: `import tfdp` must not, and a watch of its start must be set up before it.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def timed_fit(
         size = min(steps, most_steps)
         if size != model.steps_per_execution:
             model.steps_per_execution, model.train_function = size, None
-        # Whole executions, of which the first one is not timed.
+        # Whole executions; the first one is not timed.
         num_steps = size * (-(-(skipped + 1) // size) + steps // size)
         x, y = (np.concatenate([part] * num_steps) for part in batch)
         model.fit(
