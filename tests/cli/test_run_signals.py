@@ -222,9 +222,13 @@ def test_ctrl_c_while_the_workers_start_leaves_no_process(launcher):
         time.sleep(delay)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=STOPS_WITHIN_SECONDS)
-        # Before the launcher says anything, Python may still be starting: exits by 1.
-        early = () if re.search("^tfdp:", output, re.MULTILINE) else (1,)
-        assert process.returncode in (130, -signal.SIGINT, *early), output
+        # On a busy machine it is not ours yet; a worker's has its name before it.
+        # Python may turn an interrupt of an import into another error.
+        early = re.search("^KeyboardInterrupt$", output, re.MULTILINE)
+        if re.search("^Fatal Python error: init_", output, re.MULTILINE):
+            assert process.returncode == 1
+        elif not (early and process.returncode == 1):
+            assert process.returncode in (130, -signal.SIGINT), output
         launcher.assert_nothing_is_left(within_seconds=2)
 
 
