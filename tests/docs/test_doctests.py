@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,9 @@ import pytest
 from tests.harness.commands import ROOT
 from tests.harness.forks import run_script
 
-# Beside other tests on two slow cores with AVX2, a process took over 240 seconds.
-DEADLINE_SECONDS = 600
+pytestmark = pytest.mark.slow
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * DEADLINE_SECONDS + 60)]
+DEADLINE_SECONDS = 240
 
 # The examples of the modules run in one process, and those of the pages in two others,
 # for TensorFlow is slow to import. Two logical CPU devices stand for two replicas; they
@@ -115,9 +116,15 @@ def reports_of_modules(tmp_path_factory) -> dict[str, tuple[int, str]]:
 
 
 @pytest.fixture(scope="module")
-def reports_of_pages(tmp_path_factory) -> dict[str, tuple[int, str]]:
-    pages, folder = pages_with_examples(), tmp_path_factory.mktemp("pages")
-    return {**run_examples(pages[::2], folder), **run_examples(pages[1::2], folder)}
+def reports_of_pages(tmp_path_factory) -> Callable[[int], dict[str, tuple[int, str]]]:
+    """The reports of each second page, which run within the time limit of one test."""
+
+    @functools.cache
+    def reports_of(half: int) -> dict[str, tuple[int, str]]:
+        pages = pages_with_examples()[half::2]
+        return run_examples(pages, tmp_path_factory.mktemp("pages"))
+
+    return reports_of
 
 
 @pytest.mark.parametrize("module", modules_with_examples())
@@ -129,7 +136,8 @@ def test_examples_in_docstrings_print_what_they_say(module, reports_of_modules):
 
 @pytest.mark.parametrize("page", pages_with_examples())
 def test_examples_in_docs_run_and_print_what_they_say(page, reports_of_pages):
-    tries, failures = reports_of_pages[page]
+    half = pages_with_examples().index(page) % 2
+    tries, failures = reports_of_pages(half)[page]
     assert not failures, failures
     assert tries > 0
 

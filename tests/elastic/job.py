@@ -51,7 +51,7 @@ def run(
     replaced_by: dict[str, Any] | None = None,
     bed: TwoHosts | None = None,
     hosts: tuple[int, ...] = (),
-    deadline_seconds: float = 180.0,
+    deadline_seconds: float = 90.0,
     **arguments: Any,
 ) -> Outcome:
     """Runs a job until all its processes have ended.

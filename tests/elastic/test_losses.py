@@ -170,6 +170,7 @@ def test_each_sample_makes_one_step_of_an_epoch_through_a_loss_and_a_join(
         min_workers=2,  # as many as are left
         replacements=1,
         step_seconds=0.3,
+        deadline_seconds=180.0,  # alone 50 seconds on two slow cores with AVX2
     )
     check(outcome, [1, 2], expected(features=["rows"]))
     assert outcome.codes == [-9, 0, 0, 0], outcome.output[-4000:]
