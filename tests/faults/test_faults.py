@@ -286,7 +286,8 @@ def test_a_pause_shorter_than_the_timeout_changes_nothing(
 )
 def test_workers_that_make_different_calls_end_after_the_timeout(calls: tuple):
     fault = Fault("differ", "mixed", 0, hits_all=True)
-    plan = JobPlan(2, fault, timeout_seconds=4.0, script="calls", calls=calls)
+    # Longer than a slow machine takes to trace the first step of a worker.
+    plan = JobPlan(2, fault, timeout_seconds=10.0, script="calls", calls=calls)
     outcome = check(plan)
     # `evaluate` meets the other workers before its first step, and says so itself.
     said = "run the same calls" if "evaluate" in calls else "run different collectives"
