@@ -88,8 +88,8 @@ class LARS(keras.optimizers.Optimizer):
     https://arxiv.org/abs/1706.02677, for the decay.
     """
 
-    # Velocities contain the learning rate, as those of `SGD` do, so that a warmup
-    # rescales them.
+    # Velocities contain the learning rate, as those of `SGD` do, so they must be
+    # rescaled when the rate changes, as in warmup.
     rate_in_slots = True
 
     def __init__(
@@ -173,7 +173,7 @@ class LARS(keras.optimizers.Optimizer):
     def exclude_alike(
         self, other: LARS, variables: Sequence[Any], theirs: Sequence[Any]
     ) -> None:
-        """Exclude the same variables from the trust ratio of another optimizer.
+        """Exclude variables from another optimizer's trust ratio as in this optimizer.
 
         Args:
             other: `LARS`, not built.
@@ -213,7 +213,7 @@ class LARS(keras.optimizers.Optimizer):
         dtype = _norm_dtype(variable.dtype)
         gradient = _densify(gradient, variable, dtype)
         weights = tf.cast(tf.convert_to_tensor(variable), dtype)
-        rate = tf.cast(tf.convert_to_tensor(learning_rate), dtype)  # []
+        rate = tf.cast(tf.convert_to_tensor(learning_rate), dtype)
         decay = self._decay_of(variable, index)
         if index not in self._unadapted:
             rate *= self._trust_ratio(weights, gradient, decay)
@@ -257,12 +257,12 @@ class LARS(keras.optimizers.Optimizer):
         self, weights: tf.Tensor, gradient: tf.Tensor, decay: float
     ) -> tf.Tensor:
         """Return the trust ratio of a variable, a scalar; 1 if a norm is zero."""
-        weight_norm, gradient_norm = _norm(weights), _norm(gradient)  # [], []
+        weight_norm, gradient_norm = _norm(weights), _norm(gradient)
         ratio = (self.trust_coefficient * weight_norm) / (
             gradient_norm + decay * weight_norm + self.epsilon
         )
         has_ratio = (weight_norm > 0) & (gradient_norm > 0)
-        return tf.where(has_ratio, ratio, tf.ones_like(ratio))  # []
+        return tf.where(has_ratio, ratio, tf.ones_like(ratio))
 
 
 def _is_bias_or_norm(variable: Any) -> bool:
@@ -284,4 +284,4 @@ def _densify(gradient: Any, variable: Any, dtype: tf.DType) -> tf.Tensor:
 
 
 def _norm(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.sqrt(tf.reduce_sum(tf.square(tensor)))  # []
+    return tf.sqrt(tf.reduce_sum(tf.square(tensor)))

@@ -112,7 +112,7 @@ class BackupAndRestore(StrategyCallback):
     # callbacks, whose state they save.
     resumes_fit = True
 
-    # Settings that must be the same on all workers.
+    # `fit` raises an error if workers have different values of these settings.
     compared = (
         "save_freq",
         "keep",
@@ -145,7 +145,7 @@ class BackupAndRestore(StrategyCallback):
             memory_every = checked_integer("memory_every", memory_every, 1)
         self.memory_every = memory_every
         self._others: list[Any] = []
-        # Where the backup lies that this run has resumed from: in storage or in memory.
+        # The backups, in the directory or in memory, from which this run has resumed.
         self._source: Place
         self._pending_load: tuple[Index, LoadPlan] | None = None
         self._change: BatchChange | None = None
@@ -174,18 +174,19 @@ class BackupAndRestore(StrategyCallback):
     def set_position_and_callbacks(
         self, position: DataPosition, others: list[Any]
     ) -> None:
-        """Set the position in the data and the other callbacks; called by `fit`."""
+        """Store the position in the data and the callbacks to save; called by `fit`."""
         self._position = position
         self._others = others
 
-    # Hooks that Keras calls, after those of all other callbacks.
+    # Keras calls the following hooks after those of all other callbacks.
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Find the newest backup, and load it if it was made between two epochs.
+        """Find the newest backup, and load it now or when its unfinished epoch begins.
 
         Raises:
-            WorkersJoin: On a worker that joins a running job.
-            RuntimeError: If `fit` runs again, and no worker has a state.
+            WorkersJoin: On a worker that joins a running job: all workers then begin
+                `fit` again.
+            RuntimeError: If `fit` must go back to a backup, and no worker finds one.
         """
         self._worker_group = worker_group_of(self.model)
         self._backups = Backups(
@@ -261,7 +262,10 @@ class BackupAndRestore(StrategyCallback):
         self._position.last_logs = from_json(index.run["logs"])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Save if a backup is due; exit on a preemption notice; admit new workers."""
+        """Save if a backup is due; exit on a preemption notice; admit new workers.
+
+        For new workers that ask to join, all workers save, and raise `WorkersJoin`.
+        """
         before = self._total
         self._total += batch - self._last_batch
         self._last_batch = batch
@@ -317,7 +321,7 @@ class BackupAndRestore(StrategyCallback):
         except WorkerLost as error:
             if not continues:
                 raise
-            # No later call would raise it, since `fit` returns.
+            # The error is printed: `fit` returns, so no later call would raise it.
             say(f"the last save in the background is incomplete. {error}")
             return
         # The training of all workers is complete, so the error about a lost worker is
@@ -337,19 +341,19 @@ class BackupAndRestore(StrategyCallback):
         if self.delete_at_end and not is_preempted:
             self._backups.delete()
 
-    # Saving of backups.
+    # The following methods save backups.
 
     @activities.during(activities.BACKUP)
     def _save(
         self, epoch: int, batches: int, logs: Any, places: Sequence[Place]
     ) -> None:
-        """Add a backup of the present state to each of some places.
+        """Save the present state in the directory, in the memory of hosts, or in both.
 
         Args:
             epoch: Int, the epoch in which a resumed run continues.
             batches: Int, completed batches of that epoch.
             logs: Dict, the logs of the last batch.
-            places: Sequence of the `Backups` and `MemoryBackups` to add it to.
+            places: Sequence of the `Backups` and `MemoryBackups` that save it.
         """
         equalize_replicas(self.model)
         data = self._begin if batches else self._position.snapshot()
@@ -360,7 +364,7 @@ class BackupAndRestore(StrategyCallback):
     def _new_memory(self) -> MemoryBackups | None:
         """Return the `MemoryBackups` of this run, or `None` without `memory_every`.
 
-        In this case states of an earlier run are removed from the memory of the host.
+        Without it, states of an earlier run are removed from the memory of the host.
         """
         if self.memory_every is None:
             HostMemory(self._folder()).remove()
@@ -377,14 +381,14 @@ class BackupAndRestore(StrategyCallback):
         return memory
 
     def _continues_after_loss(self) -> bool:
-        """Return whether this `fit` continues with the other workers after a loss."""
+        """Return whether `fit` continues on the other workers if one is lost."""
         strategy = strategy_of(self.model)
         return strategy is not None and strategy.extended.continues_after_loss
 
     def _reason_to_go_back(self) -> str:
-        """Return the option for which `fit` goes back to a backup by itself.
+        """Return the option by which `fit` may go back to a backup without a restart.
 
-        It is a clause for messages, or `""` if there is no such option.
+        It is quoted in messages; `""` if no such option is set.
         """
         if self._continues_after_loss():
             return '`on_loss="continue"`'
@@ -392,7 +396,7 @@ class BackupAndRestore(StrategyCallback):
         return next(filter(None, reasons), "")
 
     def _folder(self) -> str:
-        """Return the directory of backups; an island has a subdirectory of it."""
+        """Return the backup directory; each job of `tfdp run --islands` has its own."""
         island = Island.from_environment()
         if island is None:
             return self.directory
@@ -415,10 +419,10 @@ class BackupAndRestore(StrategyCallback):
             self._save(epoch, batches, logs, [self._backups])
 
     def _answer_notice(self, epoch: int, batches: int, logs: Any) -> None:
-        """Add a backup on a preemption notice, print that, and exit.
+        """Save on a preemption notice, print a line, and exit with code 75.
 
-        All workers call it, once any of them has a notice. If the job continues without
-        lost workers, it returns on workers without a notice.
+        All workers call it, once any of them has a notice. With `on_loss="continue"`,
+        it returns on the workers without a notice, and these continue to train.
 
         Args:
             epoch: Int, the epoch in which a resumed run continues.
@@ -446,7 +450,7 @@ class BackupAndRestore(StrategyCallback):
             prints=self._worker_group.is_chief,
         )
 
-    # Resuming from backups.
+    # The following methods resume a run from a backup.
 
     def _resume(self, index: Index, load_plan: LoadPlan) -> None:
         """Set epoch, step and data position from a backup, and load it now or later.
@@ -518,7 +522,7 @@ class BackupAndRestore(StrategyCallback):
             difficulty: String, a clause that says why it cannot, or `None` if it can.
 
         Raises:
-            ValueError: If a feature needs this position to continue within `fit`.
+            ValueError: Instead, if `fit` may go back to a backup without a restart.
         """
         reason = self._reason_to_go_back()
         if difficulty is not None and reason:

@@ -15,14 +15,14 @@ from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 
 class StrategyCallback(keras.callbacks.Callback):
-    """Callback that requires a model under a tfdp strategy."""
+    """Base of callbacks for models with a tfdp strategy, or with none."""
 
     def __init__(self) -> None:
         super().__init__()
         install.install()
 
     def set_model(self, model: Any) -> None:
-        """Check that the model's strategy is tfdp's."""
+        """Set the model; raise `ValueError` if it has a strategy other than tfdp's."""
         super().set_model(model)
         check_strategy(model.distribute_strategy)
 
@@ -48,7 +48,8 @@ class OptimizerCallback(keras.callbacks.Callback):
         """Enable the feature, and have the step traced again if that changes it.
 
         Raises:
-            ValueError: If the model is not compiled, or its strategy is not tfdp's.
+            ValueError: If the model is not compiled, or has a strategy other than
+                tfdp's.
         """
         super().set_model(model)
         name = type(self).__name__
@@ -80,7 +81,7 @@ class OptimizerCallback(keras.callbacks.Callback):
             )
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Enable the callback's feature.
+        """Enable the callback's feature in an optimizer; each subclass implements this.
 
         Args:
             optimizer: `DistributedOptimizer` of the model.
@@ -88,7 +89,7 @@ class OptimizerCallback(keras.callbacks.Callback):
         raise NotImplementedError
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Record that `fit` is running, and not `evaluate`."""
+        """Set `is_in_fit` to `True`; `evaluate` outside of `fit` does not call this."""
         self.is_in_fit = True
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -118,4 +119,4 @@ def distributed_optimizer(model: Any) -> DistributedOptimizer:
 
 
 class MeasuringCallback(StrategyCallback, TimedSteps):
-    """Callback that times every step."""
+    """Base of callbacks that receive the times of every step, in `on_step_end`."""

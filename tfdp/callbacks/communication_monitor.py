@@ -73,7 +73,7 @@ class CommunicationMonitor(MeasuringCallback):
 
     Raises:
         ValueError: If `every` is not positive; in `fit`, if `log_dir` cannot be
-            written or the model's strategy is not tfdp's.
+            written or the model has a strategy other than tfdp's.
 
     Example:
 
@@ -84,7 +84,7 @@ class CommunicationMonitor(MeasuringCallback):
     communication; nccl-tests' PERFORMANCE.md for busbw.
     """
 
-    # Settings that must be the same on all workers.
+    # `fit` raises an error if workers have different values of these settings.
     compared = ("every", "histogram")
 
     def __init__(
@@ -132,7 +132,7 @@ class CommunicationMonitor(MeasuringCallback):
             fraction(busy, compute),
         )
 
-    # Hooks that Keras and tfdp call.
+    # Keras and tfdp call the following hooks before and during `fit`.
 
     def find_problem(self, num_steps: int | None) -> str:
         """Return why `log_dir` cannot be written, or `""`; create it if it is missing.
@@ -171,7 +171,7 @@ class CommunicationMonitor(MeasuringCallback):
         self._finalizer = finalizers.register(self, self._report_thread.stop)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restart the count of batches."""
+        """Store the number of the epoch, and restart the count of its batches."""
         super().on_epoch_begin(epoch, logs)
         self._epoch = epoch
 
@@ -243,7 +243,7 @@ class CommunicationMonitor(MeasuringCallback):
         step, epoch = self.step, self._epoch
 
         def compute_window() -> Window:
-            """Summarize the readings; called in the reporting thread."""
+            """Return the summary of the readings; the reporting thread calls it."""
             return window_of(
                 [meter.sample(reading) for reading in readings],
                 step=step,

@@ -61,7 +61,7 @@ class ConsistencyCheck(StrategyCallback):
 
     Raises:
         ValueError: If `every` is not positive, or `replay` is not in (0, 1]; in `fit`,
-            if the model's strategy is not tfdp's, or a step cannot be replayed.
+            if the model has a strategy other than tfdp's, or a step cannot be replayed.
         RuntimeError: In `fit`, on every worker, if replicas differ; with `replay` if
             they differ again when the step is repeated.
         ValueError: In `fit`, on every worker, if the labels of batches differ.
@@ -95,12 +95,12 @@ class ConsistencyCheck(StrategyCallback):
         self._last_batch = -1
 
     def set_model(self, model: Any) -> None:
-        """Check that the strategy is tfdp's; with several replicas, retrace the step.
+        """Set the model; with several replicas, have its step traced again.
 
         The step then computes the checksums to compare.
 
         Raises:
-            ValueError: If the strategy is not tfdp's.
+            ValueError: If the model has a strategy other than tfdp's.
         """
         super().set_model(model)
         if model.distribute_strategy.num_replicas_in_sync > 1:
@@ -138,7 +138,7 @@ class ConsistencyCheck(StrategyCallback):
         self._labels = self._shared_label_record(strategy)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restart the count of batches."""
+        """Restart the count of batches, which Keras begins at 0 in each epoch."""
         self._last_batch = -1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -227,7 +227,7 @@ class ConsistencyCheck(StrategyCallback):
             )
 
     def _check(self, when: str) -> None:
-        """Compare the checksums of the weights of all replicas.
+        """Raise `RuntimeError` on every worker if weights differ between replicas.
 
         Args:
             when: String for the error, such as `"before the first step"`.

@@ -98,7 +98,7 @@ class DiLoCo(LocalStepsCallback):
     of slower workers.
     """
 
-    # Settings that must be the same on all workers.
+    # `fit` raises an error if workers have different values of these settings.
     compared = ("settings",)
     # Marks the callback that exchanges between islands, the groups of workers of `tfdp
     # run --islands`. In an island, `fit` raises an error without this callback.
@@ -179,7 +179,7 @@ class DiLoCo(LocalStepsCallback):
             self._island.end_batches(batch - self._last_batch)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Prepare exchanges with all workers, before the first step is traced."""
+        """Prepare delayed exchanges with all workers, before a step is traced."""
         super().on_train_begin(logs)
         exchanges = self._exchanges()
         if exchanges is not None:
@@ -232,7 +232,7 @@ class DiLoCo(LocalStepsCallback):
         return self.optimizer.features.installed.get(LocalSteps)
 
     def _exchanges(self) -> Any:
-        """Return the outer exchanges of the optimizer; `None` without `delay`."""
+        """Return the `Exchanges` of delayed outer steps; `None` without `delay`."""
         local_steps = self.options.delay and self._local_steps()
         return local_steps.exchanges if local_steps else None
 

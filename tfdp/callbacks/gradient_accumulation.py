@@ -38,7 +38,7 @@ class GradientAccumulation(OptimizerCallback):
     {0: 8, 5: 4}
     """
 
-    # Settings that must be the same on all workers.
+    # `fit` raises an error if workers have different values of these settings.
     compared = ("steps", "flush")
 
     def __init__(
@@ -63,7 +63,9 @@ class GradientAccumulation(OptimizerCallback):
         self.flush = flush
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Create accumulators, so that a later epoch needs no new trace.
+        """Create accumulators if an epoch needs any; with `"auto"`, divide batches.
+
+        Since the accumulators exist from the start, no later epoch needs a new trace.
 
         Raises:
             ValueError: If the optimizer accumulates another number of batches, or the
@@ -91,7 +93,7 @@ class GradientAccumulation(OptimizerCallback):
         optimizer.features.plan = steps
 
     def _divide_rows(self, optimizer: DistributedOptimizer) -> None:
-        """Have steps compute their rows in as many micro-batches as memory needs.
+        """Have steps divide their rows into micro-batches that fit into memory.
 
         Raises:
             ValueError: If the step cannot be divided, such as an eager one.
@@ -125,11 +127,11 @@ class GradientAccumulation(OptimizerCallback):
             self.optimizer.accumulation_steps = steps_at_epoch(self.steps, epoch)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Flush, so that validation within `fit` includes the leftover batches."""
+        """With `flush`, make an update of leftover batches before a validation."""
         self._flush()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Flush the leftover batches, and add the number of micro-batches to logs."""
+        """Flush leftover batches; with `"auto"`, log the number of micro-batches."""
         if self.steps == "auto" and logs is not None:
             division = self.optimizer.features.installed[MicroBatches]
             logs["micro_batches"] = division.number

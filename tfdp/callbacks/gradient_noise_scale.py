@@ -34,7 +34,7 @@ class GradientNoiseScale(OptimizerCallback):
     Source: McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, appendix A.1.
     """
 
-    # Settings that must be the same on all workers.
+    # `fit` raises an error if workers have different values of these settings.
     compared = ("smoothing",)
 
     def __init__(self, smoothing: float = 0.99) -> None:

@@ -35,7 +35,7 @@ from tfdp.training.data.own_rows import supports_row_reads
 from tfdp.training.data.stages import MAPS
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 
-# Shortest interval between two writes of the result.
+# Shortest time between two writes of the measured times to the JSON file.
 _WRITE_EVERY_SECONDS = 0.5
 # Callbacks that are left out of a measured `fit`: their files would hold the state of
 # a training that was cut short.
@@ -85,7 +85,9 @@ class InputProbe(MeasuringCallback):
         self._write()
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Record the times of a step, and raise `EnoughSteps` after the last one.
+        """Record the times of a step; raise `EnoughSteps` after the last one.
+
+        If steps of the model cannot be measured, the first one is the last.
 
         Args:
             num_steps: Int, steps of the execution that has ended; not used.
@@ -103,11 +105,11 @@ class InputProbe(MeasuringCallback):
             self._write()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Write the result so far; another `fit` may follow."""
+        """Write the times measured so far to the file; another `fit` may follow."""
         self._write()
 
     def _write(self) -> None:
-        """Write the result so far to the JSON file."""
+        """Write the mean waits so far and the input pipeline to the JSON file."""
         self._written_at = time.monotonic()
         content = {
             "problem": self._problem,

@@ -48,7 +48,7 @@ class LearningRateWarmup(OptimizerCallback):
     Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677.
     """
 
-    # Settings that must be the same on all workers.
+    # `fit` raises an error if workers have different values of these settings.
     compared = (
         "epochs",
         "steps",
@@ -87,14 +87,15 @@ class LearningRateWarmup(OptimizerCallback):
         self._updates = 0
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Set a provisional warmup; its start and end are set at the first batch."""
+        """Install a warmup, whose start and length `on_train_batch_begin` sets."""
         if optimizer is not self._optimizer:
             # Each optimizer has its own warmup, so a new optimizer begins another one.
             self._optimizer = optimizer
             self._stage = _WAITING
         before = installed(optimizer, Warmup)
         if self._stage == _WAITING and before is not None and before.is_over:
-            # The learning rate contains the final factor of an earlier warmup.
+            # The learning rate contains the factor of an earlier warmup, which is over,
+            # so no second warmup begins.
             self._stage = _OVER
         if self._stage == _WAITING:
             self._has_trained = (

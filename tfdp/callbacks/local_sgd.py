@@ -32,7 +32,7 @@ class LocalStepsCallback(OptimizerCallback):
         self._last_batch = -1
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Create the state; start local steps at once if `start_step` is 0."""
+        """Create the variables of local steps; start these if `start_step` is 0."""
         enable(optimizer, self.options, now=self.start_step == 0)
         self._left = 0
 
@@ -99,7 +99,7 @@ class LocalSGD(LocalStepsCallback):
     https://arxiv.org/abs/1808.07217, for `start_step`.
     """
 
-    # Settings that must be the same on all workers.
+    # `fit` raises an error if workers have different values of these settings.
     compared = ("sync_every", "start_step")
 
     def __init__(self, sync_every: int = 8, start_step: int = 0) -> None:

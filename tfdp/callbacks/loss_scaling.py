@@ -34,7 +34,7 @@ class LossScaling(OptimizerCallback):
     Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
     """
 
-    # Settings that must be the same on all workers.
+    # `fit` raises an error if workers have different values of these settings.
     compared = ("scaling",)
 
     def __init__(

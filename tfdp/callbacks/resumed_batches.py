@@ -24,12 +24,12 @@ from tfdp.training.data.batch_change import (
 )
 from tfdp.training.data.position import DataPosition
 
-# Keys of a run's identity that may change with the number of replicas.
+# Settings of `fit` that may differ from the backup's with the number of replicas.
 _MAY_CHANGE = ("batch_size", "steps_per_epoch")
 
 
 class ResumedBatches:
-    """Comparison of a run's batches with a backup's, and adaptation to a change.
+    """Compares the batches of `fit` with a backup's, and adapts `fit` to a change.
 
     Args:
         model: Compiled Keras model, in `fit`.
@@ -65,16 +65,16 @@ class ResumedBatches:
         }
 
     def change_since(self, run: dict[str, Any]) -> BatchChange | None:
-        """Return the change of the batch since a backup.
+        """Compare the batch size and settings of this run with those of a backup's run.
 
         Args:
             run: Dict, the run's metadata in the backup.
 
         Returns:
-            `BatchChange`, or `None` if the batch is the same.
+            `BatchChange`, or `None` if the batch size is the same.
 
         Raises:
-            IncompatibleBackup: If the backup is of another run.
+            IncompatibleBackup: If other settings differ: the backup is of another run.
         """
         change = self._change(run)
         for name, now in self._identity().items():
@@ -165,13 +165,13 @@ class ResumedBatches:
         )
 
     def _change(self, run: dict[str, Any]) -> BatchChange | None:
-        """Compare the batch of a backup's run with that of this run, and nothing else.
+        """Compare only the batch size of a backup's run with that of this run.
 
         Args:
             run: Dict, the run's metadata in the backup.
 
         Returns:
-            `BatchChange`, or `None` if the batch is the same.
+            `BatchChange`, or `None` if the batch size is the same.
         """
         accumulation = run.get("accumulation", {"steps": 1, "waiting": 0})
         then = Batches(

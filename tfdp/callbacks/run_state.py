@@ -34,7 +34,7 @@ _FORMAT = 1
 
 
 class RunState:
-    """State of a running `fit`, and its restoration from a backup.
+    """Collects the state of a running `fit` for a backup, and restores it from one.
 
     Args:
         model: Compiled Keras model.
@@ -61,7 +61,7 @@ class RunState:
     def collect(
         self, epoch: int, batches: int, steps: int, logs: Any, data: dict[str, Any]
     ) -> tuple[list[StateTensor], dict[str, Any]]:
-        """Collect the state. All workers call it.
+        """Collect the state of `fit` for a backup. All workers call it.
 
         Args:
             epoch: Int, the epoch in which a resumed run continues.
@@ -71,7 +71,7 @@ class RunState:
             data: Dict, the position in the data at the start of the epoch.
 
         Returns:
-            Tuple of the tensors, and a dict with the metadata of the run.
+            Tuple of the `StateTensor`s, and a dict with the metadata of the run.
         """
         states, arrays = callback_states(self._callbacks)
         run = {

@@ -63,7 +63,7 @@ class ShardedOptimizer(OptimizerCallback):
     # callbacks that write files must run on every worker.
     shards = True
 
-    # Settings that must be the same on all workers.
+    # `fit` raises an error if workers have different values of these settings.
     compared = ("settings",)
 
     def __init__(

@@ -77,7 +77,7 @@ class SpikeGuard(OptimizerCallback):
     # `fit` finds the guards among its callbacks by this attribute.
     skips_spikes = True
 
-    # Settings that must be the same on all workers.
+    # `fit` raises an error if workers have different values of these settings.
     compared = ("threshold", "window", "on", "action", "patience")
 
     def __init__(
@@ -107,7 +107,7 @@ class SpikeGuard(OptimizerCallback):
         self._goes_back = False
 
     def find_problem(self, num_steps: int | None) -> str:
-        """Return what is wrong with the settings, or `""`.
+        """Return why `window` is too long for the training, or `""`.
 
         Args:
             num_steps: Int, steps of the training, or `None` if unknown.
@@ -143,7 +143,7 @@ class SpikeGuard(OptimizerCallback):
         return self.optimizer.features.installed[StepGuard]
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Start an empty table of updates, unless `fit` begins again by a rollback."""
+        """Clear the list of left-out updates, unless `fit` repeats after a rollback."""
         super().on_train_begin(logs)
         self._is_local = self.optimizer.features.independent_groups is not None
         if self.action != "skip" and self._is_local:
@@ -173,8 +173,8 @@ class SpikeGuard(OptimizerCallback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stop or roll back after a spike; raise after too many skips in a row."""
         if self._is_local:
-            # With local steps, workers are at different batches, and decide
-            # differently.
+            # With local steps, workers are at different batches, and find different
+            # spikes, so they cannot stop or go back together.
             return
         self._act()
         since = (batch + 1) % _BATCHES_BETWEEN_CHECKS
@@ -221,11 +221,11 @@ class SpikeGuard(OptimizerCallback):
 
     @property
     def _has_stopped(self) -> bool:
-        """Bool, whether a spike has ended training."""
+        """Bool, whether a spike must end training or cause a rollback."""
         return bool(self._guard.waiting.numpy())
 
     def get_state(self) -> dict[str, Any]:
-        """Return the table, and the position of the epoch, for a backup."""
+        """Return the left-out updates and batches, and the epoch, for a backup."""
         self._read()
         return {
             "rows": [list(row) for row in self._rows],
@@ -247,7 +247,7 @@ class SpikeGuard(OptimizerCallback):
         self._num_read = int(self._guard.num_skipped.numpy())
 
     def _read(self) -> None:
-        """Add the updates that were left out since the last call to `_rows`.
+        """Append to `_rows` the updates that were left out since the last call.
 
         These rows are the table that is printed at the end of `fit`. The updates are
         read from the variables in which the step has stored them.
@@ -265,7 +265,7 @@ class SpikeGuard(OptimizerCallback):
         self._rows += [row for row in found if row.step not in known]
 
     def _exclude(self, numbers: list[int]) -> None:
-        """Have the step leave out further batches, by their numbers in all epochs."""
+        """Have the step leave out further batches, whose numbers count all epochs."""
         self._excluded = sorted({*self._excluded, *numbers})
         if len(self._excluded) > MOST_EXCLUDED:
             raise RuntimeError(
@@ -277,10 +277,10 @@ class SpikeGuard(OptimizerCallback):
         self._guard.excluded.assign(padded)
 
     def _go_back(self, number: int) -> NoReturn:
-        """Have `fit` continue from the newest backup, without the batches of a spike.
+        """Raise `SpikeRollback`: `fit` repeats from a backup, and leaves out a spike.
 
         Args:
-            number: Int, number of the batch of the spike.
+            number: Int, number of the spike's last batch, counted over all epochs.
         """
         first = number - int(self._guard.num_of_update.numpy())
         self._excluded += range(first + 1, number + 1)
@@ -296,7 +296,7 @@ class SpikeGuard(OptimizerCallback):
         raise SpikeRollback(f"`SpikeGuard`: {text}.")
 
     def _check(self) -> None:
-        """Raise on all workers if too many updates were left out in a row."""
+        """Raise `RuntimeError` if `patience` updates in a row were left out."""
         self._read()
         self._fail_if(int(self._guard.num_in_a_row.numpy()) >= self.patience)
 

@@ -51,7 +51,7 @@ class Timeline(MeasuringCallback):
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
     """
 
-    # Settings that must be the same on all workers.
+    # `fit` raises an error if workers have different values of these settings.
     compared = ("steps",)
 
     def __init__(
@@ -69,10 +69,10 @@ class Timeline(MeasuringCallback):
         first, last = self.steps
         return f"step {first}" if first == last else f"steps {first} to {last}"
 
-    # Hooks that Keras and tfdp call.
+    # Keras and tfdp call the following hooks before and during `fit`.
 
     def find_problem(self, num_steps: int | None) -> str:
-        """Return what is wrong with the settings, or `""`; runs on the first worker.
+        """Return why `steps` or `path` is unusable, or `""`; runs on the first worker.
 
         Args:
             num_steps: Int, steps of the training, or `None` if unknown.
@@ -102,7 +102,7 @@ class Timeline(MeasuringCallback):
         self.meter.start()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Start the meter's trace when the selected steps begin."""
+        """Before a selected step, have the meter trace it: on GPUs, by a profile."""
         if self.meter is not None and self.step >= self.steps[0] - 1:
             self.meter.trace_begins()
         super().on_train_batch_begin(batch, logs)
@@ -146,7 +146,7 @@ class Timeline(MeasuringCallback):
             user_code.warn(f"`Timeline` could not be written: {error}")
 
     def _write_file(self, workers: list[WorkerTrace]) -> None:
-        """Write the merged trace, or warn if the first worker has no steps."""
+        """Write the merged trace, or warn if the first worker has recorded no steps."""
         if workers and workers[0].rank == 0:
             write_json(self.path, chrome_trace(workers))
         else:

@@ -29,7 +29,7 @@ from tfdp.training.sharding.state_tensors import (
 
 
 def accumulated_state(model: keras.Model) -> list[StateTensor]:
-    """Return state tensors of the accumulated gradients, without the loss scale.
+    """Return state tensors of the accumulated gradients, divided by the loss scale.
 
     Args:
         model: Built Keras model, with its optimizer if it is compiled.
@@ -205,7 +205,7 @@ def _without_loss_scaling(optimizer: Any) -> Any:
 
 
 def _accumulating_groups(optimizer: Any) -> list[Any]:
-    """Return the Keras optimizers that accumulate gradients, within an optimizer."""
+    """Return the Keras optimizers of parameter groups that accumulate gradients."""
     inner = _without_loss_scaling(optimizer)
     groups = [] if inner is None else innermost(inner)
     return [group for group in groups if optimizer_state.has_accumulators(group)]
@@ -218,10 +218,10 @@ def _current_loss_scale(model: keras.Model) -> float:
 
 
 def _scaled(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
-    """Return a state tensor for the same memory that is saved multiplied by a factor.
+    """Return a view of a state tensor whose saved values are multiplied by a factor.
 
-    Values that are restored are divided by the factor. Products that are not finite
-    are saved as zero.
+    Restored values are divided by the factor. Products that are not finite are saved
+    as zero.
 
     Args:
         tensor: `StateTensor`.

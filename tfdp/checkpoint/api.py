@@ -230,7 +230,7 @@ def save_state(
 
 @dataclasses.dataclass(frozen=True)
 class _Metadata:
-    """Contents of a checkpoint apart from its tensors.
+    """Path of a checkpoint, and contents of its index other than the shards.
 
     Args:
         path: String, the directory or URL of the checkpoint.
@@ -314,7 +314,7 @@ def restore_state(
     directory: str | os.PathLike[str],
     worker_group: Any,
 ) -> None:
-    """Restore tensors from a directory: those that `make_plan` selects by the index.
+    """Restore the tensors that `make_plan` selects from the checkpoint in a directory.
 
     All workers call it together.
 

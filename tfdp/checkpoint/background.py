@@ -41,7 +41,7 @@ _PROCESSOR_SHARE = 0.01
 # whose `fit` has raised an error may wait as long, since other workers do not know of
 # the error and still pause.
 _MOST_PAUSED_SECONDS = 10.0
-# Shortest wait in seconds of a save for the previous save that is reported.
+# Seconds of waiting for the previous save after which a save logs a warning.
 _LEAST_REPORTED_SECONDS = 1.0
 # Function that returns the state tensors to write, or raises the error of copying them.
 Read = Callable[[], Sequence[StateTensor]]
@@ -126,7 +126,7 @@ class PendingSave:
 
 
 class BackgroundSaves:
-    """Saves of one group of workers, one at a time.
+    """Runs the saves of one group of workers in the background, one at a time.
 
     All workers call each of the methods together.
 
@@ -222,7 +222,7 @@ class BackgroundSaves:
         self.finish_own()
 
     def finish_own(self) -> None:
-        """Do as `finish`, but do not wait for saves of other groups of workers."""
+        """Wait for the present save as `finish` does, but not for other groups'."""
         self._wait()
         self._buffer = np.empty(0, "uint8")
 
@@ -358,7 +358,7 @@ def memory_room(worker_group: Any) -> int:
     return int(MEMORY_SHARE * free_bytes() / hosts.count(host))
 
 
-# Saves in the background, by the group of workers.
+# The `BackgroundSaves` of each group of workers, created when first needed.
 _saves_by_group: weakref.WeakKeyDictionary[Any, BackgroundSaves]
 _saves_by_group = weakref.WeakKeyDictionary()
 # Saves whose end no call has waited for.
@@ -373,7 +373,7 @@ def background_saves(worker_group: Any) -> BackgroundSaves:
 
 
 class _SavesOfCallbacks(Feature):
-    """Has `fit` wait for the saves of its model's workers."""
+    """Has `fit` wait at its end for a background save that is still under way."""
 
     def complete_fit(self, model: Any) -> None:
         """Wait until the save under way has ended; raise its error."""
@@ -435,7 +435,7 @@ class _Pauses:
         self.restart()
 
     def restart(self) -> None:
-        """Begin to measure the time until the next pause."""
+        """Begin to measure the elapsed and the processor time until the next pause."""
         self._used, self._begin = time.thread_time(), time.monotonic()
 
 

@@ -30,7 +30,8 @@ from tfdp.ground.base.temporary import temporary_name
 from tfdp.ground.text import say
 from tfdp.training.sharding.state_tensors import StateTensor
 
-# Names of the directories of backups, and of damaged backups that were renamed.
+# Match the names of the directories of backups, and of damaged backups, which are
+# renamed so that later backups can take their names.
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _DAMAGED_NAME = re.compile(rf"{_NAME.pattern}\.damaged")
 # File in the directory of backups with the identity of the run's states in memory. If
@@ -376,7 +377,7 @@ class Backups:
 def find_together(
     worker_group: Any, path: str, find: Callable[[], tuple[Index, LoadPlan]]
 ) -> tuple[tuple[Index, LoadPlan] | None, str]:
-    """Agree on the index and load plan of a backup, or on its fault.
+    """Have workers agree that a backup is intact on each of them, or on its fault.
 
     All workers call this together.
 
@@ -387,8 +388,8 @@ def find_together(
             an error.
 
     Returns:
-        Tuple of the pair of `Index` and `LoadPlan`, or `None` for a damaged backup; and
-        the fault, which is `""` for an intact backup.
+        Tuple of the result of `find` on this worker, or `None` for a damaged backup;
+        and the fault, which is `""` for an intact backup.
 
     Raises:
         ValueError: On every worker, if the backup is incompatible with the run.

@@ -18,7 +18,7 @@ from tfdp.checkpoint.index import DTYPES, Index
 from tfdp.checkpoint.schema import COUNT, check, list_of, mapping, optional, refuse
 from tfdp.ground._compat import keras_model
 
-# Attributes that are lists of arrays, which a backup holds as tensors.
+# Attributes of callbacks that are lists of arrays, which a backup holds as tensors.
 _ARRAY_LISTS = {"best_weights"}
 _VALUE_NAMES = {
     name for names in keras_model.CALLBACK_STATE.values() for name in names
@@ -83,7 +83,7 @@ def check_value(value: Any, where: str) -> Any:
 
 
 def check_callback_states(states: Any, where: str) -> None:
-    """Raise `Malformed` unless a value is a dict of states, as of `callback_states`.
+    """Raise `Malformed` unless a value is a dict of states from `callback_states`.
 
     Args:
         states: Value from a file, as JSON has it.

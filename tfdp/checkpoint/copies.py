@@ -44,7 +44,7 @@ def copy_to_host(state: Sequence[StateTensor], buffer: np.ndarray) -> None:
 
 
 def copied_state(state: Sequence[StateTensor], buffer: np.ndarray) -> list[StateTensor]:
-    """Return the state whose owned shards are the parts of a copy by `copy_to_host`.
+    """Return state tensors whose owned shards read from a copy by `copy_to_host`.
 
     Args:
         state: Sequence of `StateTensor`.
@@ -66,11 +66,11 @@ def copied_state(state: Sequence[StateTensor], buffer: np.ndarray) -> list[State
 def _parts(
     state: Sequence[StateTensor], buffer: np.ndarray
 ) -> Iterator[tuple[StateTensor, LocalShard, np.ndarray]]:
-    """Yield the shards that this process owns, with the parts of an array for them.
+    """Yield the tensor of each owned shard, the shard, and its slice of an array.
 
     Args:
         state: Sequence of `StateTensor`.
-        buffer: Array of bytes.
+        buffer: Array of bytes, with room for all shards that this process owns.
     """
     offset = 0
     for tensor in state:
@@ -92,5 +92,5 @@ def copy_bytes(state: Sequence[StateTensor]) -> int:
 
 
 def aligned(size: int) -> int:
-    """Return a size rounded up to the alignment of shards, in bytes."""
+    """Return a size in bytes, rounded up to the alignment of shards in a copy."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

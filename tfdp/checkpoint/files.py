@@ -25,7 +25,7 @@ from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 # Largest size of a shard in bytes. A save needs memory for one shard at a time, which
 # is less than a bucket of gradients takes.
 SHARD_BYTES = 8 * 2**20
-# Parts of the messages of TensorFlow that name an op and not the cause.
+# Matches the parts of TensorFlow's messages that name an op instead of the cause.
 _OP_NOISE = re.compile(r"\{\{.*?\}\}\s*|\s*\[Op:\w+\].*", re.DOTALL)
 
 
@@ -129,7 +129,7 @@ def best_algorithm() -> str:
     """Return the fastest algorithm of checksums that is installed.
 
     Returns:
-        String: `CRC32C` with the package google-crc32c, else `CRC32`.
+        String: `CRC32C` if google-crc32c has its C extension, else `CRC32`.
 
     Source: https://pypi.org/project/google-crc32c
     """
@@ -158,7 +158,7 @@ def checksum(chunks: Iterable[bytes | np.ndarray], algorithm: str) -> int:
 
 
 def _crc32(value: int, chunk: Any) -> int:
-    """Continue a CRC-32 with a chunk of bytes."""
+    """Return the CRC-32 `value`, continued with a chunk of bytes."""
     return zlib.crc32(chunk, value)
 
 

@@ -43,12 +43,15 @@ _NAME = re.compile(r"tfdp-memory-([0-9]+)-[0-9a-f]{16}")
 # Matches the name of a file of a part: its stem, the rank in it, and its ending. A
 # `.new` file was incomplete when its process ended.
 _FILE = re.compile(r"(part-([0-9]+)-[01])\.(json|data)(?:\.new)?")
-# Seconds after which the memory of a run that was not resumed is freed.
+# Seconds since the last save of a run after which other runs free its memory.
 _LONGEST_UNUSED_SECONDS = 86400.0
 
 
 class HostMemory:
-    """Parts of the states of one run in the memory of this host.
+    """Folder in this host's memory with parts of the saved states of one run.
+
+    A part holds the elements of a state that one worker saves. It has two slots, which
+    saves write alternately: one keeps the last save while the other is written.
 
     Args:
         directory: String, path or URL of the run's backups.
@@ -63,15 +66,13 @@ class HostMemory:
         self._lock: int | None = None
 
     def open(self) -> str:
-        """Create the folder, and free the memory of runs without a save for a day.
-
-        These are other runs of this user.
+        """Create the folder; free the memory of other runs without a save for a day.
 
         Returns:
             String, equal for processes that see the same folder.
 
         Raises:
-            OSError: If the system has no such memory, or the folder is not this user's.
+            OSError: If the system has no `/dev/shm`, or the folder is not this user's.
         """
         if not os.path.isdir(ROOT):
             raise NotADirectoryError(f"{ROOT!r} does not exist")
@@ -83,10 +84,10 @@ class HostMemory:
         return f"{boot_id()} {status.st_dev} {status.st_ino}"
 
     def headers(self, owner: str) -> dict[PartName, PartHeader]:
-        """Return the headers of all valid parts of a directory of backups.
+        """Return the headers of all valid parts in the folder, by their names.
 
         Args:
-            owner: String, identity of the directory of backups.
+            owner: String, identity of the directory of backups that they belong to.
         """
         found = {}
         for file in self._files():
@@ -100,10 +101,10 @@ class HostMemory:
         return found
 
     def remove_others(self, token: str | None, ranks: Collection[int]) -> None:
-        """Remove the parts that are neither of a save nor overwritten by later saves.
+        """Invalidate all saves but one; remove data that later saves do not overwrite.
 
         Args:
-            token: String, identity of the save, or `None` to remove the parts of all
+            token: String, identity of the save that stays, or `None` to invalidate all
                 saves.
             ranks: Collection of ints, the workers whose parts this host keeps.
         """
@@ -159,7 +160,7 @@ class HostMemory:
         self._lock = lock
 
     def missing_bytes(self, rank: int, num_bytes: int) -> int:
-        """Return the number of bytes that both slots of a part lack to hold the part.
+        """Return the bytes to allocate so that both slots of a part have room for it.
 
         Args:
             rank: Int, the worker whose part it is.
@@ -169,7 +170,7 @@ class HostMemory:
         return sum(max(num_bytes - size, 0) for size in held)
 
     def begin(self, rank: int, slot: int, num_bytes: int) -> np.ndarray:
-        """Make a slot invalid; return its memory, to write a part into.
+        """Invalidate a slot; return its memory, a writable array of bytes, for a part.
 
         Args:
             rank: Int, the worker whose part it is.
@@ -281,7 +282,7 @@ def _map(number: int, num_bytes: int, protection: int) -> np.ndarray:
 
 
 def _remove_unused(own: str) -> None:
-    """Remove the folders of this user's runs that were not resumed in time.
+    """Remove the folders of this user's other runs without a save for a day.
 
     Args:
         own: String, path of the folder of this run, which stays.

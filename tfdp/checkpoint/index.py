@@ -233,7 +233,7 @@ def check_index(index: Index) -> None:
         index: `Index` whose values have the right types.
 
     Raises:
-        ValueError: If so; the message has the first fault.
+        ValueError: The message has the first fault.
     """
     names = {entry.name for entry in index.tensors}
     if len(names) < len(index.tensors):
@@ -255,7 +255,7 @@ def check_files(shard: Shard, tensors: Sequence[TensorMetadata]) -> None:
         tensors: Sequence of `TensorMetadata`, the tensors of the index.
 
     Raises:
-        ValueError: If so; the message has the first fault.
+        ValueError: The message has the first fault.
     """
     writer, _, number = shard.prefix.rpartition("-")
     names = tuple(file.name for file in shard.files)

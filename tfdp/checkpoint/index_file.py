@@ -38,7 +38,7 @@ INDEX_FILE = "index.json"
 INDEX_BYTES = 2**28
 _VALUES = 2**23
 _FOLDER = re.compile(r"data-[0-9a-f]{12}")
-# Largest number of dimensions of a tensor.
+# Largest number of dimensions that a tensor in an index may have.
 _RANK = 64
 
 
@@ -47,7 +47,7 @@ class UnknownFormat(ValueError):
 
 
 def is_folder_name(name: str) -> bool:
-    """Return whether a name has the form of a save's data folder."""
+    """Return whether a name is that of a save's data folder: `data-0123456789ab`."""
     return _FOLDER.fullmatch(name) is not None
 
 

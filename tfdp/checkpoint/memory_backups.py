@@ -45,12 +45,15 @@ from tfdp.ground import user_code
 from tfdp.ground.base.threads import run_on_thread
 from tfdp.training.sharding.state_tensors import StateTensor
 
-# Largest size of the file that identifies the directory of backups.
+# Largest size in bytes of the file that identifies the directory of backups.
 _OWNER_BYTES = 100
 
 
 class MemoryBackups:
-    """Newest states of one run in memory. All workers call each method together.
+    """Saves of one run in the memory of hosts. All workers call each method together.
+
+    Each worker's part of a state stays on its own host, and a copy on that of its
+    keeper, a worker on the next host.
 
     Args:
         directory: String, path or URL of the backups of the run.
@@ -93,7 +96,7 @@ class MemoryBackups:
         self._headers: Sequence[PartHeader] = []
 
     def prepare(self) -> None:
-        """Open the memory, and choose which worker keeps a copy of which part."""
+        """Open the hosts' memory, choose keepers of the parts, and connect workers."""
         self._owner, token = self._agree_on_names()
         self._token = f"{token}-{self._group.num_workers}"
         key, fault = "", ""
@@ -162,7 +165,7 @@ class MemoryBackups:
         return newest
 
     def load(self, index: Index, load_plan: LoadPlan) -> None:
-        """Read the found state into this worker's variables, as all workers do.
+        """Read the state that `find_newest` has found into this worker's variables.
 
         Args:
             index: `Index` of the state, as `find_newest` returned it.
@@ -185,7 +188,7 @@ class MemoryBackups:
         )
 
         def plan() -> list[list[PartRange]]:
-            """Map this host's parts by `mmap`; return the pieces that this host lacks.
+            """Map this host's parts by `mmap`; return the ranges that this host lacks.
 
             Returns:
                 List of lists of `PartRange`, one for each batch of variables that is
@@ -204,7 +207,7 @@ class MemoryBackups:
 
     @property
     def source(self) -> str:
-        """String, the place of the state that was found, for messages."""
+        """String for messages: `"memory"`, and the workers whose parts were lost."""
         assert self._complete_save is not None
         lost = [
             rank
@@ -228,7 +231,7 @@ class MemoryBackups:
     def save(
         self, step: int, state: Sequence[StateTensor], run: dict[str, Any]
     ) -> None:
-        """Copy this worker's part of a state in memory, and send it to its keeper.
+        """Copy this worker's part of a state into memory, and send it to its keeper.
 
         Only called while `is_on` is true.
 
@@ -285,7 +288,7 @@ class MemoryBackups:
         self._slot = 1 - self._slot
 
     def finish(self) -> None:
-        """Wait until the copies are sent; keep an error for the next save."""
+        """Wait until the copies are sent; the next save reports an error, if any."""
         if self._pending is None:
             return
         error = self._pending.exception()
@@ -431,7 +434,7 @@ class MemoryBackups:
         sizes: tuple[Sequence[int], Sequence[int]],
         slot: int,
     ) -> None:
-        """Send this worker's part to its keeper; receive the copies to keep here.
+        """Send this worker's part to its keeper; receive the parts that it keeps.
 
         Args:
             parts: Tuple of two arrays of bytes: the header and the part.

@@ -47,7 +47,7 @@ _CONTENT = {
 
 
 class PartName(NamedTuple):
-    """Identity of a part.
+    """Identity of a part: the elements of a saved state that one worker has saved.
 
     Args:
         token: String, identity of the save, the same for all its parts.
@@ -68,13 +68,13 @@ class PartName(NamedTuple):
 
     @property
     def order(self) -> tuple[int, bool]:
-        """Tuple by which parts are compared: it is larger for that of a later save."""
+        """Tuple to compare parts by age: it is larger for a part of a later save."""
         return self.step, not self.in_epoch
 
 
 @dataclasses.dataclass(frozen=True)
 class PartHeader:
-    """Header of a part, which makes it valid once it is written.
+    """Metadata of a part in memory, which is valid only once they are written.
 
     Args:
         name: `PartName`.
@@ -152,7 +152,7 @@ class PartHeader:
 
 @dataclasses.dataclass(frozen=True)
 class CompleteSave:
-    """Save whose parts are all in the memory of some host.
+    """Save that can be read: each of its parts is in the memory of a host, or more.
 
     Args:
         name: `PartName` of its first part.

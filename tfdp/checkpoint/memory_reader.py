@@ -18,7 +18,7 @@ from tfdp.training.sharding.state_tensors import StateTensor
 
 
 class PartRange(NamedTuple):
-    """Bytes of a part that a worker reads.
+    """Range of bytes to read from one worker's part of a state in memory.
 
     Args:
         part: Int, rank of the worker whose part it is.
@@ -72,7 +72,7 @@ class PartsReader:
                 self._arrays[part] = memory.read(header)
 
     def requests(self, state: Sequence[StateTensor]) -> list[list[PartRange]]:
-        """Return the pieces that this worker lacks, for each batch of variables.
+        """Return the ranges that this host lacks, a list for each batch of variables.
 
         Args:
             state: Sequence of `StateTensor` to read into.
@@ -97,7 +97,7 @@ class PartsReader:
         Args:
             communicator: `Communicator` of all workers.
             requests: List, the result of `requests`: for each batch of variables, the
-                pieces that this worker lacks.
+                ranges that this host lacks.
         """
         self._communicator = communicator
         own, num_workers = json.dumps(requests).encode(), len(communicator.ranks)
@@ -118,10 +118,10 @@ class PartsReader:
         ]
 
     def read(self, load_plan: LoadPlan) -> None:
-        """Read the values into the variables of this worker.
+        """Read the values of a load plan into the variables of this worker.
 
         Args:
-            load_plan: `LoadPlan`.
+            load_plan: `LoadPlan` with the tensors to read.
         """
         load_plan.clear()
         batches = read_batches(load_plan.tensors, self._index)

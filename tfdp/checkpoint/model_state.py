@@ -38,7 +38,7 @@ LOSS_SCALE_PREFIX, ACCUMULATED_PREFIX = "loss_scale", "accumulated"
 OTHERS_PREFIX = "others"
 # Name prefix of tensors that only backups have: the state of a running `fit`.
 RUN_PREFIX = "run"
-# Dtype of Keras's counters.
+# Dtype of the tensors of counters, such as `iterations`, as in Keras.
 COUNTER = "int64"
 
 

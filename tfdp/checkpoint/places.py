@@ -10,7 +10,7 @@ from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.memory_backups import MemoryBackups
 from tfdp.checkpoint.reader import LoadPlan
 
-# Place in which states of a run are saved.
+# Where the states of a run are saved: in a directory, or in the memory of hosts.
 Place: TypeAlias = Backups | MemoryBackups
 
 
@@ -21,7 +21,7 @@ def find_newest(
     *,
     is_end_of_epoch: bool,
 ) -> tuple[Place, Index, LoadPlan] | None:
-    """Open the places of a run, and find its newest state.
+    """Open a run's backup directory and memory, and find its newest saved state.
 
     All workers call this together.
 
@@ -33,8 +33,8 @@ def find_newest(
             a state in memory of the epoch's last batch is older.
 
     Returns:
-        Tuple of the place of the state, its `Index` and its `LoadPlan`; or `None` if
-        there is no state.
+        Tuple of the one of `backups` and `memory` that has the state, its `Index` and
+        its `LoadPlan`; or `None` if there is no state.
 
     Raises:
         ValueError: On every worker, as `Backups.prepare` and `Backups.find_newest`.

@@ -55,7 +55,7 @@ class LocalReplicas:
 
 
 def local_replicas(model: Any) -> LocalReplicas:
-    """Return the ranks of this process's replicas, of all in a model's strategy.
+    """Return the ranks of this process's replicas among those of a model's strategy.
 
     Without a strategy there is one replica, of rank 0.
     """

@@ -35,7 +35,7 @@ _NAME = re.compile(rf"{PREFIX}/([0-9a-f]{{16}})/([^/]+)/replica([0-9]{{1,9}})")
 
 
 def residual_tensors(model: Any) -> list[StateTensor]:
-    """Return the state tensors of the compressors of a model's gradients.
+    """Return state tensors of gradient compressors, such as error-feedback residuals.
 
     Args:
         model: Built Keras model.
@@ -144,7 +144,7 @@ def _compresses(model: Any) -> bool:
 def _tensor_to_write(
     state: ResidualState, identity: str, name: str, rank: int, replicas: LocalReplicas
 ) -> StateTensor:
-    """Return the state tensor to write for one replica and one array of a state.
+    """Return the tensor to save for one array of a compressor's state, on one replica.
 
     Args:
         state: `ResidualState`.
@@ -173,7 +173,7 @@ def _tensor_to_read(
     replicas: LocalReplicas,
     restored: RestoredResiduals,
 ) -> StateTensor:
-    """Return the state tensor to read for one replica and one array of a state.
+    """Return the tensor that restores one array of a compressor's state, on a replica.
 
     The values wait in `restored` until a step is traced.
 

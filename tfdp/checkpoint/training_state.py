@@ -47,7 +47,7 @@ from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.keras_hooks.file_view import VariableView
 from tfdp.training.sharding.state_tensors import StateTensor, renamed
 
-# Name prefixes of the tensors of a running `fit`.
+# Name prefixes of the tensors that only a backup of a running `fit` has.
 _METRICS = f"{RUN_PREFIX}/metrics"
 CALLBACKS_PREFIX = f"{RUN_PREFIX}/callbacks/"
 _SUMS = f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}"
@@ -147,7 +147,7 @@ def backup_tensors(
 
 
 class IncompatibleBackup(ValueError):
-    """The backup is intact, but this run cannot resume from it."""
+    """Error: the backup is intact, but this run cannot resume from it."""
 
 
 @contextlib.contextmanager
@@ -256,7 +256,9 @@ def _check_other_optimizers_built(model: keras.Model, saved: Sequence[str]) -> N
 def _match_other_optimizers(
     tensors: Sequence[StateTensor], saved: Sequence[str]
 ) -> tuple[list[StateTensor], list[str]]:
-    """Skip optimizers other than `model.optimizer` that only model or file has; warn.
+    """Match the tensors of further optimizers; warn of those that one side lacks.
+
+    The sides are the model and the file; `model.optimizer` is not concerned.
 
     Args:
         tensors: Sequence of `StateTensor` of the model.

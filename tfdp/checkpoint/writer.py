@@ -26,7 +26,7 @@ from tfdp.ground import user_code
 from tfdp.ground.base.files import page_aligned, write_aligned
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
-# Names of files in a data folder, including those of older checkpoints, which
+# Matches the names of files in a data folder, also those of older checkpoints, which
 # TensorFlow wrote, and its temporary files.
 _DATA_FILE = re.compile(r"index\.json|worker-[0-9]+(\.json|-[0-9]+\..+)")
 

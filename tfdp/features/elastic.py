@@ -102,7 +102,7 @@ class Elastic(Feature):
             ]
 
     def add_call(self, strategy: Any, facts: dict[str, str]) -> None:
-        """Count a call of `fit` or `ElasticState`; record its facts in the strategy.
+        """Count a call of `fit` or `ElasticState`; record what a joining worker needs.
 
         A worker that joins must have the same facts. It joins in its own call with the
         same number, which is one of them.
@@ -320,11 +320,11 @@ def _optimizers(model: Any) -> dict[str, DistributedOptimizer]:
 
 
 def _renew_optimizers(model: Any, trained: dict[str, list[Any]]) -> None:
-    """Replace what a model's optimizers have of the former replicas.
+    """Replace a model's sharded optimizers by ones for the present replicas.
 
-    Optimizers whose shards are those of the former replicas are replaced: the new ones
-    have no state until the newest backup is loaded. A replica then builds its shards
-    from its weights, which must be equal on all.
+    The others only forget their traces. The new ones have no state until the newest
+    backup is loaded. A replica then builds its shards from its weights, which must be
+    equal on all.
 
     Args:
         model: The Keras model.

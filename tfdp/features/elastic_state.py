@@ -293,7 +293,7 @@ class ElasticState:
         self._has_begun = True
 
     def _load(self) -> bool:
-        """Open the memory and the directory, and load the newest state, if any.
+        """Load the newest state that is saved in memory or in the directory, if any.
 
         Returns:
             Bool, whether there is one.
@@ -340,7 +340,7 @@ class ElasticState:
             self._memory.close()
 
     def _plan(self, index: Index) -> LoadPlan:
-        """Plan what to read of the saved state with an index.
+        """Check that a saved state is of this loop, and plan which tensors to read.
 
         Raises:
             IncompatibleBackup: If the state is not of this loop.

@@ -35,7 +35,7 @@ class WarmupOptions:
 
 
 class Warmup(StepFeature):
-    """Warmup with settings in variables, which can change without a new trace.
+    """Learning-rate warmup, whose settings are variables: no change needs a new trace.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
@@ -110,7 +110,7 @@ class Warmup(StepFeature):
             for variable in self._settings
         )
         update = tf.maximum(tf.cast(update, tf.float64) - start, 0.0)
-        # This form of the interpolation is exact at both ends.
+        # An interpolation by this weighted sum of both factors is exact at both ends.
         done = tf.minimum(update / steps, 1.0)
         return (1.0 - done) * first + done * last
 
@@ -139,7 +139,7 @@ def options_of(optimizer: Any) -> WarmupOptions | None:
 
 
 def start(optimizer: Any, options: WarmupOptions) -> Warmup:
-    """Start a warmup, or change it.
+    """Start a learning-rate warmup, or change the running one, and return it.
 
     Args:
         optimizer: `DistributedOptimizer`.
@@ -152,7 +152,7 @@ def start(optimizer: Any, options: WarmupOptions) -> Warmup:
 
 
 def finish(optimizer: Any) -> bool:
-    """End the warmup if its last step was made, outside a step.
+    """End the warmup if its last update was made; called outside a step.
 
     A learning rate that is a variable is set to the product of the base rate and the
     last factor. A schedule stays multiplied by the last factor.

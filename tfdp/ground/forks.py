@@ -42,7 +42,7 @@ _server_ports: set[int] = set()
 
 
 class Owner:
-    """The process that has created an object.
+    """Process in which this object was created, to recognize its forks.
 
     Example:
 
@@ -197,7 +197,7 @@ class TemporaryDirectory:
 
 
 def _call_in_owner(owner: Owner, function: Callable, args: tuple, kwargs: dict) -> None:
-    """Call a function, unless this process was forked from the owner."""
+    """Call a function if this process is the owner; a forked process does nothing."""
     if owner.is_current:
         function(*args, **kwargs)
 

@@ -22,9 +22,9 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def enable_onednn() -> None:
-    """Enable oneDNN's kernels if TensorFlow would not, and the variable is not set.
+    """Set `TF_ENABLE_ONEDNN_OPTS=1` where TensorFlow would leave oneDNN's kernels off.
 
-    Child processes, such as those of `tfdp run`, inherit the environment variable.
+    A value that is set stays. Child processes, such as those of `tfdp run`, inherit it.
     """
     if "tensorflow" not in sys.modules and is_left_off():
         os.environ.setdefault(VARIABLE, "1")

@@ -14,7 +14,7 @@ from tfdp.ground.arguments import (
 )
 from tfdp.ground.links import Links
 
-# The algorithms that treat all replicas as one level.
+# Algorithms that treat all replicas as one level, not as inside and across nodes.
 FLAT_ALGORITHMS = ("ring", "tree", "halving_doubling")
 ADASUM = "adasum"
 ALGORITHMS = ("auto", *FLAT_ALGORITHMS, "hierarchical", ADASUM)
@@ -326,7 +326,7 @@ def _check_adasum(algorithm: Any, compression: Any) -> None:
 
 
 def feeds_back(compression: Any) -> bool:
-    """Return whether a compression keeps residuals for the next step."""
+    """Return whether a compression keeps its errors (residuals) for the next step."""
     return compression not in (None, *COMMUNICATION_DTYPES)
 
 

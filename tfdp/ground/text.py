@@ -26,7 +26,7 @@ def pluralize(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def say(text: object) -> None:
-    """Print a line on stderr, at once.
+    """Print a line with the prefix `tfdp: ` on stderr, and flush it.
 
     Args:
         text: Object, whose text begins with a small letter or a name.

@@ -36,7 +36,7 @@ _LIBRARIES = tuple(
 _CONTEXT = "tensorflow.python.eager.context"
 _started_at: list[str] = []
 _started_by: list[Owner] = []
-# The topics that users were warned of, by the object that the warnings are about.
+# Topics of warnings that were shown, by the object that the warnings are about.
 _topics: weakref.WeakKeyDictionary[Any, dict[str, object]]
 _topics = weakref.WeakKeyDictionary()
 
@@ -64,7 +64,7 @@ def warn(message: str, *, once_for: Any = None, topic: str = "") -> None:
 
 
 def is_first_time(topic: str, about: Any) -> bool:
-    """Record a topic of an object, and return whether it was not recorded before.
+    """Return whether a topic of an object is new, and record it.
 
     Args:
         topic: String.

@@ -26,7 +26,7 @@ from tfdp.communication.cluster.spec import Cluster
 
 # Host name of all workers if they are on one machine, as in clusters of `tfdp run`.
 _LOCAL_HOST = "127.0.0.1"
-# Random bytes of the secret that the processes of several hosts share.
+# Number of random bytes of the secret that processes on several hosts share.
 _SECRET_BYTES = 16
 _agreed: list[Cluster] = []
 _lock = threading.Lock()
@@ -63,7 +63,7 @@ def find_cluster(timeout_seconds: float | None = None) -> Cluster | None:
             an MPI job. Defaults to `None`, no limit.
 
     Returns:
-        A `Cluster`, or `None` on a single machine.
+        A `Cluster`; or `None` if there is no such job, or an MPI job lacks mpi4py.
 
     Raises:
         ValueError: If the variables or the processes contradict each other.
@@ -88,7 +88,7 @@ def count_workers() -> int:
     """Count the workers that a strategy would have, without waiting for them.
 
     Returns:
-        Int; 1 on a single machine, and for an evaluator, which runs alone.
+        Int; 1 for a process that runs alone, such as an evaluator.
 
     Raises:
         ValueError: If the variables contradict each other.
@@ -100,7 +100,7 @@ def rank_of_process() -> int:
     """Find the rank that this process would have, without waiting for the others.
 
     Returns:
-        Int; 0 on a single machine, and for an evaluator, which runs alone.
+        Int; 0 for a process that runs alone, such as an evaluator.
 
     Raises:
         ValueError: If the variables contradict each other.

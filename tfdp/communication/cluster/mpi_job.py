@@ -248,7 +248,7 @@ class MpiJob:
 
 
 class _Inbox:
-    """Receiver of one message of any length from each rank.
+    """Receives one message, of a length not known before, from each rank.
 
     Args:
         job: `MpiJob`.

@@ -273,10 +273,10 @@ def _end(job: MpiJob) -> None:
 
 
 def _all_end(job: MpiJob) -> bool:
-    """Wait until all processes exit; return whether no process has pending requests.
+    """Wait until all processes are about to exit; return whether MPI can be finalized.
 
-    A process may run for long after the others, which therefore poll with pauses. If
-    one has failed, the launcher ends all.
+    It can unless a process has pending requests. Processes poll with pauses, since one
+    may run for long after the others. If one has failed, the launcher ends all.
     """
     with job.lock:
         barrier = job.comm.Ibarrier()

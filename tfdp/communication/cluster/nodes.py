@@ -75,7 +75,7 @@ def topology_of(
 
 
 def _group(labels: Sequence[Hashable]) -> Topology:
-    """Return the topology of nodes of ranks with equal labels, by first appearance.
+    """Return a topology whose nodes are the ranks with equal labels, in rank order.
 
     Args:
         labels: Sequence of hashables, in the order of global ranks.

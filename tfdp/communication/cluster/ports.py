@@ -234,7 +234,8 @@ def reserved_ports(count: int) -> Iterator[tuple[list[int], list[socket.socket]]
         count: Int, number of ports.
 
     Yields:
-        List of int, the ports, and the sockets that are bound to them, not listening.
+        Tuple of a list of the ports, and a list of sockets that are bound to them, but
+        do not listen.
 
     Raises:
         ValueError: If fewer ports are free.

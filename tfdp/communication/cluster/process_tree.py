@@ -171,7 +171,7 @@ def kill_processes(sessions: Collection[int], job: str = "") -> None:
 
 
 def main() -> None:
-    """Run the guard: read ids of sessions until the launcher dies, then kill them."""
+    """Run the guard: read session ids until the launcher dies; kill their processes."""
     # A signal to the whole process group must not end the guard before the launcher.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)

@@ -95,11 +95,11 @@ def _tasks_per_node(
 
 
 def _base_port(environ: Mapping[str, str], tasks_per_node: int) -> int:
-    """Return the first port of the step's block, chosen by the ids of job and step.
+    """Return the first of a step's consecutive ports, by the ids of job and step.
 
     Args:
         environ: Mapping of environment variables.
-        tasks_per_node: Int, number of ports of a block.
+        tasks_per_node: Int, number of these ports: the most tasks of a node.
     """
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or "0"
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or "0"

@@ -19,7 +19,7 @@ SOURCES: dict[str, Callable[[Mapping[str, str]], dict[str, Any] | None]] = {
     "SageMaker": clouds.read_sagemaker,
     "Vertex AI": clouds.read_vertex,
 }
-# A larger number of devices is a typing error, and would exhaust the memory.
+# A larger number of devices per worker is a typing error, and would exhaust memory.
 _MOST_DEVICES = 1024
 
 
@@ -118,7 +118,7 @@ class Cluster:
                 `os.environ`.
 
         Returns:
-            A `Cluster`, or `None` on a single machine.
+            A `Cluster`, or `None` if none of these variables describes one.
 
         Raises:
             ValueError: If the variables are set but invalid.

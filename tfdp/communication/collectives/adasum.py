@@ -45,12 +45,12 @@ def adasum(
     """Combine the replicas' tensors by Adasum.
 
     Args:
-        tensor: Flat tensor of known shape, the same on every replica.
+        tensor: Flat tensor, whose known shape is the same on every replica.
         group: A `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
         sizes: Sequence of ints, numbers of elements of the gradients in `tensor`.
-        channel: Int, index of a chain of the `LaunchOrder`. Defaults to `0`.
-        is_alone: Bool, as for `collectives.ring`; it makes no difference.
+        channel: Int; collectives of one channel run one after another. Defaults to `0`.
+        is_alone: Bool, ignored; an argument that all algorithms have.
         reduce_dtype: `tf.DType` in which elements travel, or `None`, their own.
             Defaults to `None`.
 
@@ -82,7 +82,7 @@ def adasum_across_nodes(
     all-gathers.
 
     Args:
-        tensor: Flat tensor of known shape, the same on every replica.
+        tensor: Flat tensor, whose known shape is the same on every replica.
         group: A `ProcessGroup` with equally large `nodes`.
         replica: Int, index of the calling replica among the local ones.
         sizes: Sequence of ints, numbers of elements of the gradients in `tensor`.
@@ -116,9 +116,10 @@ def adasum_across_nodes(
 
 @dataclasses.dataclass(frozen=True)
 class _Groups:
-    """Groups in which a replica runs Adasum.
+    """Process groups of a replica for the recursive halving of Adasum.
 
     A member of Adasum is a replica, or a node whose replicas have one slice each.
+    Members of a pair differ in index by a distance: 1, then 2, 4 and so on.
 
     Args:
         caller: `Member` of the group of all replicas.
@@ -142,7 +143,7 @@ class _Groups:
 
 
 def _create_groups(caller: Member, members: Partition) -> _Groups:
-    """Create the groups of Adasum, by distance, in the same order on every replica.
+    """Create the pairs and blocks of Adasum, in the same order on every replica.
 
     Args:
         caller: `Member` of the group of all replicas.
@@ -159,7 +160,8 @@ def _create_groups(caller: Member, members: Partition) -> _Groups:
         firsts = range(0, core, 2 * distance)
         block_positions = [sum(members[f : f + 2 * distance], ()) for f in firsts]
         blocks[distance] = group.split(block_positions)
-    # Members beyond the largest power of two have an extra round with a partner.
+    # Members beyond the largest power of two first send their tensors to a partner, and
+    # receive the result from it.
     positions = _position_pairs(members, range(len(members) - core), core)
     pairs[core] = group.split(positions)
     is_swapped[core] = any(position in p and p[0] > p[1] for p in positions)
@@ -171,12 +173,15 @@ def _create_groups(caller: Member, members: Partition) -> _Groups:
 def _position_pairs(
     members: Partition, lower: Sequence[int], distance: int
 ) -> list[tuple[int, int]]:
-    """Pair the positions with the same slice in two members, the lower one first.
+    """Pair the group positions that hold the same slice in two members.
 
     Args:
         members: `Partition`, the positions of the replicas of each member.
         lower: Sequence of ints, the lower member of each pair of members.
         distance: Int, distance from the lower to the upper member of each pair.
+
+    Returns:
+        List of pairs of ints: a position of the lower member, then one of the upper.
     """
     return [
         pair
@@ -186,7 +191,7 @@ def _position_pairs(
 
 
 def _combine(flat: tf.Tensor, sizes: Sequence[int], groups: _Groups) -> tf.Tensor:
-    """Combine a slice of the members' tensors; all members get the whole slice.
+    """Combine one slice of all members' tensors by Adasum, on each member.
 
     Args:
         flat: Flat tensor, the caller's slice.
@@ -267,7 +272,7 @@ def _send(
 
 
 def _pair_of(groups: _Groups, distance: int) -> Member:
-    """Return the caller as a `Member` of its pair at a distance."""
+    """Return the caller as a `Member` of its group of two at a distance."""
     return groups.caller.inside(groups.pairs[distance])
 
 
@@ -278,7 +283,7 @@ def _combine_pair(
     groups: _Groups,
     distance: int,
 ) -> tf.Tensor:
-    """Combine parts of two tensors, with dot products summed over the block.
+    """Combine parts of two tensors by Adasum, with dot products of the whole tensors.
 
     Args:
         lower: Flat tensor of the lower member of the pair.

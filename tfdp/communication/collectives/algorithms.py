@@ -27,7 +27,8 @@ from tfdp.communication.collectives.primitives import Member
 # shard of the sum, or to `None` if it has none; `Gather` maps shards to the sum.
 Scatter = Callable[[tf.Tensor, Member], tf.Tensor | None]
 Gather = Callable[[tf.Tensor | None, tf.Tensor, Member], tf.Tensor]
-# For each local replica, its group of two replicas, or `None`.
+# Groups of two that exchange data at one distance between positions: for each local
+# replica its group, or `None` if it has no partner at this distance.
 Pairs = tuple[ProcessGroup | None, ...]
 
 
@@ -80,7 +81,7 @@ def _tree_reduce(flat: tf.Tensor, member: Member) -> tf.Tensor | None:
 def _tree_broadcast(
     shard: tf.Tensor | None, flat: tf.Tensor, member: Member
 ) -> tf.Tensor:
-    """Broadcast the sum from the root, position 0.
+    """Broadcast the sum from the root, position 0; return it on every replica.
 
     Args:
         shard: Flat tensor, the sum at the root, or `None` elsewhere.
@@ -141,7 +142,7 @@ def _halve(flat: tf.Tensor, member: Member) -> tf.Tensor | None:
 
 
 def _double(shard: tf.Tensor | None, flat: tf.Tensor, member: Member) -> tf.Tensor:
-    """All-gather by recursive doubling, the inverse of `_halve`.
+    """All-gather the sum by recursive doubling, the inverse of `_halve`.
 
     Args:
         shard: Flat tensor, the result of `_halve`, or `None`.
@@ -160,14 +161,15 @@ def _double(shard: tf.Tensor | None, flat: tf.Tensor, member: Member) -> tf.Tens
 
 
 def pairs_of(algorithm: str, group: ProcessGroup) -> dict[int, Pairs]:
-    """Create all pairs of an algorithm by distance, in the same order on all replicas.
+    """Create the groups of two in which an algorithm exchanges data.
 
     Args:
         algorithm: String, `"tree"` or `"halving_doubling"`; others have no pairs.
         group: `ProcessGroup`.
 
     Returns:
-        Dict from a distance between positions to the `Pairs` at it.
+        Dict from a distance between positions to `Pairs`: for each local replica, its
+        group of two at this distance, or `None`.
     """
     size, core = group.size, power_of_two_in(group.size)
     distances: dict[int, list[tuple[int, int]]] = {}
@@ -209,7 +211,7 @@ class Level:
     """Algorithm and communication dtype of one level, inside nodes or across them.
 
     Args:
-        algorithm: String, a key of `FLAT`. Defaults to `"ring"`.
+        algorithm: String, an all-reduce, a key of `FLAT`. Defaults to `"ring"`.
         reduce_dtype: `tf.DType` in which elements travel, or `None`, their own. Sums
             are computed in their own. Defaults to `None`.
     """
@@ -230,10 +232,10 @@ def ring(
     """All-reduce by TensorFlow's ring: fewest bytes, 2 (N - 1) steps.
 
     Args:
-        tensor: Tensor of known shape, the same on every replica.
+        tensor: Tensor, whose known shape is the same on every replica.
         group: A `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
-        channel: Int, index of a chain of the `LaunchOrder`. Defaults to `0`.
+        channel: Int; collectives of one channel run one after another. Defaults to `0`.
         is_alone: Bool, whether hardly any other collective runs at the same time.
             TensorFlow then divides the ring's chunks in two, so that the network is not
             idle between pieces. Defaults to `True`.
@@ -322,7 +324,7 @@ def hierarchical(
     whatever the number of its replicas.
 
     Args:
-        tensor: Tensor of known shape, the same on every replica.
+        tensor: Tensor, whose known shape is the same on every replica.
         group: A `ProcessGroup` with equally large `nodes`.
         replica: Int, index of the calling replica among the local ones.
         channel: Int. Collectives of one channel run one after another on a device, see
@@ -372,14 +374,15 @@ def hierarchical(
 
 
 def node_levels(group: ProcessGroup, replica: int) -> tuple[ProcessGroup, ProcessGroup]:
-    """Split a group into nodes, and across nodes by the index in the node.
+    """Return a replica's group inside its node, and its group across the nodes.
 
     Args:
         group: A `ProcessGroup` with equally large `nodes`.
         replica: Int, index of the calling replica among the local ones.
 
     Returns:
-        Tuple of the group of the replica's node, and of its group across nodes.
+        Tuple of the group of the replica's node, and of its group across nodes, which
+        has the replicas with the same index in their nodes.
     """
     node = group.split(group.nodes)[replica]
     # Each group across nodes has one replica of every node, with the same index.

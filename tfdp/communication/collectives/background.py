@@ -38,7 +38,9 @@ Function = Callable[[list[list[tf.Tensor]]], Sequence[Sequence[tf.Tensor]]]
 
 
 class BackgroundThread:
-    """Thread that runs one function for each launch, one after another.
+    """Thread that runs a function on tensors of traced steps, beside the steps.
+
+    A step launches a call with its tensors, and a later step collects the results.
 
     Args:
         name: String, name of the thread.
@@ -90,7 +92,7 @@ class BackgroundThread:
         self._thread.join(_CLOSE_SECONDS)
 
     def wait(self) -> None:
-        """Wait, outside of a step, until all calls have results.
+        """Wait, outside of a step, until all launched calls have ended.
 
         A call that a failed step launched on only some local replicas does not count.
         """
@@ -100,9 +102,9 @@ class BackgroundThread:
 
 
 class _CallCount:
-    """Number of calls that were answered; threads can wait until it reaches a value.
+    """Number of calls that have ended; threads can wait until it reaches a value.
 
-    An answer is the results of a call, or its failure.
+    A call ends with its results or with a failure.
     """
 
     def __init__(self) -> None:
@@ -110,19 +112,19 @@ class _CallCount:
         self._changed = threading.Condition()
 
     def set(self, number: int) -> None:
-        """Set the number of calls with results, and wake waiting threads."""
+        """Set the number of calls that have ended, and wake waiting threads."""
         with self._changed:
             self._number = number
             self._changed.notify_all()
 
     def wait_for(self, number: int) -> None:
-        """Wait until at least this number of calls have results."""
+        """Wait until at least this number of calls have ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._number >= number)
 
 
 class _ReplicaQueues(Queues):
-    """Queues of one replica, with the dtypes and shapes of its tensors.
+    """Queues of one replica: of tensors for the thread, and of results from it.
 
     Args:
         device: String, the CPU that holds the queues.
@@ -142,7 +144,7 @@ class _ReplicaQueues(Queues):
         super().__init__(device, *queues)
 
     def launch(self, tensors: Sequence[tf.Tensor]) -> None:
-        """Enqueue the replica's tensors with the next number, in the graph."""
+        """Enqueue the replica's tensors with the number of the call, in the graph."""
         with tf.device(self._device):
             number = self._number.assign_add(1, read_value=True)
             number = tf.convert_to_tensor(number)
@@ -177,7 +179,7 @@ class _ReplicaQueues(Queues):
         self._results.enqueue([number, *results])
 
     def fail(self, failure: Failure) -> None:
-        """Keep a failure, and enqueue results numbered `_FAILED`: the step fails."""
+        """Record a failure, and enqueue results on which the collecting step fails."""
         self._failure = failure
         zeros = [
             tf.zeros([size or 0 for size in spec.shape], spec.dtype)
@@ -187,13 +189,13 @@ class _ReplicaQueues(Queues):
 
 
 def new_queue(device: str, specs: Sequence[tf.TensorSpec]) -> tf.queue.FIFOQueue:
-    """Create a queue whose elements are a number and tensors.
+    """Create a FIFO queue whose elements are an int64 number and tensors.
 
     Args:
         device: String, the CPU that holds the queue.
         specs: Sequence of `tf.TensorSpec`, of the tensors.
     """
-    # TensorFlow's queues have the shapes of all components, or no shapes.
+    # A TensorFlow queue declares the shapes of all components of its elements, or none.
     is_known = all(spec.shape.is_fully_defined() for spec in specs)
     with tf.device(device):
         return tf.queue.FIFOQueue(
@@ -227,7 +229,7 @@ def _serve_call(
     num_served: _CallCount,
     failure: Failure | None,
 ) -> Failure | None:
-    """Wait for a call and answer it; return the failure of all later calls, if any.
+    """Wait for a call and answer it; return the failure, if any, of all later calls.
 
     Tensors are local variables here, so the thread keeps none while it waits for a
     call.
@@ -258,13 +260,13 @@ def _serve_call(
 
 
 def _close(replica_queues: Sequence[_ReplicaQueues]) -> None:
-    """Close the queues, which ends the thread."""
+    """Close the queues of all local replicas, which ends the thread."""
     for each in replica_queues:
         each.close()
 
 
 @atexit.register
 def _end_all() -> None:
-    """End all threads before the interpreter exits."""
+    """End all background threads before the interpreter exits."""
     for background in list(_backgrounds):
         background.end()

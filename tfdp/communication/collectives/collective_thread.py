@@ -43,8 +43,8 @@ _OUTDATED_REQUEST = (
     "An earlier step ended with an error on some replicas of a worker only"
 )
 _log = logging.getLogger("tfdp.transport")
-# Queues by the id of their counter's handle, which is an input of every function that
-# uses the queues.
+# Queues between graphs and threads, by the id of the handle of their counter, which is
+# an input of every function that uses the queues.
 _queues_by_handle: weakref.WeakValueDictionary[int, Queues] = (
     weakref.WeakValueDictionary()
 )
@@ -82,12 +82,12 @@ class Failure(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """Data and head that a replica sends to the thread.
+    """Request of a replica for one collective: its data, and a head of two numbers.
 
     Args:
         data: Tensor of shape `[num_bytes]`, uint8.
         head: Tensor of shape `[2]`, int64: `operation_index` and `number`.
-        operation_index: Int, number of the traced collective.
+        operation_index: Int, number of the traced collective, the first of the head.
         number: Int, number of the request, whose upper bits are its generation.
     """
 
@@ -111,7 +111,7 @@ def generation_of(number: int) -> int:
 
 
 def end_call(inputs: Sequence[Any]) -> Failure | None:
-    """Discard the data that a failed call of a graph has left in queues.
+    """Discard results of collectives that a failed call of a graph has left in queues.
 
     Args:
         inputs: Sequence of the input tensors of the function, including captured ones.
@@ -181,7 +181,7 @@ class CollectiveThread:
             self._thread.join(_CLOSE_SECONDS)
 
     def is_over(self, number: int) -> bool:
-        """Whether the step has ended that waits for the result of a request.
+        """Whether the step that has sent a request has ended, and waits for no result.
 
         Args:
             number: Int, number of the request.
@@ -210,10 +210,10 @@ class CollectiveThread:
             queues.give(result, request)
 
     def _take(self) -> list[_Request]:
-        """Wait for a request of each replica; fail those of an earlier generation.
+        """Wait for a request of each replica; fail those of an ended graph call.
 
         Returns:
-            List of `_Request`, one of each replica, all of one generation.
+            List of `_Request`, one of each replica, with no failed call in between.
         """
         requests = [queues.take() for queues in self._replica_queues]
         while len({request.generation for request in requests}) > 1:
@@ -270,7 +270,7 @@ class Queues:
         self, device: str, requests: tf.queue.FIFOQueue, results: tf.queue.FIFOQueue
     ) -> None:
         self._requests, self._results = requests, results
-        # Counts the requests. All local replicas count alike, as their programs agree.
+        # Counter of requests. All local replicas count alike, as their programs agree.
         self._number = runtime.plain_variable(0, tf.int64, device)
         # Failure that ends this replica's step with an error, or `None`.
         self._failure: Failure | None = None
@@ -357,7 +357,7 @@ class _CollectiveQueues(Queues):
             )
 
     def end_call(self) -> Failure | None:
-        """Begin a generation, drop queued results, and return the call's failure."""
+        """Outdate earlier requests, drop queued results; return the call's failure."""
         with self._lock, tf.init_scope():
             self.generation += 1
             self._number.assign(self.generation << _COUNT_BITS)

@@ -58,8 +58,8 @@ class Call:
         group: `ProcessGroup` of at least two replicas.
         replica: Int, index of the calling replica among the local ones.
         channel: Int, index of the chain of `LaunchOrder` that the call belongs to.
-        size: Scalar int32 tensor, index into `SIZES` of a length that is known only at
-            run time, or `None`. Defaults to `None`.
+        size: Scalar int32 tensor, index into `instance_keys.SIZES` of a length that is
+            known only at run time, or `None`. Defaults to `None`.
         is_alone: Bool, whether hardly any other collective runs at the same time.
             Defaults to `True`.
     """
@@ -71,7 +71,7 @@ class Call:
     is_alone: bool = True
 
     def key(self, kind: str, tensor: tf.Tensor) -> int | tf.Tensor:
-        """Return the instance key of this call, from its group's `InstanceKeys`.
+        """Return TensorFlow's instance key of this call, which is equal on all workers.
 
         Args:
             kind: String, the kind of the collective, as in `Transport.run`.
@@ -319,7 +319,7 @@ class ProcessGroup:
 
     @property
     def backend(self) -> str:
-        """String, the name of the transport."""
+        """String, the name of the transport that runs the collectives."""
         return self.transport.name
 
     @property
@@ -391,8 +391,8 @@ class ProcessGroup:
         groups: list[ProcessGroup | None] = [None] * len(local)
         for index, part in enumerate(parts):
             split_id = self._split_id.of_subgroup(parts, index)
-            # Keys are taken for every part, even without local replicas, so that all
-            # workers count the same keys.
+            # Group keys are taken for every part, even without local replicas, so that
+            # all workers count the same keys.
             self.launch_order.group_keys(split_id.path, split_id.count)
             positions = [part.index(p) if p in part else None for p in local]
             if positions.count(None) == len(local):

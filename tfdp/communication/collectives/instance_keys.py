@@ -46,12 +46,12 @@ def _sizes() -> tuple[int, ...]:
     return tuple(size for size in sizes if size < 2**31)
 
 
-# The lengths that tensors of unknown length are padded to.
+# Lengths to which a tensor is padded if its length is known only at run time.
 SIZES = _sizes()
 
 
 class InstanceKeys:
-    """Instance keys of one group, the same on every worker."""
+    """Source of instance keys, by which workers match the collectives of a group."""
 
     def __init__(self) -> None:
         self._counters: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -61,7 +61,7 @@ class InstanceKeys:
     def next_key(
         self, kind: str, tensor: tf.Tensor, replica: int, size: tf.Tensor | None
     ) -> int | tf.Tensor:
-        """Return the key of a local replica's next collective.
+        """Return the instance key of a local replica's next collective.
 
         The key depends on the position in the graph, so that workers agree even if
         only some of them retrace a function.

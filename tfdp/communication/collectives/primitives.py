@@ -26,7 +26,7 @@ class Member:
     Args:
         group: `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
-        channel: Int, index of a chain of the `LaunchOrder`. Defaults to `0`.
+        channel: Int; collectives of one channel run one after another. Defaults to `0`.
         reduce_dtype: `tf.DType` in which elements travel in `reduce_scatter`,
             `all_gather` and `broadcast`, or `None`, their own. Defaults to `None`.
     """
@@ -38,7 +38,7 @@ class Member:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Dict, all arguments of an all-reduce function like `ring` but `tensor`."""
+        """Dict, all arguments of a function like `ring` but `tensor` and `is_alone`."""
         return vars(self)
 
     @property
@@ -165,7 +165,7 @@ class Member:
         is_alone: bool = True,
         source: int = 0,
     ) -> tf.Tensor:
-        """Run a collective on the replica's device, with timestamps if recorded.
+        """Run a collective on the replica's device; record times in active recorders.
 
         Args:
             kind: String, the kind of the collective, as in `Transport.run`.

@@ -17,7 +17,7 @@ Tensors: TypeAlias = list[tf.Tensor]
 
 
 class ProcessCollectives:
-    """Collectives of the local replicas of a process, by kind.
+    """Collectives of a worker's local replicas, one method for each kind.
 
     Each method takes `arrays`, the flat arrays of these replicas in the order of
     positions; `source`, the position of the source, which only a broadcast uses; and
@@ -131,8 +131,8 @@ class ProcessCollectives:
         outputs = [_new_array(len(array), array.dtype) for array in arrays]
         sent = [array.reshape(self.size, -1) for array in arrays]
         received = [array.reshape(self.size, -1) for _, array in outputs]
-        # Each worker gets one block, ordered by local replica and then by remote
-        # replica.
+        # Each worker receives one block of slices, ordered by sending replica and then
+        # by receiving replica.
         parts = list(itertools.pairwise(self.starts))
         outgoing = [np.concatenate([s[a:b].ravel() for s in sent]) for a, b in parts]
         incoming = [np.empty_like(block) for block in outgoing]

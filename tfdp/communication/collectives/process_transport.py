@@ -53,7 +53,7 @@ _CHANNELS = 4
 
 
 def end_failed_call(inputs: Sequence[Any], error: tf.errors.OpError) -> Exception:
-    """End the collectives of a failed call of a graph; return the error to raise.
+    """Discard results of a failed call of a graph; return the error to raise.
 
     Args:
         inputs: Sequence of the input tensors of the function, including captured ones.
@@ -71,13 +71,13 @@ def end_failed_call(inputs: Sequence[Any], error: tf.errors.OpError) -> Exceptio
     if not failure.has_connected:
         return NotConnected(None, None, failure.reason)
     kind = PeerStepFailed if failure.ends_step_only else tf.errors.UnavailableError
-    # The original text is kept, since it names the operation.
+    # The text of TensorFlow's error is kept, since it names the operation.
     return kind(None, None, f"{failure.reason}\n\n{error}")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Operation:
-    """A traced collective of a lane; equal ones of local replicas have one index.
+    """A traced collective; equal ones of local replicas run as one.
 
     Args:
         kind: String, the name of a method of `ProcessCollectives`.
@@ -131,7 +131,7 @@ class ProcessTransport:
     def run(
         self, kind: str, tensor: tf.Tensor, call: Call, source: int = 0
     ) -> tf.Tensor:
-        """Run a collective in the lane of its group and channel.
+        """Run a collective on the thread and communicator of its group and channel.
 
         Args:
             kind: String, such as `"all_reduce"`; `Transport.run` describes all kinds.
@@ -146,7 +146,7 @@ class ProcessTransport:
         key_kind = f"{kind} from {source}" if kind == "broadcast" else kind
         key = dataclasses.replace(call, size=None).key(key_kind, tensor)
         dtype = np.dtype(tensor.dtype.as_numpy_dtype)
-        # The name identifies the operation in errors, and to `is_collective`.
+        # The name scope identifies a collective in errors, and to `is_collective`.
         name = f"{SCOPE}_{kind}_{dtype.name}_{call.group.key}"
         with tf.name_scope(name) as scope:
             shape = _shape_of_result(kind, tensor, call.group.size)
@@ -171,12 +171,12 @@ class ProcessTransport:
         return next((lane.failure for lane in self._all_lanes() if lane.failure), "")
 
     def _all_lanes(self) -> list[_Lane]:
-        """Return the lanes of all groups and channels."""
+        """Return each group's and channel's `_Lane`, its thread and communicator."""
         with self._lock:
             return [lane for lanes in self._lanes.values() for lane in lanes.values()]
 
     def _lane(self, group: ProcessGroup, channel: int) -> _Lane:
-        """Return the lane of a group and channel; create it if missing."""
+        """Return the thread and communicator of a group and channel, created once."""
         with self._lock:
             lanes = self._lanes.setdefault(group, {})
             if channel not in lanes:
@@ -190,7 +190,7 @@ class ProcessTransport:
 
 
 class _Lane:
-    """Collectives of one group on one channel, in launch order, over a communicator.
+    """Thread and communicator that run the collectives of one group on one channel.
 
     Args:
         name: String, the same on all workers and unique for the group and the channel.
@@ -214,7 +214,7 @@ class _Lane:
         self._index = {replica: index for index, (_, replica) in enumerate(local)}
         self._name = name
         self._new_communicator = new_communicator
-        # Number of communicators that were discarded before the current one.
+        # Number of communicators that were discarded after failed steps.
         self._num_discarded = 0
         self._end_reason: str | None = None
         self._operations: list[_Operation] = []
@@ -315,7 +315,7 @@ class _Lane:
         )
 
     def _connect(self) -> None:
-        """Create the communicator, unless this process has one or has all replicas.
+        """Create the communicator, unless it exists or one worker has all replicas.
 
         Raises:
             NotConnected: If the first communicator cannot be created.

@@ -18,9 +18,9 @@ from tfdp.ground.base.context import in_replica_thread
 from tfdp.ground.base.step_context import ActiveHooks
 
 # Names of `Mark`s, which are defined in `tfdp.communication.collectives.timing`.
-TIMES = "times"  # numbers of a replica: begin of its step, end of its forward pass
-BATCH = "batch"  # numbers of a worker: samples of the global batch, number of steps
-NORM = "norm"  # numbers of a replica: its part of the squared norm, and the step
+TIMES = "times"  # a replica's mark: begin of its step, end of its forward pass
+BATCH = "batch"  # a worker's mark: samples of the global batch, number of steps
+NORM = "norm"  # a replica's mark: its part of the squared norm, and the step
 
 
 class DataWait:
@@ -35,7 +35,8 @@ class DataWait:
 
     def __init__(self) -> None:
         self.num_traces = 0
-        # Begin of the last step, which Python does not read, and the sum of the waits.
+        # Variables: the begin of the last step, which Python does not read, and the sum
+        # of the waits for data.
         self._begin = runtime.plain_variable(0.0, tf.float64, "CPU:0")
         self._sum = runtime.plain_variable(0.0, tf.float64, "CPU:0")
 
@@ -131,7 +132,7 @@ def record_loss(loss: tf.Tensor) -> None:
 
 
 def record_batch(samples: tf.Tensor | None) -> None:
-    """Record the samples of a global batch, and count the step.
+    """Record the number of samples of a global batch, and count the step.
 
     Args:
         samples: Scalar tensor, or `None` if unknown.
@@ -168,9 +169,9 @@ def record_squared_norm(compute: Callable[[], tf.Tensor]) -> None:
     values = timing.mark_variable(NORM, tf_distribute.active_local_replica_id())
 
     def record() -> None:
-        """Add this part of the squared norm to the other parts of the same step."""
+        """Add this optimizer's part of the squared norm to those of the same step."""
         squares = tf.cast(compute(), tf.float64)
-        # Another optimizer may have recorded its part of the same step.
+        # Another optimizer of the same step may have recorded its part of the norm.
         before = tf.where(tf.equal(values[1], step), values[0], 0.0)
         values.assign(tf.stack([before + squares, step, 0.0]))
 

@@ -78,7 +78,8 @@ class TensorFlowTransport:
         if kind == "all_reduce":
             subdivisions = _SUBDIVISIONS_ALONE if call.is_alone else _SUBDIVISIONS
             options["max_subdivs_per_device"] = subdivisions
-            # Each number of subdivisions needs its own key.
+            # TensorFlow remembers the options of an instance key, so each number of
+            # subdivisions has its own.
             name = f"{kind} in {subdivisions}"
         arguments = self._arguments(name, tensor, call)
         return _OPERATIONS[kind](input=tensor, **options, **arguments)
@@ -94,12 +95,13 @@ class TensorFlowTransport:
         Returns:
             Tensor of the source, on every replica of the group.
         """
-        # TensorFlow remembers the source of a key, so each source has its own key.
+        # TensorFlow remembers the source of a broadcast's instance key, so each source
+        # has its own.
         arguments = self._arguments(f"broadcast from {source}", tensor, call)
         token = arguments.pop("ordering_token")[0]
 
-        # The broadcast operations take no ordering token. The assignments around them
-        # use its variable instead, and so keep the launch order.
+        # Broadcast operations take no ordering token. Assignments to the variable of
+        # the token, before and after them, keep the launch order instead.
         before = tf.raw_ops.AssignVariableOp(resource=token, value=0.0)
         with tf.control_dependencies([before] if before is not None else []):
             if call.group.position(call.replica) == source:

@@ -20,11 +20,11 @@ from tfdp.ground._compat import runtime
 from tfdp.ground.base import step_context
 from tfdp.ground.base.step_context import ActiveHooks
 
-# Prefixes of labels of collectives: of a gradient bucket, of parameters, and of sparse
-# gradients.
+# Prefixes of the labels of recorded collectives that carry a gradient bucket,
+# parameters, or rows of sparse gradients.
 GRADIENTS, PARAMETERS, ROWS = "bucket", "parameters", "rows"
-# Prefixes of labels of units, the sharded parameters that are gathered together: in
-# the forward and in the backward pass.
+# Prefixes of the labels of all-gathers of a unit, sharded parameters that are gathered
+# together: for the forward pass, and again for the backward pass.
 UNIT, UNIT_AGAIN = "unit", "unit_again"
 
 
@@ -94,7 +94,8 @@ class Mark:
     values: tf.Variable
 
 
-# Item that a `Recorder` records; `gather` copies its values into one row of a table.
+# Item that a `Recorder` records; `Recorder.gather` copies the values of each into one
+# row of a variable.
 Row = Collective | Mark
 
 
@@ -191,7 +192,7 @@ def gather() -> None:
 
 @contextlib.contextmanager
 def labelled(label: str) -> Iterator[None]:
-    """Label the collectives that this thread traces in the block: `"bucket 0"`."""
+    """Label collectives that this thread traces in the block, as in `"bucket 0"`."""
     # The name scope puts the label into TensorFlow's errors, which name the operation.
     with step_context.using(label=label), tf.name_scope(label.replace(" ", "_")):
         yield
@@ -301,7 +302,7 @@ def stamp(values: tf.Variable, index: int) -> tf.Tensor:
 
 
 def write(values: tf.Variable, assign: Callable[[], Any]) -> tf.Tensor:
-    """Run an assignment that TensorFlow orders only by its variable.
+    """Run an assignment that waits only for earlier uses of its own variable.
 
     TensorFlow runs all operations with side effects in program order, even those of
     different replicas: the second replica's first stamp would wait for the first

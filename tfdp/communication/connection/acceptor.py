@@ -32,8 +32,8 @@ _logger = logging.getLogger("tfdp.connection")
 # Time limit of a whole handshake, after which the connection is closed.
 _PROOF_SECONDS = 5.0
 _MOST_UNAUTHENTICATED = 256
-# Number of refused connections that are logged in full; of later ones, only those at
-# powers of two.
+# Number of refused connections that are all logged; of later ones, only the 16th, the
+# 32nd, the 64th and so on are logged.
 _FULL_LOG = 10
 # Interval of the calls of an acceptor's `tick`.
 _TICK_SECONDS = 0.05
@@ -124,8 +124,8 @@ class Acceptor:
         self._tick, self._ticks_at = tick, math.inf if tick is None else -math.inf
         self._new_steps = functools.partial(accept_steps, secret, service, claim_bytes)
         self._accepted, self._log, self._lacks_files = accepted, log, lacks_files
-        # Connections in the order of arrival, so that the first has the earliest
-        # deadline.
+        # Unauthenticated connections in the order of arrival, so that the first one has
+        # the earliest deadline.
         self._unauthenticated: dict[_Unauthenticated, None] = {}
         self._num_refused = 0
         self._selector = selectors.DefaultSelector()
@@ -222,7 +222,7 @@ class Acceptor:
     def _handle_events(self) -> None:
         """Wait for the next events, and handle them."""
         for key, _ in self._selector.select(self._seconds_to_wait()):
-            # An earlier event may have refused, and so closed, this connection.
+            # Another event of the same wait may have closed this connection.
             if key.fileobj.fileno() >= 0:  # type: ignore[union-attr]
                 key.data()
         while self._new:
@@ -249,7 +249,7 @@ class Acceptor:
         except OSError as error:
             if (lack := lack_of_files(error)) is not None:
                 self._lacks_files(lack)
-            # The peer has closed the connection, or no file descriptor is free yet.
+            # `accept` failed: the peer has left, or no file descriptor is free yet.
             time.sleep(_RETRY_SECONDS)
             return
         sock = close_in_forks(sock)
@@ -291,7 +291,8 @@ class Acceptor:
         peer.close()
         self._num_refused += 1
         count = self._num_refused
-        # After the first ones, only the 16th, the 32nd and so on are logged.
+        # Of connections refused after the first ten, only the 16th, the 32nd and so on
+        # are logged, so that a flood of them does not fill the log.
         if count <= _FULL_LOG or count & (count - 1) == 0:
             text = "Refused a connection from %s (number %d): %s"
             self._log(text, peer.address, count, reason)

@@ -86,17 +86,20 @@ class Authenticated:
     incoming: bytes = dataclasses.field(repr=False)
 
 
-# Steps of one end of a handshake, see the docstring of this module.
+# One end of a handshake as a generator, see the docstring of this module.
 Steps: TypeAlias = Generator[bytes | int, bytes | None, Authenticated]
 
 
 def dial_steps(secret: str, service: str, claim: bytes = b"") -> Steps:
-    """Return the steps of the dialer.
+    """Return the dialer's side of the handshake, a generator without input or output.
 
     Args:
         secret: String, the secret of the job.
         service: String, name of the expected service, at most 25 characters.
         claim: Bytes, of the length that the service expects. Defaults to none.
+
+    Returns:
+        Generator, as of `accept_steps`.
 
     Raises:
         ConnectionFailed: If the other end has ended the connection.
@@ -115,7 +118,7 @@ def dial_steps(secret: str, service: str, claim: bytes = b"") -> Steps:
 
 
 def accept_steps(secret: str, service: str, claim_bytes: int = 0) -> Steps:
-    """Return the steps of the listener.
+    """Return the listener's side of the handshake, a generator without input or output.
 
     Args:
         secret: String, the secret of the job.
@@ -197,14 +200,14 @@ def authenticate(
 
 def reason_of(error: OSError) -> str:
     """Return the reason of a connection's failure: `"Connection refused"`."""
-    # A timeout of the socket has no error number.
+    # A timeout that Python raises has no error number, unlike one of the system.
     if isinstance(error, TimeoutError) and not error.errno:
         return "no answer"
     return error.strerror or str(error)
 
 
 def _head(service: str) -> bytes:
-    """Return the head of a greeting: protocol, version and service in 32 bytes."""
+    """Return the first 32 bytes of the listener's greeting: version and service."""
     return (_PROTOCOL + f"{VERSION} {service}".encode()).ljust(_HEAD_BYTES)
 
 
@@ -238,7 +241,7 @@ def _proof(secret: str, role: bytes, greeting: bytes, nonce_and_claim: bytes) ->
 
 
 def _keys(secret: str, greeting: bytes, nonce_and_claim: bytes) -> tuple[bytes, bytes]:
-    """Return the keys of the dialer's and of the listener's messages.
+    """Return two HMAC keys: of the dialer's messages, and of the listener's.
 
     The arguments are those of `_proof`.
     """

@@ -71,19 +71,20 @@ def encode(message: Mapping[str, Any], *, is_added_to: bool = False) -> bytes:
 
 
 class MessageAuthenticator:
-    """HMAC-SHA256 of each message in one direction of a connection, and its number.
+    """Source of the HMACs of the numbered messages in one direction of a connection.
 
     Args:
         key: Bytes, the key of this connection and direction.
     """
 
     def __init__(self, key: bytes) -> None:
-        # A copy of this object takes less time than hashing the key for each message.
+        # Copying an HMAC that has hashed the key takes less time than hashing the key
+        # again for each message.
         self._keyed = hmac.new(key, digestmod="sha256")
         self._number = 0
 
     def next_mac(self, text: bytes) -> bytes:
-        """Return the HMAC of the next message.
+        """Return the HMAC of the next message, of its number and text.
 
         Args:
             text: Bytes, from `encode`.

@@ -63,7 +63,7 @@ def check_same_setup(
 
 
 def _explain_setup(facts_by_rank: dict[int, dict[str, str]]) -> str:
-    """Return the error that names the first fact in which a worker's set-up differs.
+    """Return the text that names the first fact in which a worker's set-up differs.
 
     The result is `""` if a worker only lacks facts, as one that joins may.
     """
@@ -277,13 +277,13 @@ def check_same_program(
     describe: Callable[[int], str],
     available: int | None,
 ) -> int | None:
-    """Raise on every worker if their steps compute different things.
+    """Raise on every worker if their steps differ; return the least available memory.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
         topic: String, the step, for error messages.
-        conversions: List, for each tensor that the step combines across replicas, of
-            two strings: the value to compare, and a description of its operation.
+        conversions: List of a pair of strings for each tensor that the step combines
+            across replicas: a text to compare, and a description of its operation.
         signatures: List of strings, one of each operation; their order may differ.
         describe: Callable, from an index into `signatures` to a description.
         available: Int, bytes of memory that this worker can get, or `None`.
@@ -292,15 +292,15 @@ def check_same_program(
         Int, the least available memory of all workers, or `None` if unknown.
 
     Raises:
-        ValueError: If they do; the message names the first operation that differs.
+        ValueError: If steps differ; the message names the first operation that does.
     """
 
     def whole() -> list:
-        """Return the conversions and operations of this step, to explain a difference.
+        """Return the full description of this step, by which a difference is explained.
 
         Returns:
-            List of `conversions`, and a dict from each signature to a list of the
-            number of operations that have it and a description of the first.
+            List of two: `conversions`, and a dict from each signature to a list of
+            the number of operations that have it and a description of the first.
         """
         counts = collections.Counter(signatures)
         firsts = {s: i for i, s in reversed([*enumerate(signatures)])}
@@ -324,9 +324,9 @@ def _explain_program(topic: str, programs: dict[int, list]) -> str:
 
     Args:
         topic: String, the step.
-        programs: Dict from the ranks of two workers to a list of their conversions and
-            a dict from each signature to the number of operations that have it and a
-            description of the first.
+        programs: Dict from the ranks of two workers to a list of two: `conversions` of
+            `check_same_program`, and a dict from each signature to a list of the number
+            of operations that have it and a description of the first.
     """
     steps = {rank: conversions for rank, (conversions, _) in programs.items()}
     (_, own), (rank, others) = ((r, counts) for r, (_, counts) in programs.items())
@@ -343,7 +343,7 @@ def _explain_program(topic: str, programs: dict[int, list]) -> str:
 
 
 def _first_excess(own: dict[str, list], others: dict[str, list]) -> str:
-    """Describe the first operation that others have less often, or `"nothing"`.
+    """Describe the first operation that another worker has less often, or `"nothing"`.
 
     Args:
         own: Dict from each signature of a worker's operations to a list of their number

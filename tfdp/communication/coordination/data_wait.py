@@ -43,7 +43,7 @@ class DataWait:
     """
 
     def __init__(self) -> None:
-        # `tfdp.training.data`, whose graphs count the reads, replaces this function.
+        # `tfdp.training.data` sets a function that reads the counters of its graphs.
         self.read_counts: Callable[[], ReadCounts] = lambda: ReadCounts(0, 0)
         self._lock = threading.Lock()
         self._num_reads = self._num_reading = 0

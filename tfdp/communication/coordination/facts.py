@@ -104,7 +104,7 @@ def compare(
 
 
 def _ranks_that_differ(values: Sequence[Any], *, are_digests: bool) -> list[int]:
-    """Return the first rank with each value that is not that of rank 0.
+    """Return the ranks whose values differ from that of rank 0, one for each value.
 
     Args:
         values: Sequence of a fact's value or digest on each worker.
@@ -173,7 +173,7 @@ _MISSING = _Missing()
 
 
 def _first_differing_path(first: Any, other: Any) -> tuple | None:
-    """Return the path of the first difference between two nests, or `None`.
+    """Return the path of the first difference between two nested values, or `None`.
 
     Returns:
         Tuple of keys of dicts and indices of lists, the outermost first.
@@ -184,7 +184,7 @@ def _first_differing_path(first: Any, other: Any) -> tuple | None:
     elif isinstance(first, list) and isinstance(other, list):
         keys = list(range(max(len(first), len(other))))
     else:
-        # NaN counts as equal to NaN.
+        # NaN counts as equal to NaN, since two workers that have it do not differ.
         is_same = first == other or (first != first and other != other)
         return None if is_same else ()
     for key in keys:
@@ -195,7 +195,7 @@ def _first_differing_path(first: Any, other: Any) -> tuple | None:
 
 
 def _value_at(value: Any, path: tuple) -> Any:
-    """Return the value at a path in a nest, or `_MISSING` if there is none."""
+    """Return the value at a path in nested dicts and lists, or `_MISSING`."""
     for key in path:
         try:
             value = value[key]

@@ -97,7 +97,7 @@ class CollectiveRing:
     def begin(
         self, identity: CollectiveIdentity, number: int, num_bytes: int
     ) -> list[Any]:
-        """Record that this worker enters a collective; return its entry.
+        """Record that this worker enters a collective; return its entry for `end`.
 
         Args:
             identity: `CollectiveIdentity`.
@@ -110,7 +110,7 @@ class CollectiveRing:
 
     @staticmethod
     def end(entry: list[Any]) -> None:
-        """Record that the collective of an entry is complete."""
+        """Record that a collective is complete, by the entry that `begin` returned."""
         entry[4] = time.perf_counter()
 
     def collectives(self) -> list[RecordedCollective]:
@@ -142,7 +142,7 @@ def copy_of(ring: collections.deque[_T]) -> list[_T]:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A place of a worker's script, and the time that it has spent there.
+    """A call or step of a worker's script, and the time that it has spent there.
 
     Args:
         name: String, such as `"step 3 of epoch 1 of fit"`, or `""` outside of Keras's

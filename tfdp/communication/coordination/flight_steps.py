@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from tfdp.communication.coordination.flight_record import RecordedCollective
 from tfdp.communication.coordination.progress import ComputedStep
 
-# Kind of an entry that stands for all collectives of a step, and the lanes of steps and
-# of calls outside of Keras's loops.
+# Words of a flight record: the kind of an entry for all collectives of a step, and the
+# lanes of steps in Keras's loops and of calls outside of the loops.
 TENSORFLOW, _STEPS, _CALLS = "collectives of TensorFlow", "steps", "calls"
 _SEPARATOR, _END = "; ", "no further one"
 
@@ -76,7 +76,8 @@ class TracedCollectives:
             loop: String, name of the loop.
 
         Returns:
-            Tuple of a string and the sum of their bytes, or `None` without collectives.
+            Tuple of the description, a string, and the bytes of all collectives; or
+            `None` without collectives.
         """
         plan = self._plan(loop)
         if not plan:
@@ -86,7 +87,7 @@ class TracedCollectives:
         return largest.name + more, sum(each.num_bytes for each in plan)
 
     def order(self, loop: str) -> str:
-        """Return the forms of the collectives of a loop's step, in order."""
+        """Return the collectives of a loop's step, in order, as a text to compare."""
         return _SEPARATOR.join(each.form for each in self._plan(loop))
 
     def _plan(self, loop: str) -> list[TracedCollective]:
@@ -170,5 +171,5 @@ def recorded_steps(
     return found
 
 
-# The collectives of this process.
+# Collectives of TensorFlow that this process has traced, for its flight record.
 traced_collectives = TracedCollectives()

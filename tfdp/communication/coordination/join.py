@@ -190,7 +190,7 @@ def join_running_job(
     Raises:
         TimeoutError: If the job does not admit this process in time.
         ValueError: If the workers of the job have other facts.
-        SystemExit: If the job has ended.
+        SystemExit: With code 75, if no worker of the job has answered for 20 seconds.
     """
     origin = worker.applies_to
     assert origin is not None
@@ -250,7 +250,7 @@ def _check_facts(own: dict[str, str], others: dict[str, str]) -> None:
 def _join_later_cluster(
     worker: Worker, origin: Cluster, workers: Sequence[str], generation: int
 ) -> Worker:
-    """Join a later cluster of a job.
+    """Join a later cluster of a job; return the `Worker` with its rank there.
 
     Args:
         worker: `Worker`, this process in its previous cluster.

@@ -52,7 +52,7 @@ class PreemptionNotice:
                 self._previous_handlers[number] = signal.signal(number, self._record)
 
     def exit(self, what: str, *, prints: bool) -> NoReturn:
-        """End the script with code 75, because of the notice of any worker.
+        """Raise `SystemExit` with code 75, after a preemption notice to any worker.
 
         Args:
             what: String, a clause, such as `"the other workers continue"`.
@@ -96,7 +96,7 @@ def _restore_handlers() -> None:
 
 
 class PreemptionWatch:
-    """Agreement of all workers, at one step, on preemption notices and on applications.
+    """Exchange of preemption notices and applicants, at the same step on all workers.
 
     Workers all-gather their notices about once a second. The step of the next
     all-gather follows from the speed of all workers, and so is the same on each.
@@ -104,13 +104,13 @@ class PreemptionWatch:
     Args:
         notice: `PreemptionNotice` of this worker.
         worker_group: `WorkerGroup` between the workers.
-        applicants: Callable that returns the processes that apply to this worker, a
-            list of strings. Defaults to none.
+        applicants: Callable that returns the addresses of processes that apply to
+            this worker to join the job, a list of strings. Defaults to none.
 
     Attributes:
-        joining: List of strings, the addresses of all processes that apply to join, if
-            `is_given` has just asked the workers.
-        are_all_given: Bool, whether all workers had a notice when they were last asked.
+        joining: List of strings, the addresses of all processes that apply to join, by
+            the last call of `is_given`; empty at steps between two all-gathers.
+        are_all_given: Bool, whether all workers had a notice at the last all-gather.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class PreemptionWatch:
     def is_given_to_all(self, step: int) -> bool:
         """Return whether all workers have a notice. All workers call it together.
 
-        If some had none when the workers were last asked, this waits 0.2 seconds for
-        their notices, and asks again.
+        If some had none at the last all-gather, this waits 0.2 seconds for their
+        notices, and all-gathers again.
 
         Args:
             step: Int, the same on all workers, never less than before.

@@ -50,7 +50,7 @@ class WorkerProgress:
 
 
 class ComputedStep(NamedTuple):
-    """A time in which TensorFlow has run a step of a loop of Keras.
+    """A step that TensorFlow has run in a loop of Keras, and its times.
 
     Args:
         loop: String, such as `"fit"`.
@@ -206,7 +206,7 @@ class ProgressRecorder:
         self._left_scopes = {}
 
     def scope_left(self, line: str) -> None:
-        """Record that this worker has left a scope without synchronizing with others.
+        """Record that this worker has left `strategy.scope()` without synchronizing.
 
         Args:
             line: String, source line of the scope.
@@ -230,7 +230,7 @@ class ProgressRecorder:
         return is_same and times > self._left_scopes.get(line, 0)
 
     def restart(self) -> None:
-        """Reset all counters, as the other workers of a new cluster do."""
+        """Reset all counters; the other workers of a new cluster do so, too."""
         self._count = self._num_answers = 0
         self._reductions, self._left_scopes = set(), {}
         self._restarted_at = time.perf_counter()
@@ -263,7 +263,7 @@ class ProgressRecorder:
         )
 
     def spans(self) -> list[Span]:
-        """Return where this worker's script has been, and how long; thread-safe.
+        """Return the calls and steps of this worker's script, with times; thread-safe.
 
         Returns:
             List of `Span` in order, one for each of the last 512 changes of progress.
@@ -277,7 +277,7 @@ class ProgressRecorder:
         return [Span(*place, end) for place, end in zip(found, ends, strict=False)]
 
     def steps(self) -> list[ComputedStep]:
-        """Return the last steps since `restart`, in order; thread-safe."""
+        """Return the last steps that TensorFlow ran since `restart`; thread-safe."""
         places, offset = copy_of(self._places), wall_offset()
         ends = [*(begin + offset for begin, *_ in places[1:]), None]
         return [
@@ -297,7 +297,7 @@ class ProgressRecorder:
         return _describe(loops[0] if loops else None, topics[0] if topics else "")
 
     def _advance(self) -> None:
-        """Count a change of progress, and record the new place and its time."""
+        """Count a change of progress, and record the new step or call and its time."""
         self._count += 1
         self._since = clock.now()
         self.record_place()
@@ -305,8 +305,8 @@ class ProgressRecorder:
     def record_place(self) -> None:
         """Append the present loop and all-gather, with the time, to `_places`.
 
-        Called at each change of progress; `spans` and `steps` read it for flight
-        records.
+        Called at each change of progress. `spans` and `steps` read `_places` for
+        flight records.
         """
         fields = None
         if self._loops:
@@ -317,7 +317,7 @@ class ProgressRecorder:
 
 
 def _describe(loop: _Loop | None, topic: str) -> str:
-    """Describe a place in a loop of Keras, in an all-gather of texts, or in both.
+    """Describe where a worker is: in a loop of Keras, an all-gather of texts, or both.
 
     Args:
         loop: `_Loop`, or `None` outside of loops.

@@ -15,7 +15,7 @@ from tfdp.communication.coordination.clock import clock
 from tfdp.communication.store import HostLost, Membership
 from tfdp.ground.text import pluralize, say
 
-# Interval at which a worker that waits for the others asks for the missing ones, and
+# Interval at which a waiting worker asks the store which workers are missing, and
 # pause between two attempts to restart the store.
 _CHECK_SECONDS, _RETRY_SECONDS = 0.25, 0.1
 # Longest wait until the process of a lost worker has closed its port.
@@ -75,7 +75,7 @@ def find_survivors(
 def _agree(
     membership: Membership, lost: Sequence[int], applicants: Sequence[str], limit: float
 ) -> tuple[list[int], list[str]]:
-    """Agree once, over the store, on the workers that are left and on those that join.
+    """Agree, by two all-gathers over the store, on the workers that are left or join.
 
     Arguments and results are those of `find_survivors`.
     """

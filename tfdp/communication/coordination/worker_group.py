@@ -92,7 +92,10 @@ class WorkerGroup:
 
     @property
     def is_job_chief(self) -> bool:
-        """Bool, whether this worker is the chief of the job with all its parts."""
+        """Bool, whether this worker is the chief of the whole job.
+
+        In a job of several parts that train separately, it is the first part's chief.
+        """
         part = job_part()
         return self.is_chief and (part is None or part.index == 0)
 
@@ -112,7 +115,7 @@ class WorkerGroup:
         return group
 
     def new_prefix(self) -> str:
-        """Return a new key prefix; all workers must call this in the same order."""
+        """Return a prefix for store keys; all workers must call this in one order."""
         return "" if self._store is None else self._store.new_prefix()
 
     def all_gather(
@@ -129,8 +132,8 @@ class WorkerGroup:
             value: Value of this worker, which JSON must support. Defaults to `""`.
             timeout_seconds: Float, the longest wait, or `None` for the limit of the
                 group. Defaults to `None`.
-            check: Callable, called every few seconds with the rank that this worker
-                waits for. It may raise a `ValueError`, which withdraws this call.
+            check: Callable, called every few seconds with the rank of each missing
+                worker. It may raise a `ValueError`, which withdraws this call.
                 Defaults to a function that does nothing.
 
         Returns:
@@ -330,7 +333,7 @@ class Mailbox:
 
 
 def remember_group(group: WorkerGroup) -> WorkerGroup:
-    """Record a group as the latest one, and return it."""
+    """Record a group as that of the latest strategy, and return the group."""
     _latest[group.num_workers > 1] = group
     return group
 

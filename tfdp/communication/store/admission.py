@@ -90,7 +90,7 @@ class Admission:
         seconds: float,
         connection: Callable[[socket.socket, Authenticated], _T],
     ) -> _T:
-        """Connect once to a worker of the job.
+        """Connect once to a worker of the job; return what `connection` creates.
 
         Args:
             worker: String, its `"host:port"`.
@@ -169,8 +169,8 @@ def ask_job(cluster: Cluster, *, applies: bool = False) -> JobState | None:
         applies: Bool, whether this process applies to join. Defaults to `False`.
 
     Returns:
-        `JobState` of the latest generation, or `None` if the job has not started. In a
-        job of more than 32 workers only some are asked, and it may be missed once.
+        `JobState` of the latest generation, or `None` if the job has not started. Of
+        more than 32 workers only some are asked, so a running job may be missed once.
     """
     own = cluster.workers[cluster.rank]
     others = [worker for worker in cluster.workers if worker != own]
@@ -197,7 +197,7 @@ def ask_workers(
     claim = CLAIM.pack(cluster.rank, APPLIES if applies else ASKS, own)
 
     def ask(worker: str) -> JobState | None:
-        """Ask one worker; return `None` if it does not answer."""
+        """Ask one worker for the job's state; return `None` if it does not answer."""
         try:
             connection = admission.dial(worker, claim, PROBE_SECONDS, MessageConnection)
             with contextlib.closing(connection):

@@ -91,7 +91,7 @@ class Store:
         self._begin_reading(self.connection)
 
     def new_prefix(self) -> str:
-        """Return a new prefix of keys; all members call this in the same order."""
+        """Return a prefix for new keys; all members call this in the same order."""
         return f"tfdp/{next(self._prefixes)}"
 
     def put(self, key: str, text: str) -> None:
@@ -243,7 +243,7 @@ class Store:
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
     def ask(self, kind: str, **request: Any) -> PendingAnswer:
-        """Send a request, and return the future of its answer.
+        """Send a request to the host of the store, and return the future of its answer.
 
         Args:
             kind: String, the kind of the request, one of those in `Server._execute`.
@@ -268,7 +268,7 @@ class Store:
         return pending
 
     def forget(self, pending: PendingAnswer) -> None:
-        """Stop waiting for the answer of a request."""
+        """Forget a request, whose answer is then ignored; the host is not notified."""
         with self._lock:
             self._waiting.pop(pending.number, None)
 
@@ -388,7 +388,7 @@ class Store:
         self._begin_reading(connection)
 
     def _begin_reading(self, connection: Connection) -> None:
-        """Handle messages that came with the admission, and watch for later ones."""
+        """Handle messages that came with the admission, and those that come later."""
         for message in connection.first:
             self._receive(message)
         self._hosts.watch(connection, functools.partial(self._read, connection))

@@ -45,7 +45,7 @@ class Contents:
         self._answers: dict[int, dict[int, dict[str, Any]]] = {}
 
     def apply(self, change: Change) -> None:
-        """Apply a change.
+        """Apply a change to the values, the lost workers and the kept answers.
 
         Args:
             change: Dict, a `Change`.

@@ -52,7 +52,7 @@ _logger = logging.getLogger("tfdp.store")
 HOST = 0
 _WARN_AFTER_SECONDS = 10.0
 # In seconds: pause between two attempts to connect, and interval at which a worker that
-# waits for the others asks which of them are missing.
+# waits for the others asks the host which of them are missing.
 _RETRY_SECONDS, _WAIT_SECONDS = 0.1, 1.0
 # Seconds without a process at a missing worker's port after which the worker is lost.
 # The limit applies to later clusters of a job, whose ports are closed for a moment
@@ -199,8 +199,8 @@ class Membership:
         """Return the addresses of the processes that apply to join the job.
 
         Args:
-            lost: Sequence of ints, ranks of workers whose places are free. Defaults to
-                none.
+            lost: Sequence of ints, ranks of workers whose addresses an applicant may
+                have. Defaults to none.
         """
         taken = set(self.cluster.workers) - {self.cluster.workers[r] for r in lost}
         since = time.monotonic() - _APPLICATION_SECONDS
@@ -328,7 +328,7 @@ class Membership:
     def _report_missing(
         self, ranks: list[int], reason: str, begin: float, timeout_seconds: float | None
     ) -> None:
-        """Warn of missing workers, and return; or raise, if the wait is over.
+        """Warn of missing workers after 10 seconds; raise if the wait for them is over.
 
         Args:
             ranks: List of ints, the missing workers.
@@ -337,7 +337,7 @@ class Membership:
             timeout_seconds: Float or `None`, see `join`.
 
         Raises:
-            JobRuns: If a worker answers that the job runs. Workers are asked at most
+            JobRuns: If a worker answers that the job runs. This worker asks at most
                 once a second, and only with `may_run_already`.
             TimeoutError: If `timeout_seconds` have passed since `begin`.
         """

@@ -119,7 +119,7 @@ class Replication:
             self._waiting.append((self._sent, member, encoded))
 
     def _may_answer(self, member: Receiver, standby: Receiver) -> bool:
-        """Return whether the standby has, or surely gets, an answer's changes.
+        """Return whether the standby has, or surely gets, the changes before an answer.
 
         Args:
             member: `Receiver` of the answer.
@@ -145,8 +145,8 @@ class Replication:
             self.begin()
         is_standby = self.standby is not None and self.standby.rank == rank
         if not is_standby or number <= self._begun:
-            # The member is not the standby, or the change is older than the present
-            # copy.
+            # The acknowledgement does not count: its member is not the standby, or its
+            # change is older than the present copy.
             return
         self._waits_since = time.monotonic() if number < self._sent else 0.0
         if number < self._complete:

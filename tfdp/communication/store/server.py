@@ -127,8 +127,8 @@ class Server:
         self._replication = Replication(rank, self._contents, self._members)
         self._has_started = contents is not None
         self._is_closed = False
-        # Members that wait for the value of a key, and the ids of their requests, by
-        # key.
+        # For each key without a text: the members that wait for it, and the ids of
+        # their requests.
         self._readers: dict[str, list[tuple[_Member, int]]] = {}
         self._gathers: dict[str, _Gather] = {}
         # A worker that was a member of the earlier host, but does not connect to this
@@ -190,7 +190,7 @@ class Server:
             time.sleep(_POLL_SECONDS)
 
     def _replicate(self, member: _Member) -> None:
-        """Send a new member the standby's rank, or choose one if it is missing."""
+        """Send a new member the standby's rank; without a standby, choose one."""
         if self._replication.standby is None:
             self._replication.begin()
         else:
@@ -401,7 +401,7 @@ class Server:
         return summary
 
     def _put(self, request: Request, key: str, text: str) -> None:
-        """Set a key's text; answer this request and the members that wait for it."""
+        """Set a key's text; answer this request, and members that wait for the text."""
         self._complete([request], {}, values={key: text})
         for member, number in self._readers.pop(key, ()):
             self._answer(member, number, text=text)
@@ -429,8 +429,8 @@ class Server:
         self._commit({"lost": ranks})
         for rank in ranks:
             if rank in self._members:
-                # The member's end of the connection ends, too, and then `_remove` is
-                # called.
+                # Shutting down the socket ends the member's side of the connection,
+                # too, and then `_remove` is called.
                 with contextlib.suppress(OSError):  # the connection has ended already
                     self._members[rank].sock.shutdown(socket.SHUT_RDWR)
         for key in list(self._gathers):
@@ -453,7 +453,7 @@ class Server:
         self._complete_gather(key)
 
     def _complete_gather(self, key: str) -> None:
-        """Answer the members of an all-gather, if no text is missing."""
+        """Send all texts to the members of an all-gather, unless a text is missing."""
         if self._missing(key):
             return
         gather = self._gathers.pop(key)

@@ -160,7 +160,7 @@ def _resolve(host: str) -> list[str]:
 
 
 def _external_address(host: str, loopback: str) -> str:
-    """Return an address of this host that others reach, or the loopback address.
+    """Return this host's only address that others reach, `loopback` without one.
 
     Raises `TransportError` if there are several.
 

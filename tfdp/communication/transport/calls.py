@@ -25,7 +25,7 @@ _ERRORS = re.compile(rf"{_STEPS_DIFFER}: (\d+) of .*?, (\d+) of ")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A collective as one member calls it.
+    """Description of a collective, which members of its group exchange and compare.
 
     Args:
         kind: String, such as `"all-reduce"`.
@@ -61,7 +61,7 @@ class Call:
 def call_of(
     kind: str, array: Array, tag: int, bounds: Sequence[int] | None = None
 ) -> Call:
-    """Create the `Call` of a collective of an array.
+    """Create the `Call` of a collective of an array, which peers compare.
 
     Args:
         kind: String, such as `"all-reduce"`.
@@ -82,7 +82,7 @@ def call_of(
 
 
 def new_tag(generation: int, text: str) -> int:
-    """Return the tag of a collective.
+    """Return the number by which members check that they run the same collective.
 
     Args:
         generation: Int, number of steps of this worker that have failed.
@@ -126,7 +126,7 @@ def steps_ahead(error: Exception, generation: int) -> int | None:
 
 
 def check(received: bytes | memoryview, expected: Call, own: int, peer: int) -> None:
-    """Compare a peer's call with the expected one.
+    """Raise an error if the header from a peer is not of the expected collective.
 
     Args:
         received: Buffer, the header from the peer.

@@ -27,7 +27,7 @@ class PeerLost(RuntimeError):
 
 
 class TransportError(RuntimeError):
-    """Error of a transport other than the loss of a worker."""
+    """Error of communication without a lost worker, as when collectives differ."""
 
 
 class TransportClosed(TransportError):

@@ -52,7 +52,7 @@ class CloseReason:
 
 
 class Registry(Protocol):
-    """Interface by which connections exchange the reasons that they are closed.
+    """Interface by which a `Connection` sends and receives reasons for closing it.
 
     `Mesh` implements it: the reasons travel over one control connection to each peer.
 
@@ -74,7 +74,7 @@ class Registry(Protocol):
         """
 
     def close_reason_of(self, peer: int, lane: str) -> CloseReason | None:
-        """Return the reason that a peer has sent for a lane, `None` if unknown."""
+        """Return why a peer has closed the connection `lane`, `None` if unknown."""
 
     def forget(self, connection: Connection) -> None:
         """Remove a connection that this worker has closed."""
@@ -291,7 +291,9 @@ def _without_first_bytes(views: list[memoryview], num_bytes: int) -> list[memory
 
 
 class ControlConnection(MessageConnection):
-    """Connection for control messages; only the acceptor's thread receives.
+    """Connection on which two workers send each other reasons for closing others.
+
+    Only the thread of the mesh's `Acceptor` receives on it.
 
     Args:
         sock: `socket.socket`, after the handshake.
@@ -317,10 +319,11 @@ class ControlConnection(MessageConnection):
         self.send({"lane": lane, **dataclasses.asdict(short)})
 
     def receive_close_reasons(self) -> list[tuple[str, CloseReason]] | None:
-        """Receive all messages that have arrived, without waiting.
+        """Receive the close reasons that have arrived, without waiting.
 
         Returns:
-            List of lanes and `CloseReason`s, or `None` at the end of the connection.
+            List of pairs, the lane of a closed connection and its `CloseReason`; or
+            `None` at the end of this connection.
         """
         try:
             return [(each.pop("lane"), CloseReason(**each)) for each in self.receive()]

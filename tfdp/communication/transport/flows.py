@@ -42,7 +42,7 @@ class Link(Protocol):
 
 
 class PieceCounter:
-    """Counter of pieces that have moved, for which other pieces wait."""
+    """Counter of data that has arrived or was added, for which `Piece`s may wait."""
 
     __slots__ = ("count",)
 
@@ -56,7 +56,7 @@ class PieceCounter:
 
 @dataclasses.dataclass(slots=True)
 class Piece:
-    """Bytes that are sent or received together.
+    """Bytes that a `Flow` sends or receives, maybe only after other data.
 
     Args:
         view: `memoryview` of bytes, to send or to receive into.
@@ -72,7 +72,7 @@ class Piece:
 
     @property
     def is_ready(self) -> bool:
-        """Bool, whether the counter lets the piece move."""
+        """Bool, whether the data that the piece waits for is counted."""
         return self.counter is None or self.counter.count >= self.needed
 
 
@@ -104,7 +104,7 @@ class _Queue:
             self.rest = self.piece.view
 
     def pass_empty(self) -> bool:
-        """Finish empty pieces, as far as their counters let them move.
+        """Finish the next pieces as long as they have no bytes and need not wait.
 
         Returns:
             Bool, whether any was finished: other pieces may have waited for it.
@@ -122,7 +122,7 @@ class _Queue:
         return self.piece is not None and not self.is_blocked and self.piece.is_ready
 
     def advance(self, num_bytes: int) -> None:
-        """Record bytes that have moved; fewer than all mean a blocked socket."""
+        """Count bytes that have moved; if some are left, the socket has blocked."""
         if num_bytes < self.rest.nbytes:
             self.rest = self.rest[num_bytes:]
             self.is_blocked = True
@@ -130,14 +130,14 @@ class _Queue:
             self.finish(self.piece)
 
     def finish(self, piece: Piece) -> None:
-        """Call the `then` of a piece that has moved, and make the next one current."""
+        """Call the `then` of a completed piece, and make the next one current."""
         if piece.then is not None:
             piece.then()
         self.next()
 
 
 class Flow:
-    """Data in both directions over one connection.
+    """Transfer of data in both directions over one connection.
 
     Args:
         link: `Connection`.
@@ -225,7 +225,7 @@ class Flow:
         return events
 
     def handle(self, events: int) -> None:
-        """Handle events that `poll` has reported for the connection.
+        """Unblock sending or receiving, by the events that `poll` has reported.
 
         Args:
             events: Int, the bit mask of the events.
@@ -249,7 +249,7 @@ class Flow:
 
 
 def run(flows: Sequence[Flow]) -> None:
-    """Move the data of all flows.
+    """Send and receive the data of all flows, until each flow is done.
 
     Args:
         flows: Sequence of `Flow`s, each over a different connection.

@@ -31,7 +31,7 @@ class Link(Protocol):
 def send_frame(
     link: Link, head: Mapping[str, Any], arrays: Sequence[Array] = ()
 ) -> None:
-    """Send a message, whose head also describes the arrays.
+    """Send a message: a head in JSON, which also describes the arrays, then the arrays.
 
     Args:
         link: `Link`.

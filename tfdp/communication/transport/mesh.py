@@ -57,7 +57,7 @@ from tfdp.ground.forks import Owner, close_in_forks
 
 _logger = logging.getLogger("tfdp.transport")
 
-# Claim of a dialer in a handshake: its rank, and the digest of the lane's name.
+# Format of what a dialer claims in a handshake: its rank, and a digest of the lane.
 _CLAIM = struct.Struct("!I32s")
 # Time limit of one attempt to dial, after which a busy or silent peer is dialed again.
 _ATTEMPT_SECONDS = 10.0
@@ -239,7 +239,7 @@ class Mesh:
                 sock.close()
             self._accepted.clear()
 
-    # Methods of the interface `Registry`, which connections use.
+    # A `Connection` calls the next methods, those of its interface `Registry`.
 
     def send_close_reason(
         self, peer: int, lane: str, close_reason: CloseReason
@@ -266,7 +266,7 @@ class Mesh:
         with self._changed:
             self._connections.discard(connection)
 
-    # Methods that the acceptor's thread calls.
+    # The acceptor's thread calls the next methods, which must not wait for peers.
 
     def _accept(self, sock: socket.socket, authenticated: Authenticated) -> None:
         """Store an accepted connection until `connect` takes it.
@@ -317,14 +317,14 @@ class Mesh:
         return messages is not None
 
     def _add_control_connection(self, control: ControlConnection) -> None:
-        """Store a control connection to a peer, and watch it."""
+        """Store the control connection to a peer, and have the acceptor read it."""
         with self._changed:
             self._controls[control.peer] = control
             self._changed.notify_all()
         self._acceptor.watch(control, functools.partial(self._read, control))
 
     def _shared_secret(self) -> str:
-        """Return the secret, which worker 0 creates and others read in the store."""
+        """Return the job's secret; worker 0 creates it, others read it in the store."""
         key = f"{self._prefix}/secret"
         if self.rank == 0:
             secret = secrets.token_hex(32)

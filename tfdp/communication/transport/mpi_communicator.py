@@ -218,7 +218,7 @@ class MpiCommunicator:
         self._messages.close(reason)
         self._job.discard(self)
 
-    # Methods for the phases of the collectives.
+    # Collectives share phases: an all-reduce is a reduce-scatter and an all-gather.
 
     def _exchange_and_add(self, array: Array, target: Array, call: Call) -> None:
         """All-reduce a small array by exchanging it whole between all pairs.
@@ -330,7 +330,7 @@ class MpiCommunicator:
         return [(self.index + step) % size for step in range(1, size)]
 
     def _scratch_parts(self, like: Array, length: int) -> list[Array]:
-        """Return arrays for the parts of the other members, in memory that is reused.
+        """Return arrays to receive the other members' parts, in memory that is reused.
 
         New memory would cost time, since the kernel would clear its pages.
 

@@ -32,7 +32,7 @@ SMALL_BYTES = 16 << 10
 # bytes.
 ALL_TO_ALL = "all-to-all"
 
-# MPI tags of the messages in the communicator of a lane.
+# MPI tags that tell the kinds of messages in the communicator of a lane apart.
 _HEADER, _DATA, _LEAVE = 1, 2, 3
 _LEAVE_REASON_BYTES = 1024
 # Largest message in bytes, since MPI counts the bytes of a message in 32 bits.
@@ -180,7 +180,7 @@ class MpiMessages:
             finally:
                 self._in_call.release()
 
-    # Methods for the steps of `exchange`.
+    # Steps of `exchange`: headers and small data are sent first, then large data.
 
     def _begin(self, member: int, peer: _Peer, call: Call) -> None:
         """Start to exchange headers with a member; data follows the member's header.
@@ -302,7 +302,7 @@ class MpiMessages:
                 pending.then(status)
         return True
 
-    # Methods that detect lost members, and that close the communicator.
+    # A member that leaves sends the others its reason, by which they detect its loss.
 
     def _lost(self, peers: Mapping[int, _Peer]) -> int | None:
         """Return the index of a peer that left with pending requests, or `None`."""
@@ -317,7 +317,7 @@ class MpiMessages:
         return next(waiting, None)
 
     def _set_reason(self, reason: str) -> bool:
-        """Set the reason of the end, unless it is set; return whether this call did."""
+        """Mark this as closed for a reason, if it is open; return whether it was."""
         with self._closing:
             is_first = self._reason is None
             if is_first:

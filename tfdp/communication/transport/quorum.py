@@ -44,7 +44,7 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class QuorumSum:
-    """Sum of a step, the same on all workers.
+    """Sum of the first contributions to a step, the same on all workers.
 
     Args:
         absent: Sequence of ints, ranks of the workers whose contributions it lacks.
@@ -57,7 +57,7 @@ class QuorumSum:
 
 
 class QuorumMember:
-    """A worker's side of the sums: it contributes to each step, and takes all sums.
+    """Base of a worker's endpoint: it contributes to each step, and receives all sums.
 
     Args:
         on_change: Callable, called with the number of sums that have arrived and were
@@ -109,14 +109,14 @@ class QuorumMember:
         raise NotImplementedError
 
     def _receive(self, result: QuorumSum) -> None:
-        """Keep the sum of a step until it is taken."""
+        """Queue the sum of a step, which `exchange` will return."""
         with self._changed:
             self._sums.append(result)
             self._on_change(len(self._sums))
             self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """Record an error, unless there is one, and end the waits of all workers."""
+        """Record the first error, and close the connections, which ends all waits."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -127,7 +127,7 @@ class QuorumMember:
 
 
 class QuorumFollower(QuorumMember):
-    """Member of the sums on every worker but worker 0.
+    """Endpoint of a worker other than 0; it sends its contributions to worker 0.
 
     Args:
         link: `Connection` to worker 0.
@@ -155,7 +155,7 @@ class QuorumFollower(QuorumMember):
         send_frame(self._link, head, share.arrays)
 
     def _read(self) -> None:
-        """Receive sums until the connection ends."""
+        """Receive sums from worker 0 on a thread, until the connection ends."""
         try:
             while True:
                 head, arrays = receive_frame(self._link)
@@ -165,7 +165,7 @@ class QuorumFollower(QuorumMember):
 
 
 class QuorumLeader(QuorumMember):
-    """Member of the sums on worker 0, which closes the steps; it may be late itself.
+    """Endpoint of worker 0: it adds contributions and closes steps; it may be late.
 
     Args:
         links: Mapping from ranks to `Connection`, to all other workers.
@@ -230,8 +230,8 @@ class QuorumLeader(QuorumMember):
     def _is_complete(self) -> bool:
         """Return whether the open step has enough contributions to close.
 
-        It needs those of all workers; or `least` ones, some with rows, if no worker is
-        too far behind.
+        It needs those of all workers; or `least` ones, some with rows, if each worker
+        is fewer than `most_behind` steps late.
         """
         if len(self._shares) == len(self._made):
             return True

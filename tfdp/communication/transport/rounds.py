@@ -95,7 +95,7 @@ _HEAD = [f for f in dataclasses.fields(Reply) if f.name not in ("means", "state"
 
 @dataclasses.dataclass(eq=False)
 class Participant:
-    """Participant of rounds; another connection of one index is a new participant.
+    """Participant in rounds of averaging; a process that reconnects is a new one.
 
     Args:
         index: Int, index among all processes that may participate.
@@ -203,7 +203,7 @@ class Rounds:
             raise EOFError
 
     def _catch_up_reply(self) -> Reply:
-        """Return the reply with which a late participant reaches the present state."""
+        """Return the reply for a late participant: a stored state, and later means."""
         assert self._state is not None
         version, state = self._state
         means = [mean for number, mean in self._means if number > version]
@@ -258,7 +258,7 @@ class Rounds:
 
 
 class RoundLeader(Rounds):
-    """Leader of rounds between workers, on worker 0.
+    """Rounds between workers, led by worker 0; a thread answers each other worker.
 
     Args:
         links: Mapping from ranks to `Link`, to all other workers.
@@ -287,7 +287,7 @@ class RoundLeader(Rounds):
     def exchange(
         self, samples: float, arrays: Sequence[Array], state: Sequence[Array]
     ) -> Reply:
-        """Make a round with the workers that arrive in time.
+        """Average arrays with those of the workers that contribute in time.
 
         Args:
             samples: Float, number of samples, the weight of this worker.
@@ -305,7 +305,7 @@ class RoundLeader(Rounds):
             return self.contribute(self._own, self._version, (samples, arrays))
 
     def pause(self) -> None:
-        """Pause rounds until all workers synchronize; the others get empty replies."""
+        """Pause rounds until all workers synchronize; waiting workers get no mean."""
         with self._lock, self._changed:
             self._is_open = False
             for member in self._waiting():
@@ -414,7 +414,7 @@ class RoundLeader(Rounds):
 
 
 class RoundFollower:
-    """Follower of rounds between workers, on all workers but worker 0.
+    """Client of the rounds that worker 0 leads, on all other workers.
 
     Args:
         link: `Link` to worker 0.
@@ -455,13 +455,13 @@ class RoundFollower:
             self._send(_PAUSE_VERSION, 0.0, [])
 
     def resume(self) -> None:
-        """Restart rounds, after all workers have synchronized their state."""
+        """Take part in rounds again after `pause`; all workers have synchronized."""
         with self._lock:
             self._generation += 1
             self._version = 0
 
     def _send(self, version: int, samples: float, arrays: Sequence[Array]) -> None:
-        """Send a message to the leader.
+        """Send the leader a contribution to a round, or notify it of a pause.
 
         Args:
             version: Int, number of rounds so far, or `_PAUSE_VERSION`.

@@ -22,7 +22,7 @@ LAG = 2
 
 
 def equal_bounds(length: int, num_parts: int) -> list[int]:
-    """Return the bounds of parts of a length that differ by at most one.
+    """Return the bounds that divide a length into parts of equal size, to within 1.
 
     Args:
         length: Int, number of elements.

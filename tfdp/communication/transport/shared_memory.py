@@ -151,7 +151,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         self._copy(call_of(f"broadcast {source}", array, tag), parts)
 
     def close(self, reason: str = "") -> None:
-        """Close the connections, as in `Communicator.close`, and drop the outboxes."""
+        """Close the connections, as in `Communicator.close`; release shared memory."""
         super().close(reason)
         # A collective that still runs on another thread has its own references to the
         # outboxes, so that their memory stays valid for it.
@@ -253,7 +253,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         )
 
     def _create_outboxes(self) -> list[_Outbox]:
-        """Create this member's outbox, and map the outboxes of all members.
+        """Allocate this member's shared memory, its outbox, and map that of all.
 
         Returns:
             List of all members' outboxes, empty on all members if one of them cannot
@@ -272,7 +272,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
             return self._map_outboxes(descriptors)
 
     def _create_outbox(self, stack: contextlib.ExitStack) -> int | None:
-        """Create this member's outbox; return its file descriptor.
+        """Allocate this member's outbox, its shared memory; return its file descriptor.
 
         Args:
             stack: `contextlib.ExitStack`, which closes the descriptor at its end.
@@ -289,7 +289,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         )
 
     def _map_outboxes(self, descriptors: dict[int, int]) -> list[_Outbox]:
-        """Map all outboxes; return an empty list if any member cannot map them.
+        """Map all members' shared memory; return an empty list if any member cannot.
 
         Args:
             descriptors: Dict from a member's index to the descriptor of its outbox.
@@ -320,7 +320,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
 
 
 def new_communicator(mesh: Mesh, ranks: Sequence[int], lane: str) -> Communicator:
-    """Create the best communicator of a group, and log its name.
+    """Create the fastest communicator that a group supports, and log its name.
 
     Args:
         mesh: `Mesh` of this worker.
@@ -344,10 +344,9 @@ def new_communicator(mesh: Mesh, ranks: Sequence[int], lane: str) -> Communicato
 
 
 class _Outbox:
-    """Memory of one member, with a chunk for each other member in each of two slots.
+    """Shared memory that one member writes and all others read, in two slots.
 
-    The chunk of the member itself is for data to all members, and the last one for its
-    sums.
+    A slot has a chunk for each member, its owner's for data to all, and one for sums.
 
     Args:
         descriptor: Int, file descriptor of the memory.

@@ -183,7 +183,7 @@ class SocketCommunicator:
         for link in self._links.values():
             link.close(close_reason.cause, close_reason if close_reason.cause else None)
 
-    # Methods that exchange whole arrays between all pairs of members.
+    # Small arrays are exchanged whole between all pairs, faster than in a ring's steps.
 
     def _exchange_whole(self, call: Call, array: Array, total: Array) -> None:
         """Exchange small arrays, and add them in the order of the members.
@@ -239,7 +239,7 @@ class SocketCommunicator:
         else:
             link.receive_into(other)
 
-    # Methods for reduce-scatter and all-gather in segments.
+    # Large arrays are exchanged in segments, so that sums and transfers overlap.
 
     def _reduce(
         self,
@@ -273,7 +273,7 @@ class SocketCommunicator:
         total: Array,
         steps: range,
     ) -> None:
-        """Run steps of a `Ring`.
+        """Run steps of a ring: those of reduce-scatter, of all-gather, or all.
 
         Args:
             call: `Call`, the same on all members.
@@ -318,7 +318,8 @@ class SocketCommunicator:
             self._flow(before, None, (), call, incoming),
         ]
 
-    # Methods for transfers between all pairs of members.
+    # Two transfers use no ring: broadcasts, and sums in half precision, which each hop
+    # of a ring would round.
 
     def _reduce_direct(
         self,
@@ -385,7 +386,7 @@ class SocketCommunicator:
             flows.append(self._flow(self._links[following], call, outgoing, None, ()))
         self._run(flows)
 
-    # Methods that several collectives use.
+    # In every collective, a member checks the header of each peer that sends to it.
 
     def _run(self, flows: list[Flow]) -> None:
         """Run flows; raise if any member's connection ends, even without a flow."""

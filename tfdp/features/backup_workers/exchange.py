@@ -47,11 +47,12 @@ _ROWS = tf.TensorSpec([2], tf.float64)
 
 @dataclasses.dataclass
 class Counts:
-    """Steps of a `fit`, and those closed without a worker; the same on all workers.
+    """Counts of the steps of a `fit`, and of those that lack a worker's gradients.
 
     Args:
         steps: Int, steps so far.
-        without: Counter of the steps that closed without a worker, by its rank.
+        without: Counter of the steps that closed without a worker, by its rank; the
+            same on all workers.
     """
 
     steps: int = 0
@@ -70,7 +71,7 @@ class Counts:
 
 
 class FirstGradients(GradientExchange):
-    """Sums of the gradients that arrive first at worker 0, which sends them to all.
+    """Exchange in which worker 0 sums the first gradients of a step for all workers.
 
     Args:
         strategy: A tfdp strategy.
@@ -231,7 +232,7 @@ class FirstGradients(GradientExchange):
     def _connect(
         self, num_bytes: int, joined: Collection[int], *, is_counted: bool
     ) -> QuorumMember:
-        """Connect all workers for the sums of a `BackgroundThread`; return this end.
+        """Connect all workers to sum tensors; return the endpoint of this worker.
 
         Args:
             num_bytes: Int, size of the sums of a step; it limits the number of steps
@@ -288,7 +289,7 @@ def _joined(
 
 
 def _set(waiting: Any, number: int) -> None:
-    """Store the number of waiting sums in the variable that steps read, if any."""
+    """Store the number of sums that wait for this worker in a variable, if given."""
     if waiting is not None:
         waiting.assign(number, read_value=False)
 
@@ -330,7 +331,7 @@ def _exchange(
 
 
 def _share_of(parts: list[list[tf.Tensor]], joined: Collection[int]) -> Share:
-    """Combine what the local replicas contribute to a step.
+    """Sum local replicas' gradients into this worker's contribution to a step.
 
     Args:
         parts: List of lists of tensors: the rows, then the gradients, of each replica.

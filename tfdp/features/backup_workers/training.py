@@ -39,14 +39,14 @@ class _DroppedGradients(keras.callbacks.Callback):
 
 
 class BackupWorkers(Feature):
-    """Replaces the all-reduce of gradients in `fit`, and reports dropped gradients."""
+    """Feature of `backup_workers`: `fit` drops late gradients, and reports them."""
 
     def __init__(self) -> None:
         self._exchanges: weakref.WeakKeyDictionary[Any, FirstGradients]
         self._exchanges = weakref.WeakKeyDictionary()
 
     def gradient_exchange(self, fit: Fit) -> FirstGradients | None:
-        """Return the exchange of a model's gradients; `None` without the option."""
+        """Return the exchange of a model with `backup_workers`; `None` without them."""
         if not _is_on(fit.strategy):
             return None
         if fit.model not in self._exchanges:
@@ -73,7 +73,7 @@ class BackupWorkers(Feature):
         return None if _is_on(strategy_of(model)) else 1
 
     def after_fit(self, fit: Fit) -> None:
-        """Report the dropped gradients, on worker 0."""
+        """Print on worker 0 how many steps lack the gradients of each late worker."""
         if not _is_on(fit.strategy) or not fit.strategy.extended.worker_group.is_chief:
             return
         if text := self._exchanges[fit.model].counts.describe():

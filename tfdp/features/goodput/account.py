@@ -59,7 +59,7 @@ Position = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Time of a job by class.
+    """Seconds of a job by class of time, such as steps, start-up or saves.
 
     Args:
         seconds: Dict from each class of `CLASSES` to its seconds.
@@ -101,7 +101,7 @@ class Shares:
         return self.seconds.get(name, 0.0) / total if total else 0.0
 
     def label(self, name: str) -> str:
-        """Return the name of a class of time in `str(self)`.
+        """Return the words for a class of time, as `str(self)` has them.
 
         Args:
             name: String, a class of `CLASSES`.
@@ -126,7 +126,7 @@ class Shares:
 
 
 def shares_of_several(ledgers: Sequence[Iterable[str]]) -> Shares:
-    """Compute the shares of a job whose calls of `fit` have ledgers of their own.
+    """Compute the `Shares` of a job from several ledgers, of different calls of `fit`.
 
     Args:
         ledgers: Sequence of iterables of strings, the lines of each ledger.
@@ -161,7 +161,7 @@ def _timed(number: int, lines: Iterable[str]) -> Iterator[tuple[float, int, str]
 
 
 def shares(lines: Iterable[str]) -> Shares:
-    """Compute the shares of the last job in a ledger.
+    """Compute the `Shares` of time of the last job in a ledger, its file of times.
 
     A ledger has several jobs if training was complete and began again. Damaged lines
     are left out; their time is not recorded.

@@ -88,7 +88,7 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Settings of the launcher for the ledger, which it gives to its workers.
+    """Log folder and start of a launcher, which it passes to its workers.
 
     Args:
         folder: String, absolute path of its folder of logs.
@@ -100,7 +100,7 @@ class Launch:
 
     @classmethod
     def new(cls, folder: str | os.PathLike[str]) -> Launch:
-        """Return the settings of this process, which is a launcher.
+        """Return the `Launch` of this process, which is a launcher.
 
         Args:
             folder: String or path-like, its folder of logs.
@@ -109,7 +109,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch | None:
-        """Return the launcher's settings in `TF_CONFIG`; `None` without a launcher."""
+        """Return the `Launch` that `TF_CONFIG` contains; `None` without a launcher."""
         try:
             settings = tf_config.read_settings(environ["TF_CONFIG"])[_KEY]
             folder = str(settings["folder"])
@@ -152,7 +152,7 @@ def is_number(value: Any) -> bool:
 
 
 def path_beside(directory: str) -> str:
-    """Return the path of the ledger beside a directory of backups.
+    """Return the path of the ledger, a job's file of times, beside its backups.
 
     The directory is deleted with the backups, so that the ledger is not in it, unless a
     volume is mounted there: files beside the volume may not be kept.
@@ -172,7 +172,7 @@ def path_beside(directory: str) -> str:
 
 
 def find(directory: str) -> list[str]:
-    """Return the paths of the ledgers of backups, or of the logs of a launcher.
+    """Return the paths of a job's ledgers, found by its backups or folder of logs.
 
     A script that gives each `fit` its own directory of backups has a ledger for each.
 
@@ -217,7 +217,7 @@ def read(path: str) -> Iterator[str]:
 
 
 class LedgerFile:
-    """Ledger to append lines to. A failed write is printed once, and not raised.
+    """File of a job's times, to append to; a failed write is printed once, not raised.
 
     The file is opened at the first write, since `fit` creates the directory of backups
     after it has chosen its callbacks.
@@ -317,7 +317,7 @@ def _open(path: str) -> int:
 
 
 def _append(number: int, lines: list[str]) -> None:
-    """Append lines to an open ledger by one write; undo a part of a write.
+    """Append lines to the open file `number`; undo an incomplete write.
 
     Raises:
         OSError: If they cannot be written.

@@ -28,7 +28,7 @@ from tfdp.ground.forks import Owner
 # this fraction of the attempt's time so far. If the process is killed, the time since
 # the last write is lost.
 _LEAST_SECONDS, _MOST_SECONDS, _OF_ATTEMPT = 1.0, 10.0, 1e-3
-# Class of time by activity.
+# Class to which the time of each activity in `fit` is added.
 _CLASSES = {
     activities.EVALUATION: account.EVALUATION,
     activities.SAVE: account.SAVE,
@@ -98,7 +98,7 @@ class Recorder:
         line["process"] = f"{os.getpid()}-{ticks}"
         self._lines = [json.dumps({**line, "launched": launched})]
 
-    # Methods for the events of `fit`.
+    # A callback and the wrapped step call the next methods, at the events of `fit`.
 
     def fit_begins(self) -> None:
         """Count a `fit`, and time from now on as its start-up."""
@@ -182,7 +182,7 @@ class Recorder:
         self._append()
         self.file.close()
 
-    # Methods for the events of activities, see `tfdp.ground.base.activities`.
+    # `tfdp.ground.base.activities` calls the next methods around evaluations and saves.
 
     def begins(self, activity: str) -> None:
         """Begin to count the time of an activity, if it runs on the thread of `fit`.
@@ -203,7 +203,7 @@ class Recorder:
             if self._at >= self._due:
                 self.write()
 
-    # Methods that write lines of the ledger.
+    # Lines wait in memory until a write succeeds, so that a failed one is repeated.
 
     def write(self) -> None:
         """Append the lines since the last write; if that fails, keep them.

@@ -181,7 +181,7 @@ class _Goodput(Feature):
     def _recorder_at(
         self, directory: str | None, launch: Launch | None, *, continues: bool
     ) -> Recorder:
-        """Return the recorder of a ledger: the latest, or a new one for another place.
+        """Return the latest recorder, or a new one if the ledger is in another folder.
 
         Args:
             directory: String, the directory of backups, or `None` without any.

@@ -200,7 +200,7 @@ class Hub:
         # the running islands of a launcher.
         self._connections: dict[HubConnection, set[int]] = {}
         self._rounds_by_fit: dict[int, IslandRounds] = {}
-        # The islands that have not ended for good.
+        # Indices of the islands that have not ended, or may restart.
         self._expected = set(range(count))
         self._own = frozenset(own)
         # Time by `time.monotonic()` at which each island that has ever connected was

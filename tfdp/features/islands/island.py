@@ -86,7 +86,7 @@ class Island:
 
     @property
     def part(self) -> JobPart:
-        """`JobPart` of this island, with a seed that is derived from the secret."""
+        """`JobPart`: this island's index, for its rows of a batch, and a job's seed."""
         digest = hashlib.sha256(self.secret.encode()).digest()
         seed = int.from_bytes(digest[:4], "big") >> 1
         return JobPart(f"island{self.index}", self.index, self.count, seed)

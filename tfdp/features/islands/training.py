@@ -44,15 +44,15 @@ _running: weakref.WeakKeyDictionary[Any, IslandTraining] = weakref.WeakKeyDictio
 
 
 class Islands(Feature):
-    """Hooks of islands, which exchange in outer steps, see `tfdp.features.islands`."""
+    """Hooks for islands: separate jobs that average their weights in outer steps."""
 
     def job_part(self) -> JobPart | None:
-        """Return the part that an island trains, or `None` without islands."""
+        """Return the part of each batch that an island trains on, or `None`."""
         island = Island.from_environment()
         return None if island is None else island.part
 
     def before_loop(self, model: Any) -> None:
-        """Exchange before an evaluation, so that it uses the common weights."""
+        """Exchange with the other islands, so that an evaluation has common weights."""
         if (training := _running.get(model)) is not None:
             training.sync()
 
@@ -115,7 +115,7 @@ def sync_islands_after_flush(model: Any) -> None:
 
 
 class OuterState(OuterStep):
-    """Outer step of an island, and the averaged statistics.
+    """Outer optimizer and weights of an island, and statistics averaged over islands.
 
     Use it on a thread outside of a strategy's scope: its variables must not be
     replicated.
@@ -219,7 +219,7 @@ class IslandTraining:
         # Updates since pseudo-gradients were last sent: the weight of this island in
         # the next mean.
         self._new_updates = 0
-        # Value of `_updates`, counted since the last `sync`, when they were last sent.
+        # Value of `_updates` when pseudo-gradients were last sent; `sync` resets both.
         self._sent_at = 0
         self._exchange: Future[bool] | None = None
         self.staleness = self.participants = 0
@@ -230,7 +230,7 @@ class IslandTraining:
         return self._batches // batches_per_update(self._model.optimizer)
 
     def begin_fit(self) -> None:
-        """Give this `fit` the next number, even if it has no steps left to train."""
+        """Number this `fit`: islands exchange in calls of `fit` with equal numbers."""
         user_code.check_process_of_tensorflow("`fit`")
         self._fit = next(_fit_numbers)
 

@@ -25,7 +25,7 @@ from tfdp.training.step.accumulation import read
 
 
 class Exchanges:
-    """Exchanges of the fragments of a model, and their state while in flight.
+    """Exchanges of a model's fragments, groups of variables, at once or delayed.
 
     Args:
         make_variable: Callable that creates a Keras variable of the inner optimizer.
@@ -116,7 +116,7 @@ class Exchanges:
         share: tf.Tensor,
         reducer: GradientReducer,
     ) -> None:
-        """Make an outer step of a fragment, and set its weights on all replicas.
+        """Average a fragment's pseudo-gradients, and update its weights by them.
 
         Args:
             number: Int, index of the fragment.
@@ -129,7 +129,7 @@ class Exchanges:
         self._step(number, sums)
 
     def launch(self, number: int, samples: tf.Tensor, updates: tf.Tensor) -> None:
-        """Send this replica's pseudo-gradients of a fragment.
+        """Start a delayed exchange: send this replica's pseudo-gradients of a fragment.
 
         Args:
             number: Int, index of the fragment.
@@ -157,7 +157,7 @@ class Exchanges:
     def finish(
         self, number: int, updates: tf.Tensor, reducer: GradientReducer
     ) -> tf.Tensor | None:
-        """Make the outer step of a fragment in flight, and mix in local weights.
+        """Make the outer step of a delayed exchange; mix its result with local weights.
 
         Args:
             number: Int, index of the fragment.

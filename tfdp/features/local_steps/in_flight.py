@@ -249,7 +249,7 @@ class RoundExchange:
 def _round_endpoint(
     strategy: Any, least: int, patience_seconds: float
 ) -> RoundLeader | RoundFollower:
-    """Connect this worker for rounds: the first one leads, the others follow."""
+    """Connect this worker for rounds: return a leader on worker 0, else a follower."""
     extended = strategy.extended
     transport, worker_group = extended.group.transport, extended.worker_group
     connect = getattr(transport, "connect", None)

@@ -103,7 +103,7 @@ class LocalSteps(IndependentGroups):
         return {f"outer/{name}": variable for name, variable in state.items()}
 
     def check(self, optimizer: Any) -> None:
-        """Raise if a part of the step needs all replicas.
+        """Raise if the step uses an option that needs all replicas in every step.
 
         Raises:
             ValueError: With sharded state, Adasum, or a feature that needs all.
@@ -195,7 +195,7 @@ class LocalSteps(IndependentGroups):
         self.after_sync()
 
     def begin(self, *, has_batch: bool) -> None:
-        """Implements `StepFeature.begin`: copy the weights into the anchors, if due.
+        """Implements `StepFeature.begin`: copy the weights into the outer ones, if due.
 
         It is due in the first step, and in the first one after `equalize_replicas` has
         exchanged.
@@ -300,7 +300,7 @@ class LocalSteps(IndependentGroups):
         set_to_zero(self.waiting_samples)
 
     def _exchange(self, number: int, optimizer: Any, reducer: GradientReducer) -> None:
-        """Exchange a fragment, unless no replica has samples since the last time.
+        """Exchange a fragment, unless no replica has used samples since the last time.
 
         Args:
             number: Int, index of the fragment.
@@ -420,7 +420,7 @@ def slots_of(optimizer: Any) -> list:
 
 
 def enabled(optimizer: Any) -> LocalSteps | None:
-    """Return the local steps that a `fit` has, now or later, or `None`.
+    """Return an optimizer's `LocalSteps` if this `fit` enables them, else `None`.
 
     Args:
         optimizer: Keras optimizer.
@@ -430,7 +430,7 @@ def enabled(optimizer: Any) -> LocalSteps | None:
 
 
 def active(model: Any) -> LocalSteps | None:
-    """Return the `LocalSteps` that a Keras model makes now, or `None`."""
+    """Return a model's `LocalSteps` if its steps are local now, else `None`."""
     found = installed(getattr(model, "optimizer", None), LocalSteps)
     return found if found is not None and found.is_active else None
 

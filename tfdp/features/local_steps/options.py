@@ -201,7 +201,7 @@ class LocalStepsOptions:
 
     @property
     def offsets(self) -> list[int]:
-        """List of ints by fragment: its update, modulo `sync_every`, that exchanges."""
+        """List of ints: after which update, mod `sync_every`, a fragment is sent."""
         count = self.num_fragments
         return [
             (i + 1) * self.sync_every // count % self.sync_every for i in range(count)

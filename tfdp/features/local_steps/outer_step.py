@@ -101,7 +101,7 @@ class ReplicatedOuterStep(OuterStep):
         begun = tf_distribute.local_part(self.is_begun)
 
         def copy() -> None:
-            """Copy the trained weights into the anchors, and set `is_begun` to 1."""
+            """Copy trained weights into the outer weights, and set `is_begun` to 1."""
             for anchor, variable in zip(self.anchors, self._trained, strict=True):
                 before, value = read(anchor), read(variable)
                 is_kept = tf.equal(tf.cast(before, value.dtype), value)

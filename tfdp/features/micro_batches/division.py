@@ -61,7 +61,7 @@ class MicroBatches(RowDivider):
 
     @property
     def counters(self) -> dict[str, Any]:
-        """Dict of the variables that backups save: the number, and if it is a trial."""
+        """Dict by name of the variables that backups save, `number` and `is_trial`."""
         return {"micro_batches": self._number, "micro_batches_trial": self._is_trial}
 
     @property
@@ -76,11 +76,11 @@ class MicroBatches(RowDivider):
 
     @property
     def is_trial(self) -> bool:
-        """Bool, whether the number belongs to a search that has not ended."""
+        """Bool, whether a search is still trying this number of micro-batches."""
         return bool(self._is_trial.numpy())
 
     def begin_memory_search(self, memory_search: MemorySearch) -> None:
-        """Begin a search: the next step computes its rows one by one."""
+        """Search for fewer micro-batches: the next step computes rows one by one."""
         self.memory_search, self.number = memory_search, MemorySearch.START
         self._is_trial.assign(1)
 

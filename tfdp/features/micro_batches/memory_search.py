@@ -27,7 +27,7 @@ _USABLE = 0.5
 
 
 class MemoryPredictor:
-    """Predicts the memory of a step with twice the rows, below one limit.
+    """Predicts whether a step with twice the rows stays below one limit of memory.
 
     Args:
         peak: Callable that returns the most bytes since a step began.

@@ -271,7 +271,7 @@ def _store(model: Any, division: MicroBatches, text: str) -> None:
 
 
 def _counted(number: int) -> str:
-    """Return a number of micro-batches, as text."""
+    """Return a text such as `"2 micro-batches"`."""
     return pluralize(number, "micro-batch", "micro-batches")
 
 

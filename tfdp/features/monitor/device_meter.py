@@ -197,12 +197,12 @@ class DeviceMeter(Meter):
         return _labels(self._times)
 
     def interrupt(self) -> None:
-        """Attribute the time until the next step begins to no step."""
+        """Leave the time until the next step begins out of all steps' times."""
         super().interrupt()
         self._step_of_epoch = 0
 
     def step_begins(self) -> None:
-        """Record the start time, and start the profile if this step is to have one."""
+        """Record the start time; start a profile at the fifth call in an epoch."""
         super().step_begins()
         self._step_of_epoch += 1
         if self._step_of_epoch == _PROFILED_STEP and not self._traces:
@@ -310,7 +310,7 @@ def _labels(times: DeviceTimes | None) -> list[str]:
 
 
 def meter_for(model: Any, strategy: Any, norm_every: int | None = None) -> Meter:
-    """Create a meter for the devices of a strategy.
+    """Create the meter that times the steps on a strategy's devices.
 
     Args:
         model: Keras model that is trained.

@@ -124,7 +124,7 @@ def _moved(timed: _Timed, offset: float) -> _Timed:
 
 
 def lanes_of(records: Records) -> Lanes:
-    """Return the collectives of all workers by lane, number and rank."""
+    """Return all collectives by lane, a sequence of them, then number and rank."""
     found: Lanes = {}
     for rank, record in records.items():
         for each in record.collectives:
@@ -133,9 +133,9 @@ def lanes_of(records: Records) -> Lanes:
 
 
 def completed(record: FlightRecord) -> dict[str, Interval]:
-    """Return begin and end of each complete collective of all workers, by its name.
+    """Return begin and end of each complete collective, by its lane and number.
 
-    Collectives of a part of the workers are left out.
+    Collectives of a part of the workers, and steps that TensorFlow runs, are left out.
     """
     return {
         f"{each.lane}/{each.number:020d}": (each.begin, each.end)
@@ -149,7 +149,7 @@ def completed(record: FlightRecord) -> dict[str, Interval]:
 
 
 def first_differing(lanes: Lanes) -> dict[int, RecordedCollective] | None:
-    """Return the first collective that has different signatures on several workers.
+    """Return the first collective whose kind, key, dtype or size differs by worker.
 
     Returns:
         Dict from ranks to the `RecordedCollective` of each worker, or `None` without
@@ -167,7 +167,7 @@ def first_differing(lanes: Lanes) -> dict[int, RecordedCollective] | None:
 
 
 def signature(entry: RecordedCollective) -> tuple:
-    """Return what must agree on all members: kind, key, dtype and size."""
+    """Return what all members of a collective must share: kind, key, dtype, size."""
     has_any_size = entry.kind in (TEXTS, TENSORFLOW, "all_to_all")
     size = 0 if has_any_size else entry.num_bytes
     return entry.kind, entry.key, entry.dtype, size

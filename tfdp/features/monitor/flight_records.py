@@ -44,7 +44,7 @@ _OPERATION = re.compile("(?:^|/)Collective_")
 
 
 def explain(records: Records) -> str:
-    """Say in one sentence who was where, from the records of a job.
+    """Explain from a job's flight records which workers were stuck, and where.
 
     Args:
         records: Dict from a rank to its `FlightRecord`, with at least one.
@@ -330,7 +330,7 @@ def _number(entry: RecordedCollective) -> int:
 
 
 def _place(record: FlightRecord, entry: RecordedCollective) -> str:
-    """Return the name of a worker's place when it entered a collective."""
+    """Name the place in the script from which a worker entered a collective."""
     begin = entry.begin
     # A step that TensorFlow runs begins at the same time as its span, to within the
     # precision of the clock, so that the span is sought at the middle of the step.
@@ -376,7 +376,7 @@ def _sentence(text: str) -> str:
 
 
 def _have(ranks: Sequence[int]) -> str:
-    """Return the verb of possession for a number of workers."""
+    """Return `"has"` for one worker, `"have"` for several."""
     return "has" if len(ranks) == 1 else "have"
 
 

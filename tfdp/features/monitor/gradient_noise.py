@@ -48,7 +48,7 @@ class GradientNoise(StepFeature):
 
     @property
     def counters(self) -> dict[str, Any]:
-        """Dict from name to the Keras variable of an average."""
+        """Dict by name of the averages' variables, which logs show and backups save."""
         return {"signal": self.signal, "noise": self.noise}
 
     def check(self, optimizer: Any) -> None:
@@ -78,7 +78,7 @@ class GradientNoise(StepFeature):
         divisor: tf.Tensor | None,
         statistics: GradientStatistics,
     ) -> None:
-        """Compare each replica's gradient with the mean, by summing one scalar more.
+        """Update the averages by the norms of replicas' gradients and of their mean.
 
         Args:
             step: `Step` of the running replica.

@@ -52,7 +52,7 @@ class Meter:
         self.recorder.stop()
 
     def interrupt(self) -> None:
-        """Attribute the time until the next step begins to no step."""
+        """Leave the time until the next step begins out of all steps' times."""
         self._begin = None
 
     def step_begins(self) -> None:
@@ -156,7 +156,7 @@ class TimedSteps(keras.callbacks.Callback):
         self._last_batch = -1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Record the start time of the first step of an epoch."""
+        """Have the meter record the start of a step."""
         if self.meter is not None:
             self.meter.step_begins()
 
@@ -176,11 +176,11 @@ class TimedSteps(keras.callbacks.Callback):
         self.on_step_end(num_steps, reading)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Attribute the time between epochs to no step."""
+        """Leave the time between epochs out of all steps' times."""
         self._interrupt()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Attribute the time of an evaluation to no step."""
+        """Leave the time of an evaluation out of all steps' times."""
         self._interrupt()
 
     def _interrupt(self) -> None:

@@ -97,7 +97,7 @@ class Replica:
     collectives: list[Timed]
 
     def labelled(self) -> dict[str, Interval]:
-        """Return for each label the interval that its collectives span."""
+        """Return by label the interval from its first collective to its last."""
         intervals: dict[str, Interval] = {}
         for collective, begin, end in self.collectives:
             first, last = intervals.get(collective.label, (begin, end))
@@ -196,7 +196,7 @@ def _collectives_since(
 
 
 def _completed(row: timing.Collective, third: float) -> timing.Collective:
-    """Fill in a collective's recorded third value: its size, or when it was needed.
+    """Return a collective with its recorded size, or the time when it was needed.
 
     Args:
         row: `Collective`, as it was traced.
@@ -210,7 +210,7 @@ def _completed(row: timing.Collective, third: float) -> timing.Collective:
 def _marks(
     reading: Reading, rows: Sequence[timing.Row], name: str
 ) -> list[tuple[timing.Mark, np.ndarray]]:
-    """Return the marks of a name with their recorded values.
+    """Return the values recorded by all marks of a name, such as the batch's samples.
 
     Args:
         reading: `Reading` of the step.

@@ -45,7 +45,7 @@ _PAUSE_SECONDS = 1.0
 
 
 class RunReport:
-    """Writer of the rows of a run, on worker 0.
+    """Writer of a run's measurements to CSV, TensorBoard and JSON, on worker 0.
 
     Args:
         folder: `Path` of an existing folder.

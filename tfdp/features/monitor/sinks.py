@@ -47,7 +47,7 @@ _BY_WORKER, _BY_COLLECTIVE = "step_by_worker", "step_by_collective"
 # Columns that locate a row in the run; they have no tag in TensorBoard.
 _POSITION_COLUMNS = ("step", "epoch")
 _DISTRIBUTION = "distribution_seconds"
-# Names of times in the summary table.
+# Texts by which the summary table names the times of a step.
 _NAMES = {
     "compute": "compute",
     "exposed": "communication, exposed",
@@ -113,7 +113,8 @@ def column_values(row: Row, straggler: int | None) -> dict[str, float]:
 def scalars_of(values: Mapping[str, float]) -> dict[str, float]:
     """Return the values of a row by TensorBoard tag, `subject/column`.
 
-    A subject at the start of a column's name is removed from it.
+    The subjects of columns are those of `VALUES`, `step_by_collective`, and
+    `step_by_worker`. A subject at the start of a column's name is removed from it.
 
     Args:
         values: Mapping from column to number.
@@ -140,12 +141,12 @@ def _tag_of(column: str) -> str:
     if re.match(r"straggler_|worker\d+_", column):
         return f"{_BY_WORKER}/{column}"
     subject = _SUBJECTS.get(column, _BY_COLLECTIVE)
-    # The subject is not repeated: TensorBoard truncates long titles.
+    # A tag has its subject once, since TensorBoard truncates long titles.
     return f"{subject}/{column.removeprefix(f'{subject}_')}"
 
 
 def histograms_of(row: Row) -> dict[str, Sequence[float]]:
-    """Return the times of a row's steps and of its collectives, by tag.
+    """Return step times and collectives' times of a row, by TensorBoard tag.
 
     Args:
         row: `Row` of the run.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Start and end, in seconds.
+# An interval of time: its start and its end, in seconds.
 Interval = tuple[float, float]
 
 

@@ -68,7 +68,7 @@ class Slice:
     """One bar of a trace.
 
     Args:
-        lane: Int, number of the lane on its worker.
+        lane: Int, number of its worker's line of bars that shows it.
         name: String, title of the bar.
         begin: Float, start in seconds by the worker's clock.
         end: Float, end in seconds by the worker's clock.
@@ -187,7 +187,7 @@ def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class _Bar:
-    """A slice with its start and end in ticks, as in the file.
+    """A slice with its start and end in ticks of 1/8 microsecond.
 
     Args:
         begin: Int, start in ticks since the start of the trace.

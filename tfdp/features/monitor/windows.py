@@ -13,10 +13,10 @@ import numpy as np
 
 from tfdp.features.monitor.readings import Sample
 
-# Percentiles of step times, and their columns.
+# Percentiles of step times that are reported, and the columns for them.
 _PERCENTS = (50, 95, 99)
 _PERCENTILES = ("p50_seconds", "p95_seconds", "p99_seconds")
-# Columns that are averaged, fields of `Sample`.
+# Columns that are averaged over the steps of a window. They are fields of `Sample`.
 _MEANS = (
     "step_seconds",
     "input_seconds",
@@ -297,7 +297,7 @@ class Totals:
 def _with_derived_columns(
     means: dict[str, float], times: Sequence[float]
 ) -> dict[str, float]:
-    """Add percentiles of step times, and the columns that are computed from means.
+    """Return means with percentiles of step times and columns computed from means.
 
     Args:
         means: Dict from a column of `_MEANS` to its mean.
@@ -401,10 +401,10 @@ def slowest_worker(row: Row) -> SlowestWorker | None:
 
 
 def find_straggler(rows: Sequence[Row], hosts: Sequence[str]) -> Straggler | None:
-    """Find a worker that delays the others in the last windows.
+    """Find a worker that delays the others in the last windows; `None` without one.
 
-    One window suffices if the worker is slower by half of a step; otherwise the same
-    worker must be the slowest in two consecutive windows.
+    One window suffices if the worker is slower by half of a step; otherwise it must be
+    the slowest, by a fifth of a step, in the last two windows.
 
     Args:
         rows: Sequence of `Row`, the latest last.
@@ -424,7 +424,7 @@ def find_straggler(rows: Sequence[Row], hosts: Sequence[str]) -> Straggler | Non
 def persistent_straggler(
     windows: Sequence[SlowestWorker], hosts: Sequence[str]
 ) -> Straggler | None:
-    """Find a worker that delays the others persistently.
+    """Find a worker that delays the others persistently; `None` without one.
 
     It is the slowest, by a fifth of a step or more, in at least half of the steps and
     in more than one window.

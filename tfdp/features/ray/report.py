@@ -58,7 +58,7 @@ class ReportCallback(keras.callbacks.Callback):
         self.every = checked_integer("every", every, 1)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Check that the run's folder is on a file system if checkpoints need that.
+        """For `checkpoint="tfdp"`, check that Ray's storage is a mounted file system.
 
         Raises:
             ValueError: For `"tfdp"`, if the run's storage is not a file system.
@@ -100,7 +100,7 @@ def _saved(model: Any) -> Iterator[str]:
 
 
 def _folder_of_run() -> str:
-    """Return the folder of the run; raise if Ray does not store it on a file system."""
+    """Return the run's folder in Ray's storage; raise if that is remote, such as S3."""
     storage = ray.train.get_context().get_storage()
     if storage.storage_filesystem.type_name != "local":
         raise ValueError(
@@ -119,7 +119,7 @@ def _is_first() -> bool:
 def _reported_logs(
     logs: Mapping[str, Any], metrics: Sequence[str] | Mapping[str, str] | None
 ) -> dict[str, float]:
-    """Select the logs to report, as floats by their name in Ray.
+    """Return the logs to report to Ray: a dict from the name in Ray to a float.
 
     Args:
         logs: Mapping from the name of a log to its value.

@@ -18,7 +18,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from tfdp.communication.connection.secret import new_secret
 from tfdp.features.tracking.watch import watch_as_rank
 
-# Environment variable by which TensorFlow uses Keras 2.
+# Environment variable with which TensorFlow uses Keras 2 instead of Keras 3.
 _LEGACY = "TF_USE_LEGACY_KERAS"
 
 
@@ -92,7 +92,7 @@ class _KerasBackend(Backend):
     """Backend that sets `TF_CONFIG` on each worker before the training function."""
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Set `TF_CONFIG` on all workers, by their addresses and ranks."""
+        """Set `TF_CONFIG` on each worker: all addresses, its rank and a new secret."""
         del backend_config
         addresses = worker_group.execute(_own_address)
         secret = new_secret()
@@ -119,7 +119,7 @@ def _set_up(addresses: list[str], rank: int, secret: str) -> None:
     Args:
         addresses: List of strings, `"host:port"` of all workers, by rank.
         rank: Int, rank of this worker.
-        secret: String, the secret of the job.
+        secret: String, by which the job's workers authenticate each other.
 
     Raises:
         RuntimeError: If Keras 2 is loaded in this process.

@@ -27,13 +27,16 @@ from tfdp.training.step.undo import changed_outside_update, undo_after
 
 
 class CheckedStep(LoopFeature):
-    """Hooks of a step that compare the digests of what its replicas compute.
+    """Hooks of a step in which two replicas compute the same rows, to compare digests.
+
+    The step runs twice: first each replica stands in for the replica of the next rank
+    and computes its rows, then its own.
 
     Args:
         strategy: A tfdp strategy of several replicas.
 
     Attributes:
-        is_stand_in: Bool, whether replicas compute the rows of the next ones.
+        is_stand_in: Bool, whether each replica computes the rows of the next one.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -49,8 +52,8 @@ class CheckedStep(LoopFeature):
         # those of the sums that each replica has received, `[num_replicas]`.
         self._computed = [self._variable([None, None]) for _ in range(num_local)]
         self._received = [self._variable([None]) for _ in range(num_local)]
-        # By local replica: digests of what it gives to collectives of the step that is
-        # being traced, and the number of updates in that step.
+        # By local replica, for the step that is being traced: digests of the tensors
+        # that it gives to collectives, and the number of updates.
         self._given: list[list[tf.Tensor]] = [[] for _ in range(num_local)]
         self._num_updates = [0] * num_local
         self._graph: Any = None
@@ -102,7 +105,7 @@ class CheckedStep(LoopFeature):
         return tf_distribute.PerReplica(own) if is_divided else own[0]
 
     def _of_next_worker(self, rows: Any) -> Any:
-        """Return the rows of the next worker's first replica, given this worker's.
+        """All-gather the rows of each worker's first replica; return the next worker's.
 
         Raises:
             ValueError: If the rows are not dense tensors of numbers.
@@ -134,7 +137,7 @@ class CheckedStep(LoopFeature):
         given, graph = self._given[group.replica], self._graph
 
         def record(tensor: tf.Tensor) -> None:
-            """Add a digest of what the replica gives to a collective."""
+            """Append the digest of a tensor that the replica gives to a collective."""
             if tf.compat.v1.get_default_graph() is graph:
                 given.append(_digest([tensor]))
 
@@ -146,8 +149,8 @@ class CheckedStep(LoopFeature):
         Implements `StepFeature.around_step`.
 
         Returns:
-            Callable that undoes the changes of a stand-in, or of a step whose digests
-            differ.
+            Callable for the end of the step. In a stand-in, or if digests differ, it
+            undoes what the step changed besides its update, such as metrics.
         """
         replica = _local_replica()
         self._graph = tf.compat.v1.get_default_graph()
@@ -159,9 +162,10 @@ class CheckedStep(LoopFeature):
         return undo_after(variables, lambda: self._is_undone(replica))
 
     def _is_undone(self, replica: int) -> tf.Tensor:
-        """Return whether a step's changes outside of its update are undone.
+        """Return whether to undo what a step changed besides its update.
 
-        `around_step` asks after the step, and then restores the variables.
+        The callable of `around_step` decides by it whether metrics and statistics of
+        BatchNormalization get their earlier values back.
 
         Returns:
             Scalar bool tensor, true in a stand-in, and if digests differ.
@@ -175,8 +179,8 @@ class CheckedStep(LoopFeature):
         """Implements `StepFeature.admit`: compare the digests of all replicas.
 
         Returns:
-            Scalar bool tensor, whether they agree; `False` for a stand-in, so that it
-            makes no update.
+            Scalar bool tensor, whether they agree, so that the update may be made;
+            `False` for a stand-in; `True` without new gradients.
 
         Raises:
             ValueError: At a second update in a step.
@@ -297,9 +301,10 @@ def _has_rows(part: Any) -> bool:
 
 
 def _open(rows: Any) -> Any:
-    """Return rows without their static number, which may differ between replicas.
+    """Return a tensor whose static shape leaves the number of rows unknown.
 
-    Graphs of other shapes may compute the same rows by other kernels.
+    The number may differ between replicas, and TensorFlow may choose other kernels for
+    another static shape.
     """
     if not tf.is_tensor(rows) or isinstance(rows, tf.SparseTensor | tf.RaggedTensor):
         return rows
@@ -326,7 +331,7 @@ def _parts(item: Any) -> list:
 
 
 def _digest(values: Sequence[Any]) -> tf.Tensor:
-    """Return a digest of the bits of tensors and `tf.IndexedSlices`, an int64."""
+    """Return one int64 digest of the bits of all tensors and `tf.IndexedSlices`."""
     parts = tf.nest.flatten(list(values), expand_composites=True)
     known = [part for part in parts if part.shape.is_fully_defined()]
     total = combined(checksums(known)) if known else tf.zeros([], tf.int64)

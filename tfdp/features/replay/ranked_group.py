@@ -19,9 +19,10 @@ from tfdp.training.reduction.training_group import TrainingGroup
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankedGroup(TrainingGroup):
-    """Group in which each replica has the rank of the next one, or its own.
+    """Group that records what replicas send, and can give each the next one's rank.
 
-    Its `ranks` decide: those of `inner`, or the last of these followed by the others.
+    A replica's rank is its position in `ranks`: those of `inner`, or in a stand-in the
+    last of these followed by the others.
 
     Args:
         inner: `TrainingGroup` of the same replicas.
@@ -37,14 +38,14 @@ class RankedGroup(TrainingGroup):
         joined = self.inner.gather(rows)
         if self.ranks == self.inner.ranks:
             return joined
-        # Each replica has the rank of the next one here, and the last replica has the
-        # rank of the first one, so that the last rows belong in front.
+        # In a stand-in each replica has the rank of the next one, and the last replica
+        # has the rank of the first one, so that its rows belong in front.
         counts = self.inner.gather(tf.shape(rows)[:1])
         return tf.ensure_shape(tf.roll(joined, counts[-1], 0), joined.shape)
 
 
 class _OrderedSums:
-    """Sums of a group in the order of ranks: the `reducer` of a `RankedGroup`.
+    """Reducer of a `RankedGroup`, which adds the replicas' parts in order of rank.
 
     Of a `GradientReducer`'s methods it has only `sum`.
 

@@ -9,12 +9,13 @@ import numpy as np
 
 
 class Round(NamedTuple):
-    """Digests of a step that two replicas have computed.
+    """Digests of one run of a replayed step, in which two replicas compute each row.
 
     Args:
-        computed: Array `[2, num_replicas, num_digests]` of ints: of a replica's own
-            part, and of that of the next replica.
-        received: Array `[num_replicas]` of ints, of the sums; or `[0]` without any.
+        computed: Array `[2, num_replicas, num_digests]` of ints: what each replica
+            computed from its own rows, and from those of the next replica.
+        received: Array `[num_replicas]` of ints, of the sums of gradients that each
+            replica received; or `[0]` if nothing was summed.
     """
 
     computed: np.ndarray
@@ -24,9 +25,8 @@ class Round(NamedTuple):
     def pairs(self) -> tuple[int, list[set[int]]]:
         """Position of the first digest that differs, and pairs of ranks that differ.
 
-        A pair is a set of two ranks: of the replica that owns the part, and of the
-        previous one, which has computed it as a stand-in. Without a difference, this is
-        `(0, [])`.
+        A pair is a set of two ranks: of a replica, and of the previous one, which has
+        computed the same rows as its stand-in. Without a difference, this is `(0, [])`.
         """
         own, others = self.computed[0], np.roll(self.computed[1], 1, axis=0)
         differs = own != others
@@ -48,12 +48,13 @@ class Round(NamedTuple):
 def suspects(rounds: Sequence[Round]) -> list[int]:
     """Return the ranks of the replicas that may have computed wrongly.
 
-    A replica in all pairs that differ is the suspect, and so is one whose own digests
-    differ between the two rounds. Otherwise all replicas of these pairs are suspects.
+    Candidates are the replicas in all pairs that differ, or else in any pair; without
+    pairs, those that received another sum than the majority. Of several candidates,
+    only those whose digests differ between the rounds are suspects, if there are any.
 
     Args:
-        rounds: Sequence of `Round`, the second one of the repeated step. At least one
-            has a difference.
+        rounds: Sequence of `Round`, of the step and of its repetition. At least one has
+            a difference.
 
     Example:
 
@@ -66,7 +67,8 @@ def suspects(rounds: Sequence[Round]) -> list[int]:
     first, pairs = wrong[-1].pairs
     if pairs:
         found = set.intersection(*pairs) or set.union(*pairs)
-        digests = [round_.computed[..., first].T for round_ in rounds]  # [ranks, 2]
+        # By replica: the digest of its own rows and that as a stand-in.
+        digests = [round_.computed[..., first].T for round_ in rounds]
     else:
         values, counts = np.unique(wrong[-1].received, return_counts=True)
         usual = values[counts.argmax()] if 2 * counts.max() > counts.sum() else None

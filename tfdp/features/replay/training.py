@@ -40,7 +40,7 @@ _REWRITES = (
 
 
 class ReplayedSteps:
-    """Steps of a `fit`, some of which two replicas compute.
+    """Steps of a `fit`, of which some are replayed: two replicas compute each row.
 
     Args:
         strategy: A tfdp strategy of several replicas.
@@ -63,14 +63,14 @@ class ReplayedSteps:
         self._read = tf.function(lambda iterator: iterator.get_next(), autograph=False)
 
     def wrap(self, step: Callable) -> Callable:
-        """Return a function that runs a step, or replays it when that is due."""
+        """Return a function that runs `step`, and replays a fraction of its calls."""
         if self._is_making:
             return step
         self._functions.clear()
 
         @functools.wraps(step)
         def replaying(data: Any) -> Any:
-            """Run the step, or replay it if that is due."""
+            """Run the step, or replay it if that is due; return its logs."""
             begin = time.monotonic()
             before, self._num_steps = self._num_steps, self._num_steps + 1
             is_due = self._num_steps % self._period == 0
@@ -83,7 +83,7 @@ class ReplayedSteps:
         return replaying
 
     def _replay(self, step: Callable, data: Any) -> Any:
-        """Run a step that two replicas compute; repeat it where bits differ.
+        """Have two replicas compute each row of a step; repeat it once if bits differ.
 
         Raises:
             WorkerLost: On all workers, to continue without the one that is wrong.
@@ -109,7 +109,7 @@ class ReplayedSteps:
         return logs
 
     def _run(self, batch: Any, *, is_stand_in: bool) -> Any:
-        """Run a step as stand-ins or with each replica's own rows; return its logs."""
+        """Run a step on the next replicas' rows, or on their own; return its logs."""
         if is_stand_in not in self._functions:
             self._functions[is_stand_in] = self._make_function()
         self._checked.is_stand_in = is_stand_in
@@ -122,7 +122,7 @@ class ReplayedSteps:
             return self._functions[is_stand_in]([batch])
 
     def _make_function(self) -> Callable:
-        """Return a function of the model's step that has no trace yet."""
+        """Return a new `train_function`, not traced yet; the model keeps its own."""
         model, usual = self._model, self._model.train_function
         self._is_making = True
         try:
@@ -176,7 +176,7 @@ class ReplayedSteps:
         )
 
     def cost(self) -> str:
-        """Return a text on the replayed steps and their share of the time."""
+        """Return a text: the number of replayed steps, and their share of the time."""
         count = f"{self._num_replayed:,} of {pluralize(self._num_steps, 'step')}"
         if not self._usual or len(self._replayed) < 2:
             return f"replayed {count}"
@@ -277,7 +277,7 @@ class Replays(Feature):
         return step if replays is None else replays.wrap(step)
 
     def after_fit(self, fit: Fit) -> None:
-        """Remove the replays from later steps."""
+        """Drop this `fit`'s `ReplayedSteps`, so that later steps are not replayed."""
         if self.of_model.pop(fit.model, None) is not None:
             fit.model.train_function = None
 

@@ -10,13 +10,13 @@ from tfdp.ground._compat import keras_optimizer
 from tfdp.ground.base.param_groups import path_of
 from tfdp.ground.text import pluralize
 
-# The most rows of a table.
+# Largest number of rows in the table of skipped updates.
 _MOST_ROWS = 50
 NAMES = {"loss": "loss", "gradient_norm": "norm of the gradient"}
 
 
 class SkippedUpdate(NamedTuple):
-    """An update that was left out.
+    """An update that `SpikeGuard` skipped: a spike, or excluded by a rollback.
 
     Args:
         step: Int, number of its last batch, from 1, counted over all epochs.
@@ -36,12 +36,12 @@ class SkippedUpdate(NamedTuple):
 def read_skipped_updates(
     guard: StepGuard, numbers: range, epoch: int, batches_before: int
 ) -> list[SkippedUpdate]:
-    """Read from the device which updates of an epoch were left out.
+    """Return the updates of an epoch that were skipped, read from the device.
 
     Args:
         guard: `StepGuard`.
-        numbers: Range of ints, which of all updates that were left out, from 0; the
-            step keeps the last of them.
+        numbers: Range of ints, the epoch's part of all skipped updates, which are
+            numbered from 0. The step keeps only the last `MOST_LOGGED` (256).
         epoch: Int, the epoch, from 0.
         batches_before: Int, number of batches before that epoch.
     """
@@ -84,7 +84,7 @@ def table(rows: Sequence[SkippedUpdate], on: str) -> str:
 
 
 def failure(optimizer: Any, guard: StepGuard, last: SkippedUpdate) -> str:
-    """Return a message about too many updates that were left out in a row.
+    """Return the error message after too many skipped updates in a row.
 
     Args:
         optimizer: `DistributedOptimizer`.

@@ -38,12 +38,13 @@ _NORMAL = 1.4826
 
 
 class StepGuard(StepFeature):
-    """Condition for each update: its loss, or its gradient's norm, is not a spike.
+    """Hooks of a step that skip an update whose loss or gradient norm is a spike.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
-        threshold: Float, deviations above the median from which a value is a spike.
-        window: Int, number of accepted values that the statistics are of.
+        threshold: Float, standard deviations above the median from which a value is a
+            spike; they are estimated by the median absolute deviation.
+        window: Int, number of the last accepted values whose median is taken.
         on: String, `"loss"` or `"gradient_norm"`.
         action: String, `"skip"`, `"stop"` or `"rollback"`. Except with `"skip"`, all
             updates after a spike are left out until the host has stopped or rolled
@@ -71,12 +72,12 @@ class StepGuard(StepFeature):
         self.measures_norm = on == "gradient_norm"
 
         def zeros(name: str, *shape: int, dtype: str = "int") -> Any:
-            """Create a variable of zeros with a shape, whose name gets a prefix."""
+            """Create a variable of zeros with a shape, named `spike_` and `name`."""
             return make_variable(
                 shape=shape, dtype=dtype, initializer="zeros", name=f"spike_{name}"
             )
 
-        # The last accepted values; the place of each is its number modulo the window.
+        # Ring buffer of the last accepted values: value `n` is at `n % window`.
         self.values = zeros("values", window, dtype="float32")
         self.num_values = zeros("num_values")
         self.num_batches = zeros("num_batches")
@@ -132,8 +133,9 @@ class StepGuard(StepFeature):
     def begin(self, *, has_batch: bool) -> None:
         """Implements `StepFeature.begin`: count a batch, and record if it is left out.
 
-        It is left out if a rollback has excluded it, or if a spike waits for the host.
-        `around_step` then undoes what its step changes apart from the update.
+        It is left out if a rollback has excluded it, or until the callback has handled
+        an earlier spike. `around_step` then undoes what its step changes besides the
+        update.
 
         Args:
             has_batch: Bool, false in an update with the accumulated gradients alone,
@@ -151,7 +153,7 @@ class StepGuard(StepFeature):
         return tf.reduce_any(read(self.excluded) == read(self.num_batches))
 
     def _is_waiting(self) -> tf.Tensor:
-        """Return a scalar bool tensor, true if the host must still act on a spike."""
+        """Return a scalar bool tensor, true while the callback must handle a spike."""
         return read(self.waiting) > 0
 
     def examine(
@@ -213,7 +215,7 @@ class StepGuard(StepFeature):
         """
         number = read(self.num_values)
         size = tf.minimum(number, self.window)
-        values = read(self.values)  # [window]
+        values = read(self.values)
         median = _median(values, size)
         deviation = _NORMAL * _median(tf.abs(values - median), size)
         deviation = tf.maximum(deviation, _LEAST_DEVIATION * tf.abs(median))
@@ -230,7 +232,7 @@ class StepGuard(StepFeature):
         _set(self.num_in_a_row, 0)
 
     def _wait(self, totals: Totals) -> None:
-        """Have all updates left out until the host has handled this spike.
+        """Have all updates left out until the callback on the host handles this spike.
 
         It sets `waiting`, which `begin` and `examine` read. For a batch that a rollback
         has excluded, the host has nothing to do, and `waiting` is 0.
@@ -271,7 +273,7 @@ class StepGuard(StepFeature):
         _set(self.largest, tf.pad(positions, [[0, MOST_NAMED - positions.shape[0]]]))
 
     def around_step(self, model: Any) -> Callable[[], None]:
-        """Read the variables that a step changes outside of its update, before it.
+        """Read the variables that a step changes besides its update, before it.
 
         Implements `StepFeature.around_step`. These variables are metrics, the
         statistics of BatchNormalization and the states of random generators.
@@ -290,7 +292,7 @@ def _median(values: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
 
     Args:
         values: Tensor of shape `[window]`.
-        size: Scalar int tensor, the number of elements; at 0 the result has no meaning.
+        size: Scalar int tensor, number of first elements; for 0 the result is infinite.
     """
     is_known = tf.range(values.shape[0], dtype=size.dtype) < size
     ordered = tf.sort(tf.where(is_known, values, float("inf")))
@@ -299,6 +301,6 @@ def _median(values: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
 
 
 def _set(variable: Any, value: Any) -> None:
-    """Assign a value, cast to the dtype, on the calling replica."""
+    """Assign a value to the running replica's copy of a variable, in its dtype."""
     part = tf_distribute.local_part(variable)
     part.assign(tf.cast(value, part.dtype), read_value=False)

@@ -32,7 +32,7 @@ class SpikeGuards(Feature):
     """Runs `fit` again after a spike; removes the guard of an earlier `fit`."""
 
     def choose_callbacks(self, fit: Fit) -> None:
-        """Remove the guard if this `fit` has no callback for it.
+        """Prepare a `fit` with `SpikeGuard`; without it, remove an earlier `StepGuard`.
 
         Raises:
             ValueError: If a guard shall roll back to a backup, and cannot.
@@ -126,7 +126,7 @@ def _wrap_step(model: Any) -> None:
 
 
 def guards_of(callbacks: Any) -> list[Any]:
-    """Return the callbacks of a `fit` that leave out updates whose value is a spike."""
+    """Return the `SpikeGuard` callbacks, those with a true attribute `skips_spikes`."""
     return [
         callback
         for callback in callback_list(callbacks)

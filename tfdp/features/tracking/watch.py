@@ -88,7 +88,7 @@ def watch_trackers() -> None:
 
 
 def watch_as_rank(rank: int) -> None:
-    """Disable trackers by the rank that a strategy knows, unless it is 0.
+    """Set the rank of this worker, and disable trackers if it is not 0.
 
     Args:
         rank: Int, rank of this worker.
@@ -116,10 +116,10 @@ def _register_import_hooks() -> None:
 
 
 def _watch_mlflow(mlflow: ModuleType) -> None:
-    """Direct MLflow to a temporary store, which is deleted at exit.
+    """Where trackers are disabled, direct MLflow to a store that is deleted at exit.
 
-    Calls of MLflow must still work on these workers: all workers save a model, and
-    MLflow's callback runs on each. Only their results are discarded.
+    Calls of MLflow must still work there: all workers save a model, and MLflow's
+    callback runs on each. Only their results are discarded.
     """
     if not is_silent():
         return
@@ -159,7 +159,7 @@ def _keep_uri(function: Callable, instance: Any, args: tuple, kwargs: dict) -> A
 
 
 def _start_run(start: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-    """Wrap `mlflow.start_run`: start a new run instead of resuming one by its id."""
+    """Wrap `mlflow.start_run`: ignore the ids of runs where trackers are disabled."""
     if not is_silent():
         return start(*args, **kwargs)
     for name in _VARIABLES:
@@ -169,10 +169,10 @@ def _start_run(start: Callable, instance: Any, args: tuple, kwargs: dict) -> Any
 
 
 def _set_experiment(choose: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-    """Wrap `mlflow.set_experiment`: ignore an experiment's id on silent workers.
+    """Wrap `mlflow.set_experiment`: ignore the id where trackers are disabled.
 
-    The temporary store of a silent worker has no experiment of that id. MLflow creates
-    a missing experiment only by name: that of the call, or a default one.
+    The temporary store of such a worker has no experiment of that id. MLflow creates a
+    missing experiment only by name: that of the call, or a default one.
 
     Args:
         choose: Callable, `mlflow.set_experiment`.
@@ -222,7 +222,7 @@ def _watch_wandb(wandb: ModuleType) -> None:
 
 
 def _init(init: Callable, instance: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Wrap `wandb.init`: on silent workers use wandb's mode "disabled"."""
+    """Wrap `wandb.init`: where trackers are disabled, set its mode to "disabled"."""
     del instance
     if not is_silent():
         return init(*args, **kwargs)

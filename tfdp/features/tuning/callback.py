@@ -42,7 +42,7 @@ from tfdp.training.reduction.link_measure import (
     num_fit_steps,
 )
 
-# Name of the option in messages.
+# Name of the option that enables the tuning of buckets, for messages.
 _NAME = '`bucket_mb="auto"`'
 # Least ratio of the lengths of a `fit` and of its trial, so that a trial takes at most
 # half of the `fit`.
@@ -50,8 +50,9 @@ MIN_TRIALS_PER_FIT = 2
 
 
 class BucketTuning(keras.callbacks.Callback):
-    """Try plans in the first steps of `fit`, and keep the fastest.
+    """Try bucket plans in the first steps of `fit`, and keep the fastest.
 
+    A plan divides the gradients into buckets, and chooses an algorithm for each.
     Steps of a trial are ordinary training steps: a plan does not change their result.
     Every worker has the callback, and all workers switch plans before the same step.
 
@@ -75,10 +76,11 @@ class BucketTuning(keras.callbacks.Callback):
         # back to the plan needs no new trace.
         self._functions: dict[Proposal | None, Any] = {}
         self._plan: Proposal | None = None
-        # The `train_function` of the current plan.
+        # The `train_function` of the current plan. If the model has another one, a
+        # callback has replaced it.
         self._active_function: Any = None
 
-    # Hooks that Keras calls.
+    # Hooks of `keras.callbacks.Callback`.
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Apply the cached plan, or start a trial if `fit` is long enough."""
@@ -118,7 +120,7 @@ class BucketTuning(keras.callbacks.Callback):
         self._last_batch = -1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Record the start time of an execution during a trial."""
+        """Record the start time of an execution of one or several steps, in a trial."""
         if self._tuner is not None:
             self._active_function = self._active_function or self.model.train_function
             self._begin = time.perf_counter()
@@ -151,7 +153,7 @@ class BucketTuning(keras.callbacks.Callback):
             self.switch(None)
         self._functions.clear()
 
-    # Methods that the tuner calls.
+    # Methods of `Loop`, with which a `Tuner` tries plans.
 
     def propose(self, step_seconds: float) -> list[Proposal]:
         """Propose alternatives to the default plan, see `proposals.propose`.
@@ -203,7 +205,7 @@ class BucketTuning(keras.callbacks.Callback):
         worker_group = self._extended.worker_group
         return longest(worker_group.all_gather("times of bucket plans", seconds))
 
-    # Private methods.
+    # Private methods, which look up, apply and store plans.
 
     def _agree_on_begin(self) -> tuple[KeptPlan | None, int | None]:
         """Return the first worker's cached plan and number of steps, on all workers.
@@ -237,7 +239,7 @@ class BucketTuning(keras.callbacks.Callback):
         return plan_key(cluster, model.trainable_variables, settings)
 
     def _apply(self, kept: KeptPlan) -> None:
-        """Apply a plan before the first step; trace the step again if it changes.
+        """Apply a plan before the first step; trace the step again if the plan changes.
 
         Args:
             kept: `KeptPlan` from the cache, or that of the default.
@@ -249,7 +251,7 @@ class BucketTuning(keras.callbacks.Callback):
             self.model.make_train_function(force=True)
 
     def _tune(self, choice: PlanChoice | None, gain: str = "") -> None:
-        """Set the plan of the model's variables in the reducer.
+        """Set the plan by which the strategy's reducer reduces the model's gradients.
 
         Args:
             choice: `PlanChoice`, or `None` for the default.
@@ -259,7 +261,7 @@ class BucketTuning(keras.callbacks.Callback):
         self._extended.reducer.tune(variables, self._options_of(choice), gain)
 
     def _options_of(self, choice: PlanChoice | None) -> CommunicationOptions | None:
-        """Return the strategy's options changed by a choice; `None` for default."""
+        """Return the strategy's options with a choice applied; `None` for default."""
         return None if choice is None else choice.options(self._extended.options)
 
     def _routes_of(
@@ -303,7 +305,7 @@ class _Tuning(Feature):
     """Hooks of `fit` that add and close `BucketTuning`."""
 
     def choose_callbacks(self, fit: Fit) -> None:
-        """Add the callback before all others if the strategy tunes buckets."""
+        """Add `BucketTuning` before other callbacks if the strategy tunes buckets."""
         strategy = fit.strategy
         is_nested = loops.current() is not None
         if strategy is None or strategy.num_replicas_in_sync == 1 or is_nested:
@@ -326,7 +328,7 @@ register(_Tuning())
 
 
 def why_not_tunable(model: Any) -> str:
-    """Return why the buckets of a model cannot be tuned, or `""`.
+    """Return why the buckets of a model cannot be tuned, or `""` if they can.
 
     Args:
         model: Keras model, after its callbacks have replaced the optimizer.
@@ -344,7 +346,7 @@ def why_not_tunable(model: Any) -> str:
 
 
 def why_too_short(num_steps: int | None, update_steps: int) -> str:
-    """Return why a `fit` is too short for a trial, or `""`.
+    """Return why a `fit` is too short for a trial, or `""` if it is long enough.
 
     Args:
         num_steps: Int, steps of `fit`, or `None` if unknown.

@@ -20,7 +20,7 @@ _MAX_GAIN_LENGTH = 200
 
 @dataclasses.dataclass(frozen=True)
 class PlanChoice:
-    """Bucket sizes and algorithm of a step's plan.
+    """Bucket sizes and all-reduce algorithm, from which a step's bucket plan follows.
 
     Args:
         bucket_bytes: Int, largest size of a bucket.
@@ -53,7 +53,7 @@ class PlanChoice:
             )
 
     def options(self, base: CommunicationOptions) -> CommunicationOptions:
-        """Return the options that give a step this plan.
+        """Return a strategy's options with this choice's bucket sizes and algorithm.
 
         Args:
             base: `CommunicationOptions` of the strategy, for all other options.

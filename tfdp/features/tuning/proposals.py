@@ -33,7 +33,7 @@ _BISECTIONS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """A plan that is worth a trial.
+    """A bucket plan that is worth a trial.
 
     Args:
         choice: `PlanChoice`, bucket sizes and algorithm.
@@ -56,7 +56,7 @@ def propose(
     algorithms: Sequence[str | None],
     routes_of: RoutesOf,
 ) -> list[Proposal]:
-    """Propose plans, ordered by predicted step time.
+    """Return the plans to try: the predicted fastest of each bucket size, and one more.
 
     Args:
         default: `BucketPlan` of the default, in the order of the backward pass.
@@ -85,7 +85,10 @@ def propose(
 def _all_proposals(
     default: BucketPlan, algorithms: Sequence[str | None], routes_of: RoutesOf
 ) -> Iterator[Proposal]:
-    """Yield all candidates, with duplicates; the arguments are those of `propose`."""
+    """Yield a `Proposal` for each bucket size, first bucket and algorithm.
+
+    Some are duplicates. The arguments are those of `propose`.
+    """
     entries = [entry for bucket in default for entry in bucket.entries]
     sizes = [max(default.num_bytes // part, _MIN_BUCKET_BYTES) for part in _PARTS]
     for size in dict.fromkeys(sizes):
@@ -121,7 +124,7 @@ def _select_different(ranked: Sequence[Proposal]) -> list[Proposal]:
 def _compute_seconds(
     plan: BucketPlan, routes: Sequence[AlgorithmChoice], step_seconds: float
 ) -> float:
-    """Return the compute time at which the model predicts a step time, by bisection.
+    """Return the compute time for which the cost model predicts a given step time.
 
     Args:
         plan: `BucketPlan`.
@@ -129,7 +132,7 @@ def _compute_seconds(
         step_seconds: Float, the measured time of a step.
 
     Returns:
-        Float, seconds.
+        Float, seconds, found by bisection.
     """
     low, high = 0.0, step_seconds
     for _ in range(_BISECTIONS):

@@ -16,8 +16,8 @@ from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.training.data.load_balancer import LoadBalancer
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 
-# The speed of a worker is the median of its latest steps: of at most the first number
-# of steps, and at least the second.
+# Largest and smallest number of steps, the latest ones, whose median time is taken as
+# the speed of a worker.
 _KEPT_STEPS, _MIN_STEPS = 64, 5
 # Number of the step of the first rebalancing, which does not wait for the end of an
 # epoch, since that may take hours. Each further rebalancing is due at twice the step of
@@ -74,9 +74,9 @@ class Rebalance(TimedSteps):
             self.meter = None
 
     def _rebalance(self) -> None:
-        """Divide the rows of later batches by the times of all workers, which call it.
+        """Change each worker's share of the rows of later batches by its step time.
 
-        Nothing changes if a worker has measured too few steps.
+        All workers call it. Nothing changes if one has measured too few steps.
         """
         worker_group = self._strategy.extended.worker_group
         measured = worker_group.all_gather("the speed of workers", self._measured())
@@ -119,7 +119,7 @@ class _Rebalancing(Feature):
     """Hook of `fit` that adds `Rebalance`."""
 
     def choose_callbacks(self, fit: Fit) -> None:
-        """Add the callback if the strategy rebalances rows."""
+        """Add `Rebalance` to the callbacks if the strategy rebalances rows."""
         strategy, callbacks = fit.strategy, fit.arguments["callbacks"]
         if strategy is None or strategy.extended.worker_group.num_workers == 1:
             return

@@ -69,6 +69,11 @@ class Trial:
         num_candidates: Int, at least 1. Candidates are numbered from 1; the default is
             0.
 
+    Attributes:
+        round: Tuple of ints, the plans to time next in this order; empty at the end.
+        winner: Int, number of the winning plan; the default until the end.
+        gain: `Gain` of the candidate in the last comparison, or `None` without one.
+
     Example: the second of two candidates is twice as fast as the default.
 
     >>> trial = Trial(num_candidates=2)
@@ -146,7 +151,7 @@ class Trial:
 
 
 def max_blocks(num_candidates: int) -> int:
-    """Return the largest number of blocks that a trial takes.
+    """Return the largest number of blocks of steps that a trial takes.
 
     Args:
         num_candidates: Int, at least 1.
@@ -164,7 +169,7 @@ def max_blocks(num_candidates: int) -> int:
 
 
 class Loop(Protocol):
-    """Interface of the loop whose plans a tuner tries."""
+    """Interface of the training loop in which a `Tuner` tries bucket plans."""
 
     def propose(self, step_seconds: float) -> list[Proposal]:
         """Propose plans, the same on all workers, given the default's step time."""
@@ -239,7 +244,7 @@ class Tuner:
         self._block = self._new_block(_SKIPPED_AT_FIRST)
 
     def step_ends(self, seconds: float, num_steps: int = 1) -> None:
-        """Add the time of an execution, and switch plans if the block is over.
+        """Handle the end of an execution: add its time, and switch plans after a block.
 
         Args:
             seconds: Float, time of all steps of the execution.
@@ -255,7 +260,7 @@ class Tuner:
             self._begin_block(plans[len(self._medians)])
 
     def _end_round(self) -> None:
-        """Agree on a round's times with all workers; begin the next one, or end."""
+        """Exchange the round's times with all workers; begin the next round, or end."""
         seconds = self._loop.agree(self._medians)
         self._medians = []
         if self._trial is not None:
@@ -278,7 +283,7 @@ class Tuner:
         self._seen.add(plan)
 
     def _end(self) -> None:
-        """Switch to the winner, and set `outcome`."""
+        """End the trial: switch to the winning plan, and set `outcome`."""
         winner = gain = None
         if self._trial is not None:
             winner, gain = self._proposal(self._trial.winner), self._trial.gain
@@ -286,7 +291,7 @@ class Tuner:
         self.outcome = TrialResult(winner, gain, len(self._proposals))
 
     def _proposal(self, plan: int) -> Proposal | None:
-        """Return the proposal with a plan's number, or `None` for the default."""
+        """Return the proposal with this number in the trial; `None` for the default."""
         return None if plan == DEFAULT else self._proposals[plan - 1]
 
     def _new_block(self, num_skipped: int) -> _Block:

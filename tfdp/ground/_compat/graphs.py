@@ -30,7 +30,7 @@ def root_graph() -> Any:
 
 
 def graphs_around(graph: Any) -> Iterator[Any]:
-    """Yield a graph and all graphs around it."""
+    """Yield a graph and its outer graphs, the innermost one first."""
     while graph is not None:
         yield graph
         graph = getattr(graph, "outer_graph", None)
@@ -53,12 +53,12 @@ def in_branch() -> bool:
 
 
 def op_age(op: tf.Operation) -> int:
-    """Return the position of an operation in its graph, larger than its inputs'."""
+    """Return an operation's number in its graph, larger than those of its inputs."""
     return op._id
 
 
 def op_position(tensor: tf.Tensor) -> int:
-    """Return the position in the graph of the operation that creates `tensor`."""
+    """Return the number, in its graph, of the operation that creates `tensor`."""
     return op_age(tensor.op)
 
 
@@ -106,7 +106,7 @@ def run_after(op: tf.Operation, others: Sequence[tf.Operation]) -> None:
 
 
 def _is_ordered_by_tracing(op: Any) -> bool:
-    """Return whether TensorFlow orders an operation by its position in the trace."""
+    """Return whether an operation has side effects but no resource to order it by."""
     uses_a_resource = any(tensor.dtype == tf.resource for tensor in op.inputs)
     is_in_a_branch = op._control_flow_context is not None
     is_plain = not uses_a_resource and not is_in_a_branch

@@ -118,10 +118,10 @@ def source_of(adapter: Any) -> Any:
 
 
 def first_batch_of(adapter: Any) -> Any:
-    """Return the first batch of an adapter's generator or `PyDataset`, for its spec.
+    """Return the first batch that Keras's adapter read of a generator or `PyDataset`.
 
     Returns:
-        The batch, or `None` for other data.
+        The batch; `None` for other data, and if a `PyDataset` was not read yet.
     """
     batches = getattr(adapter, "_first_batches", None) or [None]
     return getattr(adapter, "first_batch", batches[0])
@@ -154,9 +154,10 @@ def adapter_of_py_dataset(watch: Callable, **arguments: Any) -> Any:
 
 
 class RowsOfPyDatasetAdapter(py_dataset_adapter.PyDatasetAdapter):
-    """Keras's adapter of a `PyDataset` with items `{"rows", "total"}`.
+    """Keras's adapter of a `PyDataset` that reads only this worker's rows of a batch.
 
-    Keras standardizes the rows of an item like a batch, and adds class weights.
+    An item has these `"rows"`, which Keras standardizes like a batch, with class
+    weights, and the `"total"` number of rows of the global batch.
     """
 
     def _standardize_batch(self, item: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ CALLBACK_STATE: dict[type, tuple[str, ...]] = {
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
     keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
 }
-# Those that are `None` before the first epoch or batch.
+# Attributes in `CALLBACK_STATE` that are `None` before the first epoch or batch.
 STATE_NONE_AT_FIRST = ("best", "_last_batch_seen")
 
 
@@ -51,7 +51,7 @@ def overridden(model: Any, names: tuple[str, ...] = STEP_METHODS) -> list[str]:
 
 
 def is_built_symbolically() -> bool:
-    """Return whether Keras only infers shapes, as when it builds a model."""
+    """Return whether a symbolic call is running, in which Keras only infers shapes."""
     return symbolic_scope.in_symbolic_scope()
 
 
@@ -66,7 +66,7 @@ def build_symbolically(model: Any, data_batch: Any) -> None:
 
 
 def _skip_next_reset(metrics: Any) -> None:
-    """Skip the next reset of metrics: on one device Keras builds them after a reset."""
+    """Skip the next reset of metrics, after which Keras on one device builds them."""
 
     def reset_state() -> None:
         """Leave the metrics as they are, and restore Keras's method."""
@@ -76,7 +76,7 @@ def _skip_next_reset(metrics: Any) -> None:
 
 
 def build_eagerly(model: Any, data_batch: Any) -> None:
-    """Build a model by an eager call, for Python code that needs tensors' values.
+    """Build a model by an eager call, if its Python code needs tensors' values.
 
     Args:
         model: Keras model.
@@ -112,7 +112,7 @@ def _ones_like(spec: Any) -> tf.Tensor:
 def build_by_steps(
     model: Any, data_batch: Any, steps: tuple[str, ...] | None = None
 ) -> None:
-    """Build the layers that steps call, if any layer is not built.
+    """Build a model's layers by symbolic calls of its steps, if any is not built.
 
     Otherwise each replica's thread would build them while the step is traced, and
     TensorFlow would initialize their variables in a branch of the step.
@@ -168,7 +168,7 @@ def compile_arguments(model: Any) -> dict[str, Any]:
 
 
 def function_arguments(loss_or_metric: Any) -> dict[str, Any]:
-    """Return the arguments of a loss's or metric's function; some configs lack them."""
+    """Return the keyword arguments of the function that a loss or metric wraps."""
     return getattr(loss_or_metric, "_fn_kwargs", {})
 
 
@@ -182,7 +182,7 @@ def is_within_fit(arguments: dict[str, Any]) -> bool:
 
 
 def initial_epoch(model: Any) -> int:
-    """Return the epoch at which a restored model continues, see BackupAndRestore."""
+    """Return the epoch at which a restored model continues, or 0 if none is set."""
     return int(getattr(model, "_initial_epoch", 0) or 0)
 
 
@@ -229,9 +229,9 @@ def backup_without_files(callback: Any, folder: TemporaryDirectory) -> Any:
 
 
 def weights_of_layers(model: Any) -> list:
-    """Return the trainable variables of all of a model's layers, frozen or not, once.
+    """Return the trainable variables of all of a model's layers, frozen or not.
 
-    They are in the order of the layers. Keras's own lists leave out frozen weights.
+    Each is listed once, by layer. Keras's own lists leave out frozen weights.
     """
     variables = [
         variable

@@ -57,7 +57,7 @@ def recreate_in_scope(variable: Any) -> None:
 
 
 def is_on_one_device(variable: Any) -> bool:
-    """Return whether a variable is a plain one, without a strategy."""
+    """Return whether a variable is a single `tf.Variable`, not one for each replica."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     return isinstance(value, resource_variable_ops.BaseResourceVariable)
 
@@ -93,7 +93,7 @@ def inner_index(multi_optimizer: Any, variable: Any) -> int:
 
 
 def rate_variable(optimizer: Any) -> Any:
-    """Return the variable or schedule of an optimizer's learning rate."""
+    """Return an optimizer's learning rate itself: a variable or a schedule."""
     return optimizer._learning_rate
 
 
@@ -131,7 +131,7 @@ def drop_missing_gradients(optimizer: Any, gradients: list, variables: list) -> 
 
 
 def overwrite_by_gradients(optimizer: Any, gradients: list, variables: list) -> tuple:
-    """Assign their gradients to float8 scales; return other gradients and variables."""
+    """Set float8 scales to their gradients; return other gradients and variables."""
     return optimizer._overwrite_variables_directly_with_gradients(gradients, variables)
 
 
@@ -148,13 +148,13 @@ def apply_weight_decay(optimizer: Any, variables: list) -> None:
 def update_variables(
     optimizer: Any, gradients: list, variables: list, learning_rate: Any
 ) -> None:
-    """Run an optimizer's own update on variables, with reduced gradients and a rate."""
+    """Run an optimizer's own update of variables, without Keras's all-reduce."""
     reduced = stand_in(optimizer, _all_reduce_sum_gradients=list)
     reduced._backend_update_step(gradients, variables, learning_rate)
 
 
 def count_update(optimizer: Any, count: Any) -> None:
-    """Add a number or a tensor to an optimizer's counter of updates."""
+    """Add a number or scalar tensor to an optimizer's `iterations`."""
     optimizer._iterations.assign_add(count)
 
 

@@ -28,7 +28,7 @@ def state_variables(optimizer: Any) -> list:
 
 
 def single_variables(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's variables that belong to no trained variable, by name."""
+    """Return an optimizer's variables besides slots, counter and rate, by attribute."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -38,7 +38,7 @@ def single_variables(optimizer: Any) -> dict[str, Any]:
 
 
 def slots_of(optimizer: Any) -> dict[str, list]:
-    """Return the lists of slots of a built optimizer, by attribute name."""
+    """Return a built optimizer's lists of slots by attribute, without accumulators."""
     count = len(optimizer._trainable_variables)
     skipped = ("_trainable_variables", "_variables", "_accumulated_gradients")
     return {
@@ -69,7 +69,7 @@ def num_variables_before_accumulators(optimizer: Any) -> int:
 
 
 def accumulators_of(optimizer: Any) -> list:
-    """Return an optimizer's gradient accumulators by variable, `None` without one."""
+    """Return the gradient accumulator of each trained variable, `None` without one."""
     return list(optimizer._accumulated_gradients)
 
 
@@ -82,7 +82,7 @@ def micro_batch_counter(optimizer: Any) -> Any:
 
 
 def accumulators(optimizer: Any) -> list:
-    """Return the gradient accumulators of an optimizer, without `None`."""
+    """Return an optimizer's existing gradient accumulators; empty without any."""
     sums = getattr(optimizer, "_accumulated_gradients", None) or []
     return [variable for variable in sums if variable is not None]
 

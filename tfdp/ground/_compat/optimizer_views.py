@@ -62,7 +62,7 @@ def with_averages(optimizer: Any, averages: list) -> Any:
 
 
 def as_accumulating(optimizer: Any, steps: int, variables: list | None) -> Any:
-    """Return a shallow copy with Keras's gradient accumulation and other variables.
+    """Return a shallow copy of an optimizer with Keras's gradient accumulation.
 
     Args:
         optimizer: Keras optimizer.
@@ -85,11 +85,11 @@ def with_fixed_scale(optimizer: Any, scale: float) -> Any:
 
 
 def with_state(optimizer: Any, state: list, num_averages: int) -> Any:
-    """Return a shallow copy with further state variables, moving averages first.
+    """Return a shallow copy of an optimizer with additional variables.
 
     Args:
         optimizer: Keras optimizer.
-        state: List of variables: moving averages, then all others.
+        state: List of these variables: moving averages, then all others.
         num_averages: Int, number of moving averages.
     """
     averages = state[:num_averages]
@@ -101,7 +101,7 @@ def with_state(optimizer: Any, state: list, num_averages: int) -> Any:
 
 
 def with_local_value(variable: Any, replica: int) -> Any:
-    """Return a shallow copy of a Keras variable with one local replica's value."""
+    """Return one replica's `tf.Variable`; of a Keras variable, a copy around it."""
     value = variable.value if hasattr(variable, "path") else variable
     if isinstance(value, values.DistributedVariable):
         value = value.values[replica]
@@ -139,7 +139,7 @@ def loss_scale_optimizer(
 ) -> Any:
     """Return a `LossScaleOptimizer` around an optimizer, with existing counters.
 
-    Building it would build the inner optimizer again.
+    With counters it counts as built: a build would build the inner optimizer again.
 
     Args:
         optimizer: The inner Keras optimizer.

@@ -96,7 +96,7 @@ def hide_from_tracebacks(folder: str) -> None:
 
 
 def _cell_in_traceback_filter(function: Any) -> Any:
-    """Return the cell of the function inside Keras's traceback filter, or `None`.
+    """Return the closure cell of a function in Keras's traceback filter, or `None`.
 
     Python looks up `model.fit` in `model.fit(callbacks=[tfdp.callbacks...])` before it
     creates the callback, which may be the first use of tfdp. So the method that is

@@ -36,7 +36,7 @@ _CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
 
 
 class ProgramGraph(func_graph.FuncGraph):
-    """Graph of a program, nested in the graph that is being traced.
+    """Graph of a step as one device's program, nested in the graph being traced.
 
     It keeps the stack of each operation, which TensorFlow does not return in full. A
     `tf.function` would add control dependencies between operations.
@@ -63,11 +63,11 @@ def stack_of(op: tf.Operation) -> list[Any]:
 
 
 def marked(tensor: tf.Tensor, marker: str) -> tf.Tensor:
-    """Return a tensor's identity, marked for the plan of a traced program.
+    """Return a tensor's identity with a marker, by which a program's plan finds it.
 
     Args:
         tensor: Tensor; an eager one is not marked.
-        marker: String, the marker.
+        marker: String, such as `"rows of a replica"`.
     """
     result = tf.identity(tensor)
     if not tf.is_symbolic_tensor(result):
@@ -86,7 +86,7 @@ def marker_of(op: tf.Operation) -> str:
 
 
 def has_effect(op: tf.Operation) -> bool:
-    """Return whether an operation is stateful."""
+    """Return whether automatic control dependencies count an operation as stateful."""
     return auto_control_deps.op_is_stateful(op)
 
 
@@ -100,7 +100,7 @@ def signature_of(op: tf.Operation) -> str:
 
 
 def has_function(op: tf.Operation) -> bool:
-    """Return whether an operation calls a function, such as a branch or a loop."""
+    """Return whether a function is an attribute of an operation, as of `While`."""
     return any(
         value.HasField("func") or value.list.func for value in op.node_def.attr.values()
     )
@@ -126,7 +126,7 @@ def while_loop_counter() -> tf.Tensor:
 
 
 def is_call(op: tf.Operation) -> bool:
-    """Return whether an operation calls a function, named by an attribute or its type.
+    """Return whether an operation is a plain call of a function, no branch or loop.
 
     Functions of TensorFlow 1, as in CTC losses, are called by an operation's type.
     """
@@ -145,10 +145,10 @@ def function_graph(op: tf.Operation) -> Any:
 
 
 def results_of_call(op: tf.Operation, graph: Any) -> list[tf.Tensor]:
-    """Return the outputs of a function's graph that are results of a call.
+    """Return the outputs of a function's graph that one of its calls returns.
 
-    After a call TensorFlow may add outputs for a gradient, such as for a forward-mode
-    derivative.
+    After the call was traced, TensorFlow may append outputs for a gradient, such as for
+    a forward-mode derivative.
     """
     return graph.outputs[: len(op.outputs)]
 
@@ -215,7 +215,8 @@ def call_inline(function: Any, *args: Any, **kwargs: Any) -> Any:
             called, function._experimental_autograph_options
         )
     args, kwargs = tf.nest.map_structure(_as_tensor, (args, kwargs))
-    # Keras disables AutoGraph for its layers, and a `tf.function` enables it again.
+    # Keras disables AutoGraph for its layers, but not inside a `tf.function` that they
+    # call. The inlined call needs AutoGraph, too.
     with autograph_ctx.ControlStatusCtx(autograph_ctx.Status.UNSPECIFIED):
         return called(*args, **kwargs)
 

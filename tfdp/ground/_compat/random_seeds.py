@@ -21,7 +21,7 @@ _SEED_GENERATOR = "global_seed_generator"
 
 
 def is_deterministic() -> bool:
-    """Return whether `enable_op_determinism` was called, which forbids clocks."""
+    """Return whether TensorFlow's `enable_op_determinism` was called."""
     return config.is_op_determinism_enabled()
 
 
@@ -51,7 +51,7 @@ def global_seed() -> int | None:
 
 
 def tensorflow_random_state() -> dict[str, Any]:
-    """Return TensorFlow's global seed and the states of its generators, for JSON."""
+    """Return TensorFlow's seed and generator states by name, as values for JSON."""
     # The attribute `_rng` exists after a call of `tf.random.set_seed`.
     rng = getattr(context.context(), "_rng", None)
     generator = getattr(stateful_random_ops, "global_generator", None)

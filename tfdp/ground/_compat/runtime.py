@@ -47,19 +47,19 @@ def num_local_devices(kind: str) -> int:
 
 
 def own_task() -> str:
-    """Return this process's task, such as `"/job:worker/task:1"`, or `""`."""
+    """Return this process's task, such as `"/job:worker/task:1"`, or `""` if alone."""
     server = getattr(context.context(), "_collective_ops_server_def", None)
     return f"/job:{server.job_name}/task:{server.task_index}" if server else ""
 
 
 def canonical_device(device: str) -> str:
-    """Return the full name of a device of this process."""
+    """Return a device's full name, with job and task, from a possibly shorter one."""
     return device_util.canonicalize(device)
 
 
 @functools.cache
 def device_type(device: str) -> str:
-    """Return the type of a device: `"CPU"` or `"GPU"`."""
+    """Return the type in the name of a device, such as `"GPU"`; by default `"CPU"`."""
     return tf.DeviceSpec.from_string(device).device_type or "CPU"
 
 
@@ -126,7 +126,7 @@ _WAITS = (
     "/eager/context.py",
     "/gen_collective_ops.py",
     "/framework/ops.py",
-    # `strategy.run` outside of functions waits here for the replicas' threads.
+    # In this file `strategy.run`, outside of functions, waits for replicas' threads.
     "/distribute/mirrored_run.py",
 )
 
@@ -194,9 +194,9 @@ def remove_generated_files() -> None:
 
 
 def profile_of(serialized: bytes) -> Any:
-    """Parse a profile in the format of `tf.profiler`: planes, lines and events.
+    """Parse a profile of `tf.profiler` into an `XSpace` of planes, lines and events.
 
-    The only other reader is TensorBoard's plug-in. Checked on TensorFlow 2.19 to 2.21.
+    The only other parser is TensorBoard's plug-in. Checked on TensorFlow 2.19 to 2.21.
     """
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 

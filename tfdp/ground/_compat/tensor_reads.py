@@ -62,9 +62,9 @@ def step_graph() -> Any:
 
 
 def shared_run_object() -> Any:
-    """Return the coordinator of the threads of this call of `strategy.run`.
+    """Return the object that the replicas' threads of a `strategy.run` call share.
 
-    It tells whether two replicas run in the same call: then it is the same object.
+    It is their coordinator, and shows whether two replicas run in the same call.
 
     Returns:
         The object, or `None` outside the threads of replicas.
@@ -181,5 +181,5 @@ def component_variable(
 
 
 def unique_name(name: str) -> str:
-    """Return a unique identity for a variable with a name, such as `"kernel_12"`."""
+    """Return a variable's name with a unique number, such as `"kernel_12"`."""
     return f"{name}_{ops.uid()}"

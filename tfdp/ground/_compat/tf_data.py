@@ -29,7 +29,7 @@ from tensorflow.python.framework import (
 from tensorflow.python.ops import gen_dataset_ops
 from tensorflow.python.types import distribute as distribute_types
 
-# The spec of a None in a dataset's element.
+# The spec of a component that is `None` in a dataset's elements.
 NoneTensorSpec = none_tensor.NoneTensorSpec
 PerReplicaSpec = values.PerReplicaSpec
 # The class that `tf.function` recognizes as an argument made of tensors.
@@ -90,7 +90,7 @@ def kinds_of_stages(dataset: tf.data.Dataset) -> list[str]:
 
 
 def names_of_stages(dataset: tf.data.Dataset) -> Iterator[str]:
-    """Yield the user's names of all stages of a dataset.
+    """Yield the argument `name` of each stage of a dataset, `""` without one.
 
     Included are datasets that functions create or capture, such as that of a
     `flat_map`, and the source that `TextLineDataset` and `FixedLengthRecordDataset` do
@@ -123,7 +123,7 @@ def _captured_variants(part: tf.data.Dataset) -> list[tf.Tensor]:
 
 
 def _names_in_variant(variant: tf.Tensor) -> Iterator[str]:
-    """Yield the user's names of the stages of a captured dataset."""
+    """Yield the argument `name` of each stage of a captured dataset."""
     # The conversion fails for a variant that is not a dataset, and for a dataset that
     # is too large for a graph.
     with contextlib.suppress(tf.errors.OpError):
@@ -132,7 +132,7 @@ def _names_in_variant(variant: tf.Tensor) -> Iterator[str]:
 
 
 def _names_in_graph(graph: Any) -> Iterator[str]:
-    """Yield the user's names of the stages in the `GraphDef` of a dataset."""
+    """Yield the argument `name` of each stage in the `GraphDef` of a dataset."""
     functions = (nested.node_def for nested in graph.library.function)
     for node in itertools.chain(graph.node, *functions):
         if "metadata" in node.attr:
@@ -181,7 +181,7 @@ def has_generator(dataset: tf.data.Dataset) -> bool:
 
 
 def writes_while_read(dataset: tf.data.Dataset) -> bool:
-    """Return whether reading a dataset writes files or consumes work of a service."""
+    """Return whether a read of a dataset writes files or uses a tf.data service."""
     for part in dataset_inputs(dataset):
         name = getattr(part, "_filename", None)
         if name is not None and tf.get_static_value(name):
@@ -202,7 +202,7 @@ def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
 
 
 def sources_of(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
-    """Return the tensors that a dataset's elements come from, and the names of files.
+    """Return the tensors from which a dataset was created, and the names of files.
 
     Left out are sources of datasets that functions create or capture, and the end of a
     range.
@@ -313,7 +313,7 @@ def empty_optional(spec: Any) -> Any:
 
 
 def local_dataset(distributed: Any) -> tf.data.Dataset:
-    """Return the dataset that this worker reads for a distributed one."""
+    """Return the `tf.data.Dataset` that this worker reads for a distributed dataset."""
     return distributed._cloned_datasets[0]
 
 
@@ -370,7 +370,7 @@ def strategy_of_iterator(iterator: Any) -> Any:
 
 
 def optionals_of_replicas(iterator: Any) -> list[list]:
-    """Return the next elements of a distributed iterator, without communication.
+    """Read a distributed iterator's next elements as optionals, not communicating.
 
     Returns:
         List, for each input device, of a list of the optionals of its local replicas.

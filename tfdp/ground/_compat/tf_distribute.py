@@ -90,9 +90,10 @@ def initialize_worker(
     rank: int,
     num_workers: int,
 ) -> None:
-    """Initialize the stock extended class of one of several workers.
+    """Initialize TensorFlow's `MultiWorkerExtended` on one of several workers.
 
-    The stock method also starts a server and a thread that checks the other workers.
+    TensorFlow's own method would also start a server, and a thread that checks the
+    other workers.
 
     Args:
         extended: `MultiWorkerExtended`.
@@ -150,8 +151,8 @@ def outside_strategies() -> Iterator[None]:
     default = distribute_lib._get_default_replica_mode()
     distribute_lib._push_per_thread_mode(default)
     try:
-        # The variable creators of the scope stay active. This one is called first and
-        # does not call them.
+        # The variable creators of the strategy's scope stay active, but
+        # `_create_plain_variable` is called before them and does not call them.
         with tf.variable_creator_scope(_create_plain_variable):
             yield
     finally:
@@ -258,7 +259,7 @@ def is_read_as_view(variable: Any) -> bool:
 
 
 def _first_value(variable: Any) -> Any:
-    """Return the first local replica's `tf.Variable`, or an object without one."""
+    """Return the first local replica's `tf.Variable`; other objects as they are."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     return value._primary if isinstance(value, values.DistributedVariable) else value
 
@@ -308,6 +309,7 @@ def per_replica(local_values: list, *, always_wrap: bool = False) -> Any:
 
     Args:
         local_values: List of values, in the order of the local replicas.
-        always_wrap: Bool, whether equal values are wrapped too. Defaults to `False`.
+        always_wrap: Bool, whether values that are one object are wrapped, too. Defaults
+            to `False`.
     """
     return distribute_utils.regroup(tuple(local_values), always_wrap=always_wrap)

@@ -16,7 +16,7 @@ def supports_jit(model: Any) -> bool:
 
 
 def outermost(tensor: Any) -> Any:
-    """Return what a captured tensor is in the outermost graph, or the tensor itself."""
+    """Return the outermost tensor that was captured as `tensor`, or `tensor` itself."""
     while tf.is_symbolic_tensor(tensor):
         captures = getattr(tensor.graph, "captures", ())
         outer = next((out for out, inside in captures if inside is tensor), None)

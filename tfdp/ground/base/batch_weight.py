@@ -31,7 +31,7 @@ class BatchWeight:
 
 
 def use(value: BatchWeight | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which this thread's replica has a weight, or `None`."""
+    """Return a context in which this thread's replica has `value` as its weight."""
     return step_context.using(batch_weight=value)
 
 

@@ -18,12 +18,12 @@ from tfdp.ground.base import program_trace, step_context
 
 
 class CannotDeferError(Exception):
-    """An update cannot wait for the end of the step."""
+    """Error: an update in a branch, loop or function of a step cannot be deferred."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """A deferred update.
+    """Call of an optimizer's `apply` that waits for the end of a step's compiled part.
 
     Args:
         optimizer: Keras optimizer.
@@ -54,7 +54,7 @@ def defer(
     variables: Any,
     apply: Callable | None = None,
 ) -> bool:
-    """Defer an update if this thread defers updates or traces a program.
+    """Defer an update within `deferring`, or while a one-device program is traced.
 
     While a program is traced, the update becomes an effect of the program: each replica
     makes it at this position.

@@ -30,7 +30,7 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True)
 class JobPart:
-    """Part of a job whose parts train separately, each on its rows of every batch.
+    """Part of a job, such as a DiLoCo island, that trains on its rows of each batch.
 
     Args:
         name: String, unique among the parts, for names of files.
@@ -78,7 +78,7 @@ class Feature:
     def before_sync(self, model: Any) -> None:
         """Prepare for the end of an epoch or evaluation, where all workers synchronize.
 
-        A feature suspends exchanges here in which not all workers take part.
+        A feature pauses exchanges in which only some of the workers take part.
         """
 
     def before_loop(self, model: Any) -> None:
@@ -105,7 +105,7 @@ class Feature:
         """
 
     def gradient_exchange(self, fit: Fit) -> Any:
-        """Return the `GradientExchange` of a call of `fit`, or `None`.
+        """Return the `GradientExchange` that replaces a `fit`'s all-reduce, or `None`.
 
         Raises:
             ValueError: If the model or the arguments do not support it.
@@ -119,8 +119,8 @@ class Feature:
     def batches_between_syncs(self, model: Any) -> int | None:
         """Return the most batches of `fit` between two synchronizations of workers.
 
-        Workers synchronize where all wait for each other, as in a reduction. They agree
-        on a stop of training only there, by the largest number of all features.
+        Workers synchronize where all wait for each other, as in a reduction. Only there
+        they can agree to stop training. The largest number of all features counts.
 
         Returns:
             Int, 1 if workers synchronize in every step; or `None` if they do not
@@ -152,7 +152,10 @@ class Feature:
         return False
 
     def complete_fit(self, model: Any) -> None:
-        """Complete what callbacks of a `fit` have begun; not called after an error."""
+        """Complete what callbacks have begun; not called after an error.
+
+        An example is a checkpoint that is saved in the background.
+        """
 
     def after_fit(self, fit: Fit) -> None:
         """Release the resources of a `fit`, even if its training has failed."""

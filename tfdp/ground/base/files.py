@@ -126,7 +126,7 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 
 def page_aligned(num_bytes: int) -> np.ndarray:
-    """Allocate memory for `write_aligned`.
+    """Allocate the page-aligned memory that `write_aligned` needs.
 
     Forked processes share it, so that a fork during a write copies no page.
 
@@ -284,7 +284,7 @@ def make_private_folder(path: str | os.PathLike, *, exist_ok: bool = True) -> No
 
 
 def problem_of_folder(folder: str | os.PathLike, argument: str) -> str:
-    """Create a folder and try to write into it.
+    """Create a folder and try to write into it; return what prevents it.
 
     Args:
         folder: String or path-like.

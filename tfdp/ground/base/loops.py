@@ -75,7 +75,7 @@ def exchange() -> Any:
 
 
 def awaiting_training_data() -> Loop | None:
-    """Return the loop whose next data is its training data, or `None`."""
+    """Return the innermost loop if it reads training data next, or else `None`."""
     loop = current()
     return loop if loop is not None and loop.awaits_training_data else None
 
@@ -96,7 +96,7 @@ def record_data_read() -> None:
 
 
 def record_batch_rows(rows: int | None) -> None:
-    """Record the rows of a loop's global batch; only its first call has an effect.
+    """Record the number of rows of a loop's global batch; the first known one stays.
 
     `fit` reads training data first, so validation batches do not count.
     """

@@ -14,7 +14,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-# Folder of this process's counters.
+# Folder with files on this process, such as `status` and `cgroup`.
 _PROCESS = Path("/proc/self")
 # Folder of the cgroups, which limit the memory of containers and services.
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -68,7 +68,7 @@ def free_in_container() -> float:
 
 
 def reset_peak() -> bool:
-    """Begin to measure the peak of this process's memory; `False` if that fails.
+    """Reset the peak of this process's memory; return whether that has worked.
 
     Source: proc(5), `/proc/pid/clear_refs`.
     """
@@ -83,8 +83,8 @@ def peak_bytes(*, is_virtual: bool = False) -> int:
     """Return the most memory that this process has had, in bytes.
 
     Args:
-        is_virtual: Bool, whether the address space is meant, since the process began,
-            and not the memory in use since `reset_peak`. Defaults to `False`.
+        is_virtual: Bool, `True` for the address space since the process began,
+            `False` for the memory in use since `reset_peak`. Defaults to `False`.
 
     Example:
 
@@ -113,9 +113,10 @@ def free_of_process() -> float:
 
 
 def _cgroups() -> Iterator[tuple[Path, _Names]]:
-    """Yield the folders of this process's memory cgroups, each inside the previous one.
+    """Yield the folder and file names of each memory cgroup of this process.
 
-    In a container the first folder may be that of the container's own cgroup.
+    Each folder is inside the previous one. In a container the first one may be that of
+    the container's own cgroup.
     """
     with contextlib.suppress(OSError):
         for line in (_PROCESS / "cgroup").read_text().splitlines():

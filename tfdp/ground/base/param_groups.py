@@ -80,7 +80,7 @@ def path_of(variable: Any) -> str:
 
 
 def entry_of(variable: Any) -> Entry:
-    """Return the `Entry` of a Keras variable or `tf.Variable`, for plans."""
+    """Return the name, shape and dtype of a variable as an `Entry` of a bucket plan."""
     dtype = tf.as_dtype(variable.dtype)
     return Entry(path_of(variable), tuple(variable.shape), dtype.name, dtype.size)
 
@@ -97,7 +97,7 @@ def innermost(optimizer: Any) -> list:
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Return whether an optimizer is known to be elementwise."""
+    """Return whether an optimizer is known to update elements independently."""
     return type(optimizer) in _ELEMENTWISE
 
 
@@ -111,7 +111,7 @@ def gains_from_groups(optimizer: Any) -> bool:
 
 
 def batches_per_update(optimizer: Any) -> int:
-    """Return the batches of an optimizer's update, by accumulation of tfdp or Keras."""
+    """Return the number of batches that tfdp or Keras accumulates for an update."""
     steps = getattr(optimizer, "accumulation_steps", None)
     return steps or getattr(optimizer, "gradient_accumulation_steps", None) or 1
 

@@ -57,7 +57,7 @@ def boot_id() -> str:
 
 
 def machine() -> str:
-    """Return the boot id, the namespace of process ids and the user, or `""`."""
+    """Return a text of boot id, namespace of process ids and user; `""` if unknown."""
     try:
         # The user is part of the identity, since `/proc` may hide the processes of
         # other users, which would then seem to have ended.
@@ -73,8 +73,8 @@ def state_and_start(pid: int) -> tuple[str, str]:
         pid: Int, the process id.
 
     Returns:
-        Tuple of the state in Linux's letter, and the ticks from the boot to the start,
-        a string; `"X"` and `""` if the process does not exist.
+        Tuple of two strings: Linux's letter for the state, and the ticks from the boot
+        to the start; `"X"` and `""` if the process does not exist.
     """
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")

@@ -20,7 +20,9 @@ from tfdp.ground.base import step_context
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """Action between two operations of a program, which each replica runs.
+    """Action of a program besides its operations, such as an optimizer's update.
+
+    Each replica runs it between two operations of the program.
 
     Args:
         position: Int, number of operations of the graph before the effect.
@@ -42,7 +44,7 @@ class Effect:
 
 
 class ProgramTrace:
-    """Trace of a step as the program of one device.
+    """Trace of a step as the program of one device, which each replica then rebuilds.
 
     Args:
         graph: The graph that the program is traced in.
@@ -57,7 +59,7 @@ class ProgramTrace:
         # Functions that read a value on each replica, by the `id` of the placeholder
         # that stands for the value in the program.
         self.reads: dict[int, Callable[[], tf.Tensor]] = {}
-        # The tensors that gradients are taken of.
+        # Losses, or other tensors, whose gradients the program computes.
         self.losses: list[Any] = []
         self._sources: dict[int, Any] = {}
         self._templates: dict[Any, Any] = {}
@@ -117,13 +119,13 @@ class ProgramTrace:
         return self._templates[op]
 
     def source(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the object that stands for a key in the program, created at first use.
+        """Return the tensor that stands for an object in the program, created once.
 
-        Gradients with respect to a sharded parameter are taken of such a tensor.
+        Gradients of a sharded parameter are computed with respect to such a tensor.
 
         Args:
             key: Any object, kept alive by the caller.
-            make: Callable that creates the object, outside of all branches and loops.
+            make: Callable that creates the tensor, outside of all branches and loops.
         """
         if id(key) not in self._sources:
             with self.graph.as_default(), tf.control_dependencies(None):
@@ -161,7 +163,7 @@ def latest_loss() -> Any:
 
 
 def current() -> ProgramTrace | None:
-    """Return the program that this thread traces, or `None`."""
+    """Return the program that this thread traces, or runs eagerly, or `None`."""
     return step_context.current().trace
 
 

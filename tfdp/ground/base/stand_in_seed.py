@@ -14,12 +14,12 @@ _stand_in: list[int] = []
 
 
 def seed() -> int | None:
-    """Return the last seed of `set_seed`, or `None`."""
+    """Return the last seed of this module's `set_seed`, or `None`."""
     return _stand_in[-1] if _stand_in else None
 
 
 def set_seed(value: int) -> None:
-    """Set TensorFlow's global seed as the stand-in, for operations without a seed.
+    """Set TensorFlow's global seed, and record it as not chosen by the user.
 
     Args:
         value: Int, the seed.

@@ -57,7 +57,7 @@ class TemporaryFolder(TemporaryDirectory):
 
 
 def is_left_over(name: str, age_seconds: float | None) -> bool:
-    """Return whether a file is temporary and its process has ended.
+    """Return whether a name is that of a temporary file whose process has ended.
 
     Args:
         name: String, the name of the file.
@@ -112,7 +112,7 @@ def _remove_if_left_over(entry: os.DirEntry) -> None:
 
 @functools.cache
 def _host() -> str:
-    """Return eight hexadecimal digits for this boot and namespace of processes."""
+    """Return eight hexadecimal digits, a hash of `machine()` or of the host's name."""
     key = machine() or socket.gethostname()
     return hashlib.sha256(key.encode()).hexdigest()[:8]
 

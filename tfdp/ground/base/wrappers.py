@@ -19,7 +19,7 @@ class _WrapperReference:
 
 
 def register_wrapper(optimizer: Any, wrapper: Any) -> None:
-    """Record the wrapper of an optimizer, which stays alive with it.
+    """Record the wrapper of an optimizer, which keeps the wrapper alive.
 
     Args:
         optimizer: Keras optimizer.

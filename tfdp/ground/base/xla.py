@@ -25,14 +25,15 @@ _LACKS = re.compile(r": (\w+) \(No registered .*?\{\{node ([^}]*)\}\}", re.DOTAL
 
 
 class CannotCompileError(Exception):
-    """XLA cannot compile a function, for the reason in the message."""
+    """Error: XLA cannot compile a function, for the reason in the message."""
 
 
 def is_wanted() -> bool:
-    """Return whether XLA is to compile the current step, and does not trace it yet.
+    """Return whether XLA should compile parts of the step that is being traced.
 
-    A model that is not built, as in `predict` without `fit`, creates its variables in
-    the first trace, which XLA cannot compile; the next trace is compiled.
+    Inside such a part it is false. A model that is not built, as in `predict` without
+    `fit`, creates its variables in the first trace, which XLA cannot compile; the next
+    trace is compiled.
     """
     loop = loops.current()
     return (

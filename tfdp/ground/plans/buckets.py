@@ -86,7 +86,7 @@ class BucketPlan:
 
 
 def effective_bucket_bytes(total_bytes: int, bucket_bytes: int) -> int:
-    """Return the bucket size for a model, less than the largest for a small model.
+    """Return the largest size of a bucket, which is smaller for a small model.
 
     Several buckets overlap each other and the backward pass, and large gradients are
     not copied into buckets. docs/reports/performance.md has measurements.

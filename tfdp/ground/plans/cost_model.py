@@ -172,7 +172,7 @@ def num_serial_messages(transfer: Transfer, links: Links) -> int:
 def _seconds(
     transfer: Transfer, inner_bytes: float, outer_bytes: float, links: Links
 ) -> float:
-    """Return the seconds of one transfer.
+    """Predict the seconds of one transfer, without repeats and launch cost.
 
     Messages across nodes are concurrent. Messages inside a node are serial if they
     share its cores.

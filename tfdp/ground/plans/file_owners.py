@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def balance_files(sizes: Sequence[int], num_workers: int) -> list[int]:
-    """Assign each file, the largest first, to the worker with the fewest bytes.
+    """Assign each data file, largest first, to the worker with the fewest bytes.
 
     The largest load is at most 4/3 of that of the best assignment. Files of equal size
     are assigned to the workers one after another.
@@ -41,7 +41,7 @@ def balance_files(sizes: Sequence[int], num_workers: int) -> list[int]:
 def bytes_of_workers(
     sizes: Sequence[int], owners: Sequence[int], num_workers: int
 ) -> list[int]:
-    """Add up the bytes of each worker.
+    """Return a list of the total bytes of the files of each worker.
 
     Args:
         sizes: Sequence of ints, bytes of each file.

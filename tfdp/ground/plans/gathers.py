@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from tfdp.ground.text import pluralize
 
-# Bytes per row of a batch, and bytes of a sum, from which a gather counts as large.
-# Labels, logits of a few classes and moments of a layer are smaller.
+# Least bytes of a large gather: per row of the batch, or in all if its size does not
+# depend on the batch. Labels, logits of few classes and moments are smaller.
 _LEAST_ROW_BYTES, _LEAST_SUM_BYTES = 2**10, 2**16
 # The largest number of gathers that a message names.
 _MOST_NAMED = 3
@@ -16,12 +16,12 @@ _MOST_NAMED = 3
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """A tensor of a step that replicas gather or sum for an operation.
+    """A tensor that replicas gather or sum for an operation on the global batch.
 
     Args:
         operation: String, TensorFlow's type of the operation that needs it.
-        place: String, the user's line or the layer that makes the operation.
-        is_sum: Bool, whether addends are summed, instead of rows gathered.
+        place: String, the user's line or the layer that creates the operation.
+        is_sum: Bool, whether replicas sum their tensors, instead of gathering rows.
         bytes_each: Int, bytes of the whole tensor for a batch of one row.
         power: Int, the exponent of the rows of a batch in the tensor's bytes: 0, 1 or
             2.
@@ -45,7 +45,7 @@ class Gather:
     is_exact: bool
 
     def num_bytes(self, rows: int | None) -> int | None:
-        """Return the bytes of the whole tensor.
+        """Return the bytes of the gathered or summed tensor.
 
         Args:
             rows: Int, rows of the global batch, or `None` if unknown.
@@ -129,7 +129,7 @@ class StepGathers:
         return max(known, key=lambda pair: pair[0], default=None)
 
     def describe(self, gathers: Sequence[Gather]) -> str:
-        """Describe the three largest of some gathers, and count the others."""
+        """Return a text with the three largest `gathers` and the number of others."""
         ordered = sorted(
             gathers, key=lambda g: g.num_bytes(self.rows or 1) or 0, reverse=True
         )

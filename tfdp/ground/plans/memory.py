@@ -43,7 +43,7 @@ class ReplicaMemory:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on the replica with the largest shard, and without sharding.
+    """Bytes of training state on the largest replica, with and without sharding.
 
     Args:
         sharded: `ReplicaMemory` of the sharded state.
@@ -152,12 +152,12 @@ def _owned_slot_bytes(
 
 
 def _accumulated_itemsize(itemsize: int) -> int:
-    """Return the bytes of an accumulated element, which is at least float32."""
+    """Return the bytes of an element in a sum of gradients: at least float32's 4."""
     return max(itemsize, _FLOAT32_BYTES)
 
 
 def _format_field(name: str, report: MemoryReport) -> str:
-    """Format a field of both memories, such as "slots 400 (unsharded 800)"."""
+    """Format a field with and without sharding: "slots 400 (unsharded 800)"."""
     sharded, whole = getattr(report.sharded, name), getattr(report.whole, name)
     text = f"{name} {sharded:,}"
     return text if sharded == whole else f"{text} (unsharded {whole:,})"

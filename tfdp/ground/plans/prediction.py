@@ -69,7 +69,7 @@ class StepPrediction:
 
     @property
     def step_seconds(self) -> float:
-        """Float, seconds of a step on all replicas."""
+        """Float, seconds of a step on all replicas: compute, then exposed seconds."""
         return self.compute_seconds + self.exposed_seconds
 
     @property

@@ -45,7 +45,7 @@ class ShardBucket:
     """Elements that one reduce-scatter and one all-gather move together.
 
     Args:
-        rows: Tuple of tuples of `Segment`, the shard of each owner.
+        rows: Tuple of tuples of `Segment`, the shard of each owner in this bucket.
         slice_size: Int, elements of a shard with its padding.
         dtype: String, the dtype of all variables.
     """
@@ -64,7 +64,7 @@ class ShardBucket:
         return self.slice_size - _length(self.rows[owner])
 
     def places(self, owner: int) -> Iterator[tuple[Segment, int, int]]:
-        """Yield an owner's segments, with their begin and end in the owner's shard."""
+        """Yield an owner's segments, each with its start and stop in the shard."""
         end = 0
         for segment in self.rows[owner]:
             begin, end = end, end + segment.size
@@ -77,12 +77,12 @@ class ShardBucket:
 
     @property
     def is_lopsided(self) -> bool:
-        """Bool, whether an all-reduce moves less than collectives of padded slices."""
+        """Bool, whether padding more than doubles the number of elements."""
         return len(self.rows) * self.slice_size > _MOST_PADDING * self.num_elements
 
     @property
     def joined(self) -> ShardBucket:
-        """`ShardBucket` with a single row: those of all owners, without padding."""
+        """`ShardBucket` with one row: those of all owners concatenated, not padded."""
         row = tuple(segment for row in self.rows for segment in row)
         return ShardBucket((row,), self.num_elements, self.dtype)
 
@@ -90,7 +90,8 @@ class ShardBucket:
     def moved(self) -> ShardBucket:
         """`ShardBucket` in the layout that collectives move: `joined`, or this one.
 
-        It is `joined`, which has no padding, if padding more than doubles the elements.
+        It is `joined`, for an all-reduce, if padding more than doubles the elements: a
+        reduce-scatter and an all-gather would move more.
         """
         return self.joined if self.is_lopsided else self
 
@@ -252,7 +253,7 @@ def _rows_of_equal_length(
 
 
 def _columns(row: Sequence[Segment], first: int, last: int) -> Row:
-    """Return the elements of a row from column `first` to the one before `last`."""
+    """Return the segments of a row's elements from `first` to the one before `last`."""
     segments, begin = [], 0
     for segment in row:
         start = segment.start + max(0, first - begin)
@@ -264,7 +265,7 @@ def _columns(row: Sequence[Segment], first: int, last: int) -> Row:
 
 
 def _bucket_of_rows(rows: Sequence[Row], dtype: str) -> ShardBucket:
-    """Create the bucket of some rows, padded to the longest."""
+    """Create a `ShardBucket` of one row per owner, padded to the longest row."""
     return ShardBucket(tuple(rows), max(_length(row) for row in rows), dtype)
 
 

@@ -108,7 +108,7 @@ class Topology:
 
     @property
     def has_levels(self) -> bool:
-        """Bool, whether there are several nodes, all of one size above one replica."""
+        """Bool, whether several nodes have the same number of replicas, above one."""
         return 1 < self.num_nodes < self.num_replicas and self.is_even
 
 

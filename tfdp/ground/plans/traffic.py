@@ -84,7 +84,7 @@ class Algorithm:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """Concurrent messages of one operation.
+    """Messages that one operation of an all-reduce sends at the same time.
 
     Args:
         fraction: Float, the fraction of the tensor in each message.
@@ -108,7 +108,7 @@ def transfers_of(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ..
 
     Args:
         algorithm: `Algorithm`.
-        topology: `Topology`; its ranks are the positions of the algorithm.
+        topology: `Topology`; a replica's rank is its position, such as in the ring.
 
     Returns:
         Tuple of `Transfer`; empty for a single replica.
@@ -131,7 +131,7 @@ def transfers_of(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ..
 
 
 def _flat(name: str, node_of: np.ndarray) -> tuple[Transfer, ...]:
-    """Return the transfers of a flat algorithm.
+    """Return the transfers of an algorithm that is not hierarchical.
 
     Args:
         name: String, one of `FLAT`, or `"adasum"`.
@@ -177,7 +177,7 @@ def _reduce_to_first(node_of: np.ndarray) -> tuple[Transfer, ...]:
 
 
 def _halve(node_of: np.ndarray) -> tuple[tuple[Transfer, ...], int]:
-    """Return the transfers of recursive halving, and its number of shards.
+    """Return the transfers of recursive halving, and the number of resulting shards.
 
     Args:
         node_of: Array of ints, the node of each position.
@@ -282,7 +282,7 @@ def _transfer(
     node_of: np.ndarray,
     repeats: int = 1,
 ) -> Transfer:
-    """Count the messages inside and between nodes of concurrent sends.
+    """Return the `Transfer` of concurrent sends, counted inside and between nodes.
 
     Args:
         fraction: Float, the fraction of the tensor in each message.

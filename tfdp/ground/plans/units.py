@@ -24,7 +24,7 @@ _RESHARDS = (True, False, "node")
 
 @dataclasses.dataclass(frozen=True)
 class UnitOptions:
-    """Options of units: their parameters, and when they are gathered and freed.
+    """Options of units, the groups of parameters that are gathered as one.
 
     Args:
         layers: Sequence of strings, names of layers. Each named layer is a unit, with
@@ -152,7 +152,8 @@ def layer_of(path: str, named: Sequence[str]) -> str:
         named: Sequence of strings, names of layers that are units.
 
     Returns:
-        String, the first of `named` that contains the variable, or else its layer.
+        String, the first of `named` that contains the variable, or else the path of
+        its layer.
 
     Example:
 
@@ -282,7 +283,7 @@ def unit_bucket(
 
 
 def _row(indices: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Row:
-    """Return the row of one owner, given its range of each parameter."""
+    """Return the segments of one owner, given its range of each parameter."""
     return tuple(
         Segment(index, start, stop)
         for index, (start, stop) in zip(indices, ranges, strict=True)

@@ -24,7 +24,7 @@ Value = TypeVar("Value")
 
 
 class Variants(Protocol):
-    """Mapping, such as a dict, from names to measured variants."""
+    """Mapping, such as a dict, from a name to a `Variant`, which runs timed steps."""
 
     def __getitem__(self, name: str, /) -> Variant: ...
 
@@ -64,10 +64,10 @@ class OnDemand(Generic[Value]):
 
 
 def work(make_variants: Callable[[dict[str, Any]], Variants]) -> None:
-    """Run blocks of steps as the driver orders, until it closes the pipe.
+    """Run blocks of steps that the driver orders on stdin, and write measurements.
 
-    Only replies are written to the pipe; any other output of the worker is redirected
-    to its log, which is stderr.
+    The process ends when the driver closes the pipe. Any other output of the worker is
+    redirected to its log, which is stderr.
 
     Args:
         make_variants: Callable that maps the worker's setup, a dict from the driver, to

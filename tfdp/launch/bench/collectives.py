@@ -23,7 +23,7 @@ from tfdp.launch.bench.nccl_tests import (
 from tfdp.launch.bench.replicas import ReplicaSettings, ready_replicas
 from tfdp.launch.bench.sides import Runner, alternate_for
 
-# Bytes of an element by type.
+# Bytes of an element of each dtype that the benchmark supports.
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
 # Seconds that a block of the slowest algorithm takes; blocks of the others have the
 # same number of calls.
@@ -53,7 +53,7 @@ class Settings(ReplicaSettings):
         algorithms: Sequence of strings, algorithms of the all-reduce.
         sizes: Sequence of ints, sizes of the tensors in bytes.
         dtype: String, a key of `ITEM_BYTES`.
-        blocks: Int, number of blocks of each algorithm.
+        blocks: Int, number of times that a block of calls is timed for each algorithm.
         num_workers: Int, number of local processes, or `None` for the cluster that this
             process belongs to. Defaults to `None`.
         devices_per_worker: Int, logical CPU devices of each worker, or `None` for one.
@@ -97,7 +97,7 @@ class Settings(ReplicaSettings):
 
 
 def num_blocks(settings: Settings) -> int:
-    """Return the number of blocks of a run.
+    """Return the number of timed blocks of a run, the length of its progress bar.
 
     Args:
         settings: `Settings` of the run.
@@ -124,7 +124,7 @@ def measure(
         on_block: Callable, called after each block. Defaults to nothing.
 
     Returns:
-        Tuple of the rows of the table, and a dict from the name of a measured variant,
+        Tuple of the list of `Row`, and a dict from the name of a measured variant,
         `collective/algorithm/bytes`, to the seconds per call in each of its blocks.
     """
     rows: list[Row] = []
@@ -156,7 +156,7 @@ def _row(
     times: list[float],
     wrong: int,
 ) -> Row:
-    """Return the table's row of a case.
+    """Return the results of one collective, algorithm and size.
 
     Args:
         settings: `Settings` of the run.

@@ -40,8 +40,8 @@ class CollectiveVariants:
     def __init__(self, strategy: Any, dtype: str) -> None:
         self.strategy = strategy
         self._group, self._dtype = strategy.extended.group, tf.as_dtype(dtype)
-        # Cases of one collective and size are kept together: their algorithms take
-        # turns.
+        # Cases of one collective and size stay in memory together, since blocks of
+        # their algorithms alternate.
         self._cases = OnDemand(self._make, lambda n: (n.split("/")[0], n.split("/")[2]))
 
     def __getitem__(self, name: str) -> Variant:
@@ -51,7 +51,7 @@ class CollectiveVariants:
         return case.num_wrong if name.startswith(_CHECK) else case.seconds
 
     def _make(self, name: str) -> _Case:
-        """Create the case of a variant named `collective/algorithm/bytes`."""
+        """Create the `_Case` of the name `collective/algorithm/bytes`."""
         collective, algorithm, size = name.split("/")
         length = int(size) // self._dtype.size
         if collective == "all_gather":
@@ -95,13 +95,13 @@ class _Case:
 
         @tf.function(autograph=False)
         def step() -> tuple[tf.Tensor, list[tf.Tensor]]:
-            """Run the collective; return the first elements of the results, and all."""
+            """Run the collective; return each result's first element, and all."""
             results = []
             for replica, device in enumerate(group.devices):
                 with tf.device(device):
                     results.append(call(values[replica].read_value(), group, replica))
-            # One element of each result is cheap to read, and shows that all are
-            # computed.
+            # One element of each replica's result is cheap to read, and can be read
+            # only after the collective.
             return tf.stack([result[0] for result in results]), results
 
         self._step = step

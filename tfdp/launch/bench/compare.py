@@ -41,11 +41,11 @@ class Settings(ModelSettings):
     """Settings of `tfdp bench compare`.
 
     Args:
-        num_workers: Int, replicas of each side: processes, or devices of one process.
+        num_workers: Int, replicas of a set-up: processes, or devices of one process.
         family: String from `tfdp.launch.bench.models.FAMILIES`.
         millions: Sequence of floats, sizes of the models in million parameters.
         batch_size: Int, number of samples of each replica.
-        blocks: Int, number of blocks of each side, at least 2.
+        blocks: Int, number of times that each variant is timed, at least 2.
         torch_python: String, an interpreter that may have PyTorch.
     """
 
@@ -58,7 +58,7 @@ class Settings(ModelSettings):
 
     @property
     def num_threads(self) -> int:
-        """Int, threads of a replica: the cores are divided as by `tfdp run`."""
+        """Int, threads of a replica: its equal share of the cores, as by `tfdp run`."""
         return max(1, num_cores() // self.num_workers)
 
 
@@ -113,11 +113,11 @@ def run(settings: Settings, files: output.Files) -> None:
 def _measure(
     settings: Settings, group: Sequence[SetUp], on_block: Callable[[], Any]
 ) -> Times:
-    """Run the processes of a group of set-ups, whose variants alternate.
+    """Time steps of a group of set-ups, whose processes exist at the same time.
 
     Args:
         settings: `Settings` of the run.
-        group: Sequence of `SetUp`, those whose processes run at the same time.
+        group: Sequence of `SetUp`, whose blocks of steps alternate.
         on_block: Callable, called after each block.
 
     Returns:
@@ -182,7 +182,7 @@ def _notes(settings: Settings, *, has_torch: bool) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of the table.
+    """Results of one set-up for one model: a row of the printed table.
 
     Args:
         set_up: String, name of the set-up.

@@ -102,7 +102,7 @@ class SetUp:
         return variants | alone
 
     def key(self, model: str, choice: str) -> str:
-        """Return the key of a variant's times in the results, `side/variant`.
+        """Return the key under which a variant's step times are stored, `side/variant`.
 
         In it `side` is the kind and the tuning, and `variant` the model and `choice`.
 
@@ -114,7 +114,7 @@ class SetUp:
         return f"{self.kind}, {self.tuning}/{variant}"
 
     def key_alone(self, model: str, choice: str) -> str | None:
-        """Return the key of a variant's times without communication.
+        """Return the key of a variant's step times without communication.
 
         It is that of `key`, followed by `", no communication"`; or `None` for a set-up
         that never communicates. For devices of one process it is the key of workers,
@@ -122,7 +122,7 @@ class SetUp:
 
         Args:
             model: String, name of the model.
-            choice: String, name of the variant.
+            choice: String, a key of `choices`.
         """
         if self.kind == PLAIN:
             return None

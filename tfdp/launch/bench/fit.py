@@ -20,7 +20,7 @@ from tfdp.launch.bench.models import (
     Model,
 )
 
-# Tuple of inputs and labels.
+# A batch of a benchmark: the array of inputs and that of labels.
 Batch = tuple[np.ndarray, np.ndarray]
 # Shape of an input by family of models.
 _INPUTS = {"mlp": (NUM_INPUTS,), "cnn": (IMAGE_SIDE, IMAGE_SIDE, IMAGE_CHANNELS)}
@@ -82,7 +82,7 @@ class TokenAndPosition(keras.layers.Layer):
 
     def call(self, ids: Any) -> Any:
         """Embed token ids of shape `[batch, CONTEXT]`."""
-        # [batch, CONTEXT, width] + [CONTEXT, width]
+        # [batch, CONTEXT, width] + [CONTEXT, width]: all rows have the same positions.
         return self.tokens(ids) + self.positions(keras.ops.arange(CONTEXT))
 
 
@@ -133,7 +133,7 @@ class Clock(keras.callbacks.Callback):
     """Callback that times the steps of `fit`.
 
     Args:
-        skipped: Int, number of steps at the start that are not timed.
+        skipped: Int, the step, counted from 0, at whose end the clock starts.
     """
 
     def __init__(self, skipped: int) -> None:
@@ -178,11 +178,11 @@ def timed_fit(
     def run(steps: int, *callbacks: Any) -> float:
         """Run `fit` with callbacks, and return the seconds per step."""
         clock = Clock(skipped)
-        # A short block has short executions, so that it takes no longer than others.
+        # No execution has more steps than the block, so that short blocks stay short.
         size = min(steps, most_steps)
         if size != model.steps_per_execution:
             model.steps_per_execution, model.train_function = size, None
-        # Whole executions; the first one is not timed.
+        # `fit` runs whole executions of `size` steps, and the first one is not timed.
         num_steps = size * (-(-(skipped + 1) // size) + steps // size)
         x, y = (np.concatenate([part] * num_steps) for part in batch)
         model.fit(

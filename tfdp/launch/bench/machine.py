@@ -45,7 +45,7 @@ def describe(program: str | None = None) -> dict[str, Any]:
     >>> "core" in described["machine"], "tensorflow" in described
     (True, True)
     """
-    # The module is imported late, since it imports TensorFlow.
+    # The module is imported late, since it imports TensorFlow, which takes seconds.
     from tfdp.communication.cluster import cpu_kernels
 
     return {
@@ -60,7 +60,7 @@ def describe(program: str | None = None) -> dict[str, Any]:
 
 
 def caption(described: Mapping[str, Any]) -> str:
-    """Format the machine, its kernels and the versions as one line, for a plot.
+    """Format the machine, its CPU kernels and the versions as one line, for a plot.
 
     Args:
         described: Mapping from `describe`, which may have `torch` in addition.

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from tfdp.ground.text import pluralize
 
 FAMILIES = ("mlp", "cnn", "transformer")
-# Inputs and classes of the MLP, as for images of handwritten digits.
+# Number of inputs and classes of the MLP, as for images of handwritten digits.
 NUM_INPUTS, NUM_CLASSES = 784, 10
 # Side length and channels of the CNN's images, and the number of its stages.
 IMAGE_SIDE, IMAGE_CHANNELS, NUM_STAGES = 32, 3, 3
-# The transformer reads characters: number of different ones, and sequence length.
+# Number of different characters that the transformer reads, and sequence length.
 VOCABULARY, CONTEXT = 128, 64
 _BLOCKS, _HEADS = 4, 4
 # Upper end of the search for a width, in units of 8 (of 4 for a CNN).
@@ -65,9 +65,9 @@ class Model:
                 for num_inputs, num_outputs in stages
             )
             return convolutions + (inputs[-1] + 1) * NUM_CLASSES
-        # A block has two norms, attention (query, key, value, output), and two dense
-        # layers. Outside of the blocks are the embeddings, the last norm and the linear
-        # head.
+        # A transformer's block has two norms, attention (query, key, value, output),
+        # and two dense layers. Outside of the blocks are the embeddings, the last norm
+        # and the linear head.
         block = 4 * width + 4 * (width + 1) * width + 8 * width * width + 5 * width
         ends = (VOCABULARY + CONTEXT) * width + 2 * width + (width + 1) * VOCABULARY
         return self.num_blocks * block + ends
@@ -114,7 +114,7 @@ def model_of_size(family: str, millions: float) -> Model:
     requested = millions * 1e6
 
     def size(num_units: int) -> int:
-        """Return the number of parameters of a width of `num_units` units."""
+        """Return the parameters of a model whose width is `num_units` times `unit`."""
         return Model(family, unit * num_units).num_parameters
 
     above = bisect.bisect(range(_MOST_UNITS), requested, key=size)

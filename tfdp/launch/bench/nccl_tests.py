@@ -8,9 +8,9 @@ import numpy as np
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
-# Stands for the algorithm of the other collectives: only all-reduce has a choice.
+# Algorithm of the collectives other than all-reduce, which have no choice of it.
 NO_ALGORITHM = "-"
-# Name of a worker's variant that returns the name of its communication backend.
+# The variant of this name returns the name of the worker's communication backend.
 BACKEND = "backend"
 # Period of the inputs. A prime, so that misplaced data is noticed: data is misplaced
 # by multiples of a shard's length, which 7 rarely divides.
@@ -22,7 +22,7 @@ MOST_REPLICAS_OF = {"bfloat16": 256 // _PERIOD, "float16": 2048 // _PERIOD}
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of the table, with the terms of nccl-tests.
+    """Results of one collective, algorithm and size, in the terms of nccl-tests.
 
     Args:
         collective: String, one of `COLLECTIVES`.

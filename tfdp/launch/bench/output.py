@@ -30,7 +30,7 @@ _LEAST_WIDTH, _MOST_WIDTH = 120, 1000
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 _INSTALL = "pip install 'tfdp[bench]'"
-# Note of a report without a plot.
+# Printed below the results if no plot is drawn since matplotlib is missing.
 LEFT_OUT = f"No plot was drawn, since matplotlib is not installed: `{_INSTALL}`"
 _DOTS_PER_INCH = 150
 _WIDTH, _HEIGHT = 7.5, 4.5  # size of a figure in inches
@@ -48,7 +48,7 @@ _LOOK: Any = {
 def about(
     benchmark: str, settings: Mapping[str, Any], program: str = "tfdp"
 ) -> dict[str, Any]:
-    """Describe a run, for the first part of its JSON.
+    """Return the head of a run's JSON: benchmark, machine, versions and settings.
 
     Args:
         benchmark: String, name of the benchmark.

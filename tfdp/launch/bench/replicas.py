@@ -72,7 +72,7 @@ class ReplicaSettings:
 
 
 class Replicas(NamedTuple):
-    """Replicas that are ready to run.
+    """Replicas that are ready to run the blocks of a benchmark.
 
     Args:
         runner: `Runner` of the replicas' measured variants.
@@ -111,7 +111,7 @@ class ClusterRunner:
 
 @contextlib.contextmanager
 def ready_replicas(settings: ReplicaSettings, worker: str) -> Iterator[Replicas]:
-    """Start local workers, or join the cluster of this process as a worker.
+    """Start local workers, or without `num_workers` join this process's cluster.
 
     Args:
         settings: `ReplicaSettings` of the benchmark.

@@ -43,7 +43,7 @@ class Side:
     Args:
         name: String, name of the side in results and errors.
         module: String, the module that each worker runs.
-        setup: Dict, the setup that each worker receives.
+        setup: Dict, the setup that each worker receives, with its rank and addresses.
         num_workers: Int, number of workers. Defaults to `1`.
         python: String, another interpreter, or `None` for this one. It imports tfdp and
             the package of `module` from this interpreter's folder, and must have all
@@ -198,7 +198,7 @@ def worker_commands(
 
 
 def worker_environment() -> dict[str, str]:
-    """Return this process's environment without variables that define a cluster."""
+    """Return this process's environment without a cluster, by default without GPUs."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
     kept.pop("TF_CONFIG", None)
     return {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **kept}
@@ -309,13 +309,13 @@ class Ratio:
     num_pairs: int
 
     def times(self, factor: float) -> Ratio:
-        """Return the ratio and its interval times a factor."""
+        """Return a `Ratio` with the median and the interval multiplied by a factor."""
         low, high = self.low * factor, self.high * factor
         return Ratio(self.median * factor, low, high, self.num_pairs)
 
     @property
     def interval(self) -> str:
-        """String, the interval in brackets."""
+        """String, the interval in brackets, such as `"[1.100, 1.300]"`."""
         return f"[{self.low:.3f}, {self.high:.3f}]"
 
     def __str__(self) -> str:
@@ -326,7 +326,7 @@ class Ratio:
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
     """Return the median ratio of two sides whose blocks alternated, with its interval.
 
-    It is the 95 % interval of `median_interval`, of the ratios of the blocks.
+    The ratio is taken block by block; `median_interval` computes the 95 % interval.
 
     Args:
         numerators: Sequence of floats, a measurement of one side for each block.

@@ -202,7 +202,7 @@ def make_variants(
     variant_settings = setup["variants"]
 
     def make(name: str) -> Variant:
-        """Build the model of the variant with a name, and return the variant."""
+        """Build the model of a named variant, and return a `Variant` that times it."""
         variant = dict(variant_settings[name])
         model, batch_size = Model(**variant.pop("model")), variant.pop("batch_size")
         return timed(make_step(model, batch_size, **variant))

@@ -198,7 +198,7 @@ def make_variants(setup: dict[str, Any]) -> Variants:
     variant_settings = setup["variants"]
 
     def make(name: str) -> Variant:
-        """Build the model of the variant with a name, and return the variant."""
+        """Build the model of a named variant, and return a `Variant` that times it."""
         variant = dict(variant_settings[name])
         variant_strategy = None if variant.pop("alone", False) else strategy
         model = Model(**variant.pop("model"))

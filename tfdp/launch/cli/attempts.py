@@ -72,7 +72,7 @@ class Attempts:
 
 
 class LocalAttempts(Attempts):
-    """Attempts of a job on this machine, which follow each other by a policy.
+    """Attempts of a job on this machine, which starts again by the restart policy.
 
     Args:
         restarts: `Restarts`, the restart policy.
@@ -86,7 +86,7 @@ class LocalAttempts(Attempts):
         self._exit_code: int | None = None
 
     def _next_job(self) -> Job | int:
-        """Return a job of the slots that the policy uses, or the exit code."""
+        """Return a job with a worker for each slot of the policy, or the exit code."""
         if self._exit_code is not None:
             return self._exit_code
         slots = self._restarts.slots
@@ -131,7 +131,7 @@ def pause(context: JobContext, seconds: float) -> int | None:
 def _failure_of(job: Job, code: int) -> Failure | None:
     """Return the worker's failure that caused a job's exit code `code`, or `None`."""
     failed, lost = job.failed, job.lost
-    # A worker that failed while the job was being stopped is not the cause.
+    # A worker that failed while the job was being stopped has not caused its end.
     if failed is None or code != shell_code(failed.exit_code or 0):
         return None
     if lost is not None:
@@ -168,7 +168,7 @@ class NodeAttempts(Attempts):
         # number of signals that it had received by then.
         self._code: int | None = None
         self._num_handled = 0
-        # Time until which this node waits for node 0's answer after it has left.
+        # Time until which this node, after leaving the job, waits for node 0's answer.
         self._answer_until = math.inf
 
     def _next_job(self) -> Job | int:

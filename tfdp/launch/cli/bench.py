@@ -74,7 +74,7 @@ models = types.with_options(
         default="mlp",
     ),
 )
-# Options of the output files, whose values `checked_files` takes.
+# Options of the output files; `checked_files` converts their values to `Files`.
 files = types.with_options(
     types.output_option(
         "--json FILE",
@@ -96,7 +96,7 @@ errors_in_one_sentence = functools.partial(
 
 
 def blocks(default: int) -> types.Decorator:
-    """Return the option `--blocks`: how often each side has its turn.
+    """Return a decorator that adds `--blocks`, how often each side is timed.
 
     Args:
         default: Int, default of the option.
@@ -139,7 +139,7 @@ def run_benchmark(name: str, benchmark: ModuleType, arguments: dict[str, Any]) -
 
 
 def batch(whose: str) -> types.Decorator:
-    """Return the option `--batch`: the samples of a side in a step.
+    """Return a decorator that adds `--batch`, the number of samples in a step.
 
     Args:
         whose: String, what has that many samples, such as `"each replica"`.

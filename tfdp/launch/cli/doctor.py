@@ -182,7 +182,7 @@ def _import_tensorflow(console: Console) -> ModuleType | None:
 
 
 def local_devices(tf: Any, cluster: Cluster | None) -> list[str]:
-    """Initialize TensorFlow's devices as `tfdp.auto_strategy` does.
+    """Initialize TensorFlow's devices as `tfdp.auto_strategy` does, and list them.
 
     Args:
         tf: The module `tensorflow`.
@@ -207,7 +207,7 @@ def local_devices(tf: Any, cluster: Cluster | None) -> list[str]:
 
 
 def _show_devices(console: Console, tf: Any) -> None:
-    """Print physical and logical devices, the kernels of CPUs, and NCCL."""
+    """Print physical and logical devices, the CPU kernels, and NCCL's availability."""
     # The module is imported late, since it imports TensorFlow.
     from tfdp.communication.cluster import cpu_kernels
 
@@ -263,8 +263,8 @@ def _show_cluster(
             console.print(f"  1 worker, {replicas}: {', '.join(devices)}")
         return
     console.print(f"  from {_source()}; this process is {_describe_task(cluster)}")
-    # Without TensorFlow the list of devices is empty, but the cluster knows their
-    # number.
+    # Without TensorFlow the list of devices is empty, but the cluster has the number
+    # of devices of a worker.
     devices = devices or [f"CPU:{i}" for i in range(cluster.devices_per_worker or 1)]
     _title(console, "Topology")
     topology = topology_of(cluster.hosts, len(devices))
@@ -275,7 +275,7 @@ def _show_cluster(
 
 
 def _describe_network(cluster: Cluster) -> Iterator[str]:
-    """Yield lines that say what a worker of a cluster listens on, and for whom."""
+    """Yield lines on the addresses where workers listen, and who may connect."""
     with usage_errors(ValueError):
         admission = Admission.of(cluster)
     who = (
@@ -299,7 +299,7 @@ def _describe_network(cluster: Cluster) -> Iterator[str]:
 
 
 def _describe_listening(cluster: Cluster, *, is_local: bool) -> str:
-    """Return the line that says where this worker listens for the job's store.
+    """Return the line with the interfaces and the port at which this worker listens.
 
     Args:
         cluster: `Cluster`, of which this process is a worker.
@@ -323,7 +323,7 @@ def _source() -> str:
 
 
 def _states_in_mpi(cluster: Cluster) -> list[str]:
-    """Return the state of each worker's port under MPI, where strategies choose it."""
+    """Describe each worker's port under MPI: a free port that its strategy chooses."""
     states = ["a free port"] * cluster.num_workers
     states[cluster.rank] = "this task, a free port"
     return states

@@ -49,7 +49,7 @@ def check_input(
         args: Sequence of strings, arguments of the script.
         num_workers: Int, number of local workers.
         num_steps: Int, number of steps to measure.
-        timeout_seconds: Float, seconds after which the measured steps must be enough.
+        timeout_seconds: Float, seconds after which the script is stopped.
 
     Raises:
         click.ClickException: If too few steps could be measured; the text has the

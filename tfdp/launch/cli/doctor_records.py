@@ -1,4 +1,4 @@
-"""`tfdp doctor DIR`: who was where, from the flight records of the workers."""
+"""`tfdp doctor DIR`: what each worker did last, from the workers' flight records."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tfdp.features.monitor.trace import chrome_trace
 from tfdp.ground.base.files import read_text
 from tfdp.launch.cli.screen import new_console
 
-# Flight records are read up to this size; usual ones have some hundred kilobytes.
+# Most bytes of a flight record that is read; usual ones have some hundred kilobytes.
 _MOST_BYTES = 64 << 20
 
 
 def show_records(folders: Sequence[str], trace: Path | None) -> None:
-    """Print who was where when a job failed, and a table of its workers.
+    """Print where each worker was when a job failed: one sentence, and a table.
 
     Args:
         folders: Sequence of strings, the folders of logs.
@@ -79,7 +79,7 @@ def _read(folders: Sequence[str]) -> tuple[list[FlightRecord], list[str]]:
 
 
 def _table(records: flight_collectives.Records) -> Table:
-    """Return the table with the place and the last collective of each worker."""
+    """Return a table with each worker's place in the script and last collective."""
     table = Table(*flight_records.COLUMNS)
     for row in flight_records.rows_of(records):
         table.add_row(*row)

@@ -18,7 +18,7 @@ from tfdp.launch.cli.worker import LogFile, Worker, shell_code
 from tfdp.launch.rendezvous.elastic_coordinator import SILENT_SECONDS
 from tfdp.launch.rendezvous.failure import NODE_LOST
 
-# Seconds before a worker that has failed for a second time is replaced.
+# Seconds before a worker whose replacement has failed too is replaced again.
 _PAUSE_SECONDS = 1.0
 # Seconds between checks whether workers wait for other workers that will not join them,
 # because the others have ended without an error or are lost.
@@ -114,8 +114,8 @@ class ElasticJob(SeparateWorkersJob):
         if not is_due or (has_success and not self._late.issuperset(running)):
             return
         self._check_at = now + _CHECK_SECONDS
-        # If any worker answers, training continues: a worker that has joined the job
-        # answers as long as its process runs.
+        # If any worker answers, training continues: workers that have joined the job
+        # answer as long as their processes run.
         if self.job_runs():
             self._answered_at = now
         elif has_success:
@@ -180,7 +180,7 @@ class ElasticJob(SeparateWorkersJob):
 
 
 def check_elastic(option: str, others: list[str]) -> None:
-    """Raise if an option of elastic jobs is combined with others that exclude it.
+    """Raise a usage error if an elastic option is combined with others it excludes.
 
     Args:
         option: String, such as `"--elastic"`.

@@ -20,7 +20,7 @@ class ElasticNodeJob(ElasticJob):
 
     Args:
         clusters_of: Function that returns the clusters of this node's workers, from the
-            places of all nodes.
+            addresses and ports of all nodes.
         is_late: Bool, whether the workers of other nodes train already.
         **options: Arguments of `ElasticJob`, with `others`.
     """
@@ -52,7 +52,11 @@ class ElasticNodeJob(ElasticJob):
         return self._others.is_alone
 
     def _after_failure(self, failed: Worker) -> int | None:
-        """Replace a failed worker while others train, or else end the attempt."""
+        """Replace a failed worker while others train, or else end the attempt.
+
+        Returns:
+            Int, the exit code of the attempt, or `None` if it continues.
+        """
         if self._others.places is not None:
             # A replacement joins the workers at their present addresses.
             self._clusters = self._clusters_of(self._others.places)

@@ -12,7 +12,7 @@ import click
 
 from tfdp.launch.cli.noise import quiet_stderr
 
-# Characters that are kept of each end of a long line.
+# Characters that are kept at each end of the long first line of an error.
 _MOST_LETTERS = 400
 
 
@@ -22,7 +22,7 @@ def usage_errors(
     text_of: Callable[[BaseException], str] = str,
     raises: type[click.ClickException] = click.UsageError,
 ) -> Iterator[None]:
-    """Convert expected errors to errors of the command line, in one sentence.
+    """Raise expected errors as click's, which are printed without a traceback.
 
     Args:
         *kinds: Classes of the expected errors. Defaults to `ValueError`.

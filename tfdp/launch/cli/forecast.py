@@ -297,7 +297,7 @@ def _to_dict(forecast: Forecast) -> dict[str, Any]:
 
 
 def _attributes(source: object, names: str) -> dict[str, Any]:
-    """Return attributes as a dict; all are `None` if the source is `None`.
+    """Return the named attributes of `source` as a dict, all `None` if it is `None`.
 
     Args:
         source: Any object, or `None`.

@@ -66,7 +66,7 @@ def goodput_of(launch: Launch) -> str:
     """Return the line about how a launched job spent its time, or `""` if unknown.
 
     Args:
-        launch: `Launch` of the launcher.
+        launch: `Launch`, with the path of the ledger and the start of the launcher.
     """
     # A ledger that cannot be read must not change how a job ends.
     with contextlib.suppress(ValueError, OSError):
@@ -78,7 +78,7 @@ def goodput_of(launch: Launch) -> str:
 
 
 def _shares_of(directory: str) -> Shares:
-    """Return the shares of a job, summed over all ledgers of its newest launch.
+    """Return a job's time by class, summed over the ledgers of its newest launch.
 
     Args:
         directory: String, see `find`.
@@ -108,7 +108,7 @@ def _show(found: Shares, directory: str) -> None:
         found: `Shares` of the job.
         directory: String, the job's directory, for the title.
     """
-    # The module is imported late, since its import would delay other commands.
+    # rich is imported late, since its import would delay other commands.
     from rich.table import Table
 
     restarts = pluralize(found.num_restarts, "restart")

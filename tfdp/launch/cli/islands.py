@@ -43,12 +43,12 @@ _PAUSE_SECONDS = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class IslandOptions:
-    """Values of the options of `tfdp run` for islands.
+    """Options of `tfdp run` for islands: jobs of one worker that exchange weights.
 
     Args:
         is_used: Bool, whether each worker is an island.
-        hub: String, address `"host:port"` of the hub, or `None` for a hub of this
-            machine's islands only.
+        hub: String, address `"host:port"` of the server through which they exchange
+            weights, or `None` for one of this machine's islands only.
         total: Int, number of islands on all machines, or `None` for those of this
             machine only.
         first: Int, index of the first island on this machine.
@@ -200,7 +200,7 @@ def run_islands(
 def _hub(
     options: IslandOptions, secret: str, total: int, indices: Sequence[int]
 ) -> Iterator[tuple[str, Hub | None, Callable[[int], None]]]:
-    """Run the hub if it is on this machine, or else a connection to it.
+    """Run the islands' hub if it is on this machine, or else connect to it.
 
     Args:
         options: `IslandOptions` of the command line.
@@ -277,7 +277,7 @@ class IslandJob(SeparateWorkersJob):
         max_restarts: Int, most restarts of all islands of this machine together.
         ended: Callable that is called with the index of an island that has succeeded,
             or has failed for the last time.
-        each_turn: Callable that is called several times a second.
+        each_turn: Callable without arguments that is called several times a second.
         **options: Arguments of `Job`.
     """
 

@@ -54,8 +54,8 @@ class JobContext:
             attempts is not lost, and has the time at which the job is stopped.
         grace_seconds: Float, time between asking the workers to stop and killing them.
             Defaults to `5.0`.
-        launch: `Launch`, the settings of the ledger of goodput, or `None` for none.
-            Defaults to `None`.
+        launch: `Launch`, settings of the goodput ledger, the file with the job's time
+            by class, or `None` for none. Defaults to `None`.
     """
 
     starter: Starter
@@ -74,7 +74,7 @@ class Job:
         context: `JobContext` of all attempts.
         clusters: Sequence of `Cluster`, one for each worker of this machine, with
             consecutive ranks in ascending order.
-        logs: Sequence of `LogFile`, one for each slot of this machine.
+        logs: Sequence of `LogFile`, one for each slot, a share of this machine.
         slots: Sequence of ints, the slot of each worker, or `None` for consecutive
             slots from 0. Defaults to `None`.
         others: `OtherNodes`, the connection to the other nodes, or `None` if all
@@ -131,8 +131,8 @@ class Job:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        # Child processes that are not workers: the guard, and any that existed before
-        # this process became the launcher.
+        # Ids of child processes that are not workers: the guard, and any that existed
+        # before this process became the launcher.
         self._other_children = process_tree.children()
         return self
 
@@ -148,7 +148,7 @@ class Job:
 
     @property
     def lost(self) -> Worker | None:
-        """`Worker` that failed workers name as lost, or `None`.
+        """`Worker` of this machine that the failed worker names as lost, or `None`.
 
         It may still be alive but suspended, or end at about the same time as the worker
         that names it, in either order.
@@ -218,7 +218,7 @@ class Job:
             self._ask_to_save()
         return self._code
 
-    # Subclasses override the methods from here to `_environment`.
+    # Subclasses override `_is_over`, `_after_failure` and `_environment`.
 
     def _is_over(self) -> bool:
         """Return whether all workers have ended."""
@@ -330,7 +330,7 @@ class Job:
             self._last_line[worker.rank] = self._num_lines
 
     def _forget(self, worker: Worker) -> None:
-        """Remove the output of a worker, which has ended, from the selector."""
+        """Stop watching the output of a worker, which has ended or closed it."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(worker.output)
 
@@ -414,7 +414,7 @@ class Job:
         return num_running
 
     def _leave(self, reason: EndReason) -> int:
-        """Notify the other nodes, if any, and stop the workers; return the code."""
+        """Notify node 0 if there is one, stop the workers, and return the exit code."""
         if self._others is not None:
             self._others.leave(reason)
         self._stop(reason.signum)

@@ -158,7 +158,7 @@ class NodeOptions:
             )
 
     def _refuse(self, sentence: str, *names: str) -> None:
-        """Raise a usage error about the first of the named options that is in use.
+        """Raise a usage error about the first of the named options, if any was given.
 
         Args:
             sentence: String, the error with `{}` in place of the option.

@@ -102,7 +102,7 @@ class NonBlockingStream:
             return self._changed.wait_for(lambda: not self._pending, timeout_seconds)
 
     def _append(self, text: str) -> None:
-        """Add text to the queue; if it was empty, the time of a stall begins now."""
+        """Add text to the queue; if it was empty, the time without progress begins."""
         if not self._pending:
             self._taken_at = time.monotonic()
         self._pending += text.encode(self.encoding, errors="replace")

@@ -44,7 +44,7 @@ _REJOIN_SECONDS = 1.0
 
 
 class OtherNodes(Node0Connection):
-    """Connection of this node to node 0, with the messages of a running job.
+    """Connection of this node's launcher to node 0, which controls the job.
 
     Args:
         screen: `Screen` that shows notices of node 0.
@@ -128,13 +128,14 @@ class OtherNodes(Node0Connection):
 
 
 class ElasticNodes(OtherNodes):
-    """Connection of a node whose workers outlive the loss of other nodes, and node 0's.
+    """Connection to node 0 of a node whose workers outlive the loss of any other node.
 
-    If node 0 comes back, so does this node to it, with its workers if they train.
+    If node 0 is started again, this node joins it again, with its workers if they
+    train.
 
     Args:
-        *arguments: Those of `OtherNodes`.
-        **connection: The same.
+        *arguments: Arguments of `OtherNodes`.
+        **connection: Further arguments of `OtherNodes`.
 
     Attributes:
         places: The IP address and the worker ports of each node, once they have changed
@@ -195,7 +196,7 @@ class ElasticNodes(OtherNodes):
         return self._first_hello.node_rank == 0
 
     def wait_again(self, text: str) -> None:
-        """Wait for a new node 0 as for the first one, since no worker has trained.
+        """Print that node 0 is lost, and let `_run` join a new one: no worker trains.
 
         Args:
             text: String, how node 0 was lost.
@@ -213,7 +214,7 @@ class ElasticNodes(OtherNodes):
             super().send(message)
 
     def _run(self) -> None:
-        """Join node 0, and join again after its loss; the target of the thread.
+        """Join node 0, and join again after its loss; runs in the connection's thread.
 
         It ends when the connection is closed or node 0 refuses this node.
         """

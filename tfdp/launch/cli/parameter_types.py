@@ -39,7 +39,7 @@ _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[KMG]?B?)", re.IGNORECASE
 
 
 class _Bounded(click.ParamType):
-    """Type of a number that is 0, or from 1e-9 to 10^9.
+    """Type of an option's number that is 0, or from 1e-9 to 10^9.
 
     Args:
         what: String, the requirement in the error after "it must be".
@@ -69,15 +69,15 @@ class _Bounded(click.ParamType):
 
 
 class WholeNumber(_Bounded, click.IntRange):
-    """Type of an integer in a range."""
+    """Type of an option whose value is an integer in a range."""
 
 
 class Number(_Bounded, click.FloatRange):
-    """Type of a float in a range."""
+    """Type of an option whose value is a float in a range."""
 
 
 def _problem_of(number: float) -> str:
-    """Return the error text about an option's number out of range, or `""`."""
+    """Return why an option's number is too large or too small, or `""`."""
     if number > _MOST:
         return f"it must be at most {_MOST:,}"
     if 0 < number < _LEAST:
@@ -101,7 +101,7 @@ MILLIONS = Number("millions of parameters, above 0", min=0, min_open=True)
 
 
 class Checked(click.ParamType):
-    """Type of a value that a function parses.
+    """Type of an option whose value a function parses and checks.
 
     Args:
         name: String, name of the type in the help.
@@ -148,7 +148,7 @@ def _num_bytes(text: str) -> int:
 
 
 def _levels(text: str, *, above_zero: bool) -> tuple[float, float]:
-    """Parse one number, or a pair of them: inside nodes, across nodes.
+    """Parse a latency or bandwidth: one number, or two, inside nodes and across.
 
     Args:
         text: String, the value of the option.
@@ -217,7 +217,7 @@ def _output_file(text: str) -> Path:
 
 # Type of a number of bytes, such as `4KB` or `64 MB` (units of 1024).
 SIZE = Checked("size", _num_bytes)
-# Types of one number for both levels of a network, or two: inside a node, across nodes.
+# Types of options with one number, or two: for links inside a node and across nodes.
 LATENCIES = Checked("levels", functools.partial(_levels, above_zero=False))
 BANDWIDTHS = Checked("levels", functools.partial(_levels, above_zero=True))
 # Type of an all-reduce algorithm, parsed to the option of `CommunicationOptions`.
@@ -254,7 +254,7 @@ def option(
     return click.option(*names, metavar=metavar, type=type, help=text, **settings)
 
 
-# Decorators of options of frequent types.
+# Functions like `option`, each for options of one frequent type.
 count_option = functools.partial(option, type=COUNT)
 seconds_option = functools.partial(option, type=SECONDS)
 positive_option = functools.partial(option, type=POSITIVE)
@@ -263,7 +263,7 @@ output_option = functools.partial(option, type=OUTPUT_FILE)
 
 
 def pop_fields(kind: type[T], arguments: dict[str, Any]) -> T:
-    """Create a dataclass from the arguments of a command, and remove its fields there.
+    """Move the fields of a dataclass from `arguments` to a new instance of it.
 
     Args:
         kind: The dataclass.

@@ -133,7 +133,7 @@ def plan(
         raise click.UsageError("--overlap is a share of --step-ms. Give both.")
     topology = _topology(nodes, replicas_per_node)
     links = _links(alpha, beta, DEFAULT_LINKS[backend])
-    # An algorithm and a compression that cannot be combined raise an error here.
+    # `CommunicationOptions` rejects a compression that the algorithm does not support.
     with usage_errors(text_of=first_line):
         options = CommunicationOptions(
             bucket_mb=bucket_mb,
@@ -142,7 +142,7 @@ def plan(
             links=links,
         )
     loaded = _load_model(model)
-    # The module is imported late, since it imports TensorFlow.
+    # The module is imported late, since it imports TensorFlow, which takes seconds.
     from tfdp.training.program.gathers import gathers_of_model
 
     levels = algorithm.values() if isinstance(algorithm, dict) else (algorithm,)
@@ -228,7 +228,8 @@ def routes_of(
         backend: String, the communication backend, such as `"nccl"`.
 
     Returns:
-        Tuple of a tuple of `AlgorithmChoice`, and a tuple of strings.
+        Tuple of the tuple of an `AlgorithmChoice` for each bucket, and the tuple of the
+        warnings, strings.
     """
     from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
 

@@ -91,7 +91,7 @@ def check_platform(command: str) -> None:
 
 
 def _fault_of_source(script: str) -> str | None:
-    """Return why Python cannot compile a file, or `None` if it can or has no source."""
+    """Return why a script cannot be compiled, or `None` if it can or is not source."""
     is_source = os.path.isfile(script) and not script.endswith(".pyc")
     if not is_source or zipfile.is_zipfile(script):
         return None

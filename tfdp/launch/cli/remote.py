@@ -42,7 +42,7 @@ def _lines() -> Iterator[bytes]:
 
 
 def _forward_signals(lines: Iterator[bytes], grace_seconds: float) -> None:
-    """Send received signals to this process, and end it when the connection is lost.
+    """Send this process the signals that stdin orders, and end it if ssh is lost.
 
     Args:
         lines: Iterator of the lines of stdin.
@@ -61,7 +61,7 @@ def _forward_signals(lines: Iterator[bytes], grace_seconds: float) -> None:
 
 
 def main() -> None:
-    """Run `tfdp run` with the arguments that the other end of the connection sends."""
+    """Run the command `tfdp` with the arguments that arrive on stdin, from ssh."""
     # The process that started sshd may ignore SIGHUP, and child processes inherit that.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     print(banner(), flush=True)

@@ -128,7 +128,7 @@ class Screen:
             self.line(rank, text)
 
     def refresh(self) -> None:
-        """Redraw the progress bar, and flush the output; called in each round."""
+        """Redraw the progress bar, and flush the output; the loop calls it often."""
         if self._is_terminal:
             self._draw_bar()
         self._output.flush()
@@ -161,7 +161,7 @@ class Screen:
         self.message(text, "warning")
 
     def repeat_lines(self, rank: int, lines: Sequence[str]) -> None:
-        """Repeat the last lines of a worker on stderr."""
+        """Print the last lines of a failed worker on stderr, again."""
         self.message(f"\ntfdp: the last lines of worker {rank}:", "error")
         for line in lines:
             self._messages.print(self._decorate(rank, line))

@@ -87,7 +87,7 @@ class SignalPipe:
         return self._reader.fileno()
 
     def read(self) -> None:
-        """Move the signals that have arrived to `received`."""
+        """Append arrived signals to `received`, or count requests of flight records."""
         with contextlib.suppress(BlockingIOError):
             codes = self._reader.recv(4096)
             self.num_record_requests += codes.count(RECORD_SIGNAL)

@@ -269,9 +269,8 @@ class SshJob:
     def _may_restart(self, lost: SshWorker) -> bool:
         """Return whether a lost host's launcher may join the job again.
 
-        The loss of node 0 ends the job for all.
-
-        It needs remaining launchers of a job with restarts.
+        It may in a job with restarts that has not failed, while other launchers run.
+        Node 0 may not: its loss ends the job for all.
         """
         others = any(w.is_running for w in self._workers if w is not lost)
         starts_again = self._settings.max_restarts > 0 and self._code is None
@@ -288,7 +287,7 @@ class SshJob:
                 self._workers[node].is_restarted = True
 
     def _give_up(self, worker: SshWorker) -> None:
-        """Close the connection to a host, even if a process holds its output open."""
+        """Stop watching a host's output, and close the connection to the host."""
         for stream in (worker.output, worker.error_output):
             if not stream.has_ended:
                 self._selector.unregister(stream)

@@ -23,7 +23,7 @@ _LAST_OUTPUT_SECONDS = 1.0
 
 
 class SshWorker:
-    """The launcher of a host, behind a local ssh process.
+    """Handle of the launcher on another host, through a local ssh process.
 
     Args:
         node: Int, rank of the launcher's node.
@@ -68,7 +68,7 @@ class SshWorker:
 
     @property
     def is_running(self) -> bool:
-        """Bool, whether the connection has not been seen to end."""
+        """Bool, whether `poll` has not seen the end of ssh and its output yet."""
         return self.exit_code is None
 
     def answer(self, line: str) -> bool:

@@ -121,7 +121,7 @@ class Starter:
 
 
 def imports_before_forks(settings: RunSettings) -> Imports | None:
-    """Return the imports before the workers are forked, or `None` for no forks.
+    """Return the imports to do once before forks; `None` if workers are not forked.
 
     Args:
         settings: `RunSettings` of the job.

@@ -15,7 +15,7 @@ from tfdp.ground.text import pluralize
 def port_states(cluster: Cluster, timeout_seconds: float = 1.0) -> list[str]:
     """Describe the port of each worker.
 
-    For other workers it is whether the port answers; for this one, whether it is free.
+    The text is whether the port of another worker answers, or this worker's is free.
 
     Args:
         cluster: `Cluster` of this process.

@@ -34,7 +34,7 @@ _PROCESS_DETAILS = re.compile(r"(?<=0x)[0-9a-f]+|(?<=/task:)\d+")
 
 @dataclasses.dataclass
 class _Block:
-    """Held-back lines of a worker since the first line of a traceback.
+    """Lines of a worker from a traceback on, not shown until it is complete.
 
     Args:
         rank: Int, rank of the worker.
@@ -109,7 +109,7 @@ class Tracebacks:
         return [shown for line in lines for shown in self._take(rank, line)]
 
     def due(self, rank: int) -> list[str]:
-        """Return the lines to show for a held-back traceback if it is complete."""
+        """Return the lines of a held-back traceback to show, none while incomplete."""
         block = self._held.get(rank)
         return self.rest(rank) if block and block.is_complete() else []
 
@@ -160,7 +160,7 @@ class Tracebacks:
         return [line]
 
     def _fold(self, block: _Block) -> list[str]:
-        """Return the lines to show for a traceback.
+        """Return the lines to show for a complete traceback.
 
         If another worker has just shown the same one, a single line names that worker.
         If only the message differs, the frames are left out.
@@ -191,7 +191,7 @@ def _begins(line: str) -> bool:
 
 
 def _end_of_ctrl_c(lines: Sequence[str], begin: int) -> int:
-    """Return the index after a traceback of Ctrl-C, or 0 if it is of another error.
+    """Return the index after the traceback if Ctrl-C has caused it, or else 0.
 
     An interrupted call in C++ raises another error that names `KeyboardInterrupt`.
 

@@ -25,7 +25,7 @@ from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.signals import signal_name
 from tfdp.launch.rendezvous.failure import Failure
 
-# Last lines of a worker that are kept for messages.
+# Number of last lines of a worker that are kept to report its failure.
 TAIL_LINES = 20
 # Seconds after which an unfinished line, such as a progress bar, is logged again.
 _SNAPSHOT_SECONDS = 10.0
@@ -225,7 +225,7 @@ def shell_code(exit_code: int) -> int:
 
 
 def open_logs(folder: pathlib.Path, names: list[str], screen: Screen) -> list[LogFile]:
-    """Open logs of workers.
+    """Open a log in a folder for each of the names, and return them in order.
 
     Args:
         folder: Path of the folder of logs.

@@ -20,7 +20,7 @@ _LOOPBACKS = ("127.0.0.1", "::1")
 
 
 def listen(host: str, port: int, *, is_node_0: bool) -> socket.socket | None:
-    """Listen at the rendezvous, if it is an address of this machine.
+    """Listen at the rendezvous if its address is this machine's, or on node 0.
 
     Args:
         host: String, name or IP address of the rendezvous.
@@ -55,7 +55,7 @@ def listen(host: str, port: int, *, is_node_0: bool) -> socket.socket | None:
 
 
 def check_resolves(host: str) -> None:
-    """Check that the host of the rendezvous is known here.
+    """Raise unless this machine can resolve the host name of the rendezvous.
 
     Args:
         host: String, name or IP address.

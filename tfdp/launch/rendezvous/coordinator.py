@@ -41,12 +41,12 @@ _NOTICE_SECONDS = 10.0
 # Seconds that a node has to stop its workers, in addition to two grace periods: one to
 # save, and one to exit.
 _STOP_SECONDS = 30.0
-# IP address and worker ports of each node, in the order of ranks.
+# Addresses of all workers: IP address and worker ports of each node, by rank.
 Places: TypeAlias = list[tuple[str, list[int]]]
 
 
 class Phase(enum.Enum):
-    """Phase of a job on several nodes."""
+    """Phase of a job on several nodes, from waiting for nodes to the job's end."""
 
     GATHERING = "waits for nodes"
     PREPARING = "waits for the ports of all"
@@ -57,7 +57,9 @@ class Phase(enum.Enum):
 
 
 class Coordinator:
-    """State machine of a job on several nodes; all calls come from one thread.
+    """State machine on node 0 that starts, stops and restarts a job on several nodes.
+
+    All calls come from one thread.
 
     Args:
         node_0: `Hello` of node 0, which those of the other nodes must match.
@@ -98,7 +100,7 @@ class Coordinator:
         self._failure: Failure | None = None
         # Exit code of workers that have saved a checkpoint because of a signal.
         self._saved_code: int | None = None
-        # Method that `tick` calls, by phase.
+        # The method that `tick` calls in each phase; it may begin the next phase.
         self._phase_steps = {
             Phase.GATHERING: self._advance_gathering,
             Phase.PREPARING: self._advance_preparing,
@@ -136,7 +138,7 @@ class Coordinator:
         return f"{node} has reconnected, and joins at the next start"
 
     def receive(self, link: Link, message: Mapping[str, Any]) -> None:
-        """Handle a message of a node.
+        """Handle a message of a node, such as its ports or the failure of a worker.
 
         Args:
             link: `Link` to the node.
@@ -166,10 +168,10 @@ class Coordinator:
                 self._saved_code = code
 
     def register_disconnect(self, link: Link, how: str) -> None:
-        """Remove the node at the end of a connection, and let the job react.
+        """Remove the node whose connection has ended, and handle its loss.
 
-        While the nodes report ports, the job waits for all nodes again. While workers
-        run, `_lose` handles the loss, unless the workers of the node are done.
+        In the phase `PREPARING` the job waits for all nodes again. In `RUNNING`, unless
+        the node's workers are done, `_lose` stops all workers or continues without it.
 
         Args:
             link: `Link` to the node.
@@ -185,7 +187,7 @@ class Coordinator:
             self._lose(node, how)
 
     def tick(self) -> None:
-        """End the phase if it is over; the server calls it many times a second."""
+        """Begin the next phase if it is time; the server calls it every 50 ms."""
         if not self.is_over:
             self._phase_steps[self.phase](self._clock())
 
@@ -270,7 +272,7 @@ class Coordinator:
     def _drop(self, node: Node, seconds: float) -> None:
         """Remove a node that has not stopped its workers; the job continues without it.
 
-        The node receives an order to end.
+        The node's launcher receives an order to end.
 
         Args:
             node: `Node` that is connected.
@@ -287,8 +289,8 @@ class Coordinator:
             self._roster.revoke_ranks()
         self.phase = Phase.GATHERING
         self._until = self._clock() + self._join_seconds
-        # The time is set to the past, so that the next tick sends a notice about the
-        # missing nodes.
+        # The time of the last notice is set to the past, so that the next tick sends a
+        # notice about the missing nodes.
         self._noticed_at = self._clock() - _NOTICE_SECONDS
 
     def _prepare(self) -> None:
@@ -322,7 +324,7 @@ class Coordinator:
         return list(zip(hosts, ports, strict=True))
 
     def _start(self, places: Places) -> None:
-        """Let all nodes start their workers at the addresses from `_places`."""
+        """Order all nodes to start their workers, and send them all addresses."""
         self._reports, self._decide_at = Reports(self._roster), None
         self._code, self._failure, self._saved_code = 0, None, None
         self.phase, self._started_at = Phase.RUNNING, self._clock()
@@ -331,7 +333,7 @@ class Coordinator:
             self._start_node(node, places)
 
     def _start_node(self, node: Node, places: Places, *, is_late: bool = False) -> None:
-        """Let a node start its workers.
+        """Order a node to start its workers, and send it the addresses of all workers.
 
         Args:
             node: `Node`.
@@ -352,7 +354,7 @@ class Coordinator:
         )
 
     def _report(self, node: Node, failure: Failure) -> None:
-        """Handle a failure that a node reports of one of its workers.
+        """Record a failed worker; stop all workers now, or after a wait for its cause.
 
         Raises:
             MalformedMessage: If the node does not have this worker.
@@ -390,10 +392,10 @@ class Coordinator:
         )
 
     def _leave(self, node: Node, message: Mapping[str, Any]) -> None:
-        """End the job because a node leaves it; before its start, drop the node.
+        """End the job because a node leaves; before workers start, only drop the node.
 
         Raises:
-            MalformedMessage: If a field has another type.
+            MalformedMessage: If the code, the signal or the reason has a wrong type.
         """
         why, code = message.get("why"), message.get("code")
         signum = message.get("signal")
@@ -421,7 +423,7 @@ class Coordinator:
             code: Int, exit code of the job unless it starts again.
             failure: `Failure` that is the reason, or `None` if the job shall end.
             text: String, the reason, for the screens of all nodes.
-            **order: Further fields of the message.
+            **order: Further fields of the message that all nodes receive.
         """
         self._code, self._failure = code, failure
         self.phase, self._stopped_at = Phase.STOPPING, self._clock()
@@ -454,7 +456,7 @@ class Coordinator:
         self._send_all("notice", text=text)
 
     def _send_all(self, kind: str, **fields: Any) -> None:
-        """Send all nodes a message of a type, with further fields."""
+        """Send all nodes a message of the type `kind`, with further fields."""
         for node in self._roster.nodes:
             node.link.send({"type": kind, **fields})
 

@@ -41,7 +41,7 @@ class ElasticCoordinator(Coordinator):
         node_0: `Hello` of node 0, with `min_nodes`.
         join_seconds: Float, longest wait for `min_nodes` nodes.
         make_restarts: See `Coordinator`.
-        probe: `JobProbe` of the workers.
+        probe: `JobProbe`, which asks the workers whether they train.
         clock: See `Coordinator`.
     """
 
@@ -71,8 +71,8 @@ class ElasticCoordinator(Coordinator):
     def join(self, link: Link, hello: Hello) -> None:
         """Add a node to the job, in place of a silent one if all are connected.
 
-        Arguments are those of `Coordinator.join`. A node whose workers train in an
-        attempt that is not this one's is refused by a `RendezvousError`.
+        Arguments are those of `Coordinator.join`. A node whose workers train in another
+        attempt than the present one is refused by a `RendezvousError`.
         """
         nodes = self._roster.nodes
         silent = [n for n in nodes if n.link.silent_seconds > DOUBTFUL_SECONDS]
@@ -96,7 +96,7 @@ class ElasticCoordinator(Coordinator):
             self._update_places()
 
     def _resume_attempt_of(self, hello: Hello) -> None:
-        """Set this new node 0 to the attempt in which a reconnected node trains.
+        """On a new node 0, continue the attempt in which a reconnected node trains.
 
         The phase, the number and the id of the attempt change; nothing is sent.
 
@@ -140,7 +140,7 @@ class ElasticCoordinator(Coordinator):
                 self._dismiss(node, self._last_code)
 
     def _advance_gathering(self, clock_seconds: float) -> None:
-        """Begin an attempt once enough nodes have joined, and no other lately."""
+        """Begin an attempt once all nodes have joined, or enough and none for 5 s."""
         if len(self._roster.nodes) < self._roster.least:
             super()._advance_gathering(clock_seconds)
         elif (
@@ -169,8 +169,8 @@ class ElasticCoordinator(Coordinator):
             if self._known_id != self._id:
                 self._known_id = self._id
                 self._send_all("trains")
-            # Nodes that reconnect keep their ranks, so they are awaited for some
-            # seconds before new nodes get free ranks.
+            # Nodes that reconnect to a new node 0 keep their ranks, so other nodes get
+            # free ranks only some seconds later.
             is_known = self._roster.has_assigned_ranks
             if not is_known and clock_seconds < self._joined_at + _GRACE_SECONDS:
                 return
@@ -180,7 +180,7 @@ class ElasticCoordinator(Coordinator):
             self._check_silence(clock_seconds)
 
     def _check_silence(self, clock_seconds: float) -> None:
-        """Stop all workers if none of them has answered for `SILENT_SECONDS`."""
+        """Stop all workers if none has answered the probe for `SILENT_SECONDS`."""
         # If this process was suspended, the probe has not asked the workers for a
         # while. The workers' silence is therefore checked only once the nodes have had
         # time to connect again.
@@ -194,7 +194,7 @@ class ElasticCoordinator(Coordinator):
             self._stop(NODE_LOST, failure, f"worker 0 {reason}; all stop")
 
     def _admit(self, node: Node) -> None:
-        """Let a joining node start workers, once it has reported free ports."""
+        """Ask a joining node for free ports, and let it start workers at them."""
         if node.rank is None:
             node.rank = self._roster.free_ranks()[0]
         if node.ports_attempt != self._attempt:
@@ -238,7 +238,7 @@ class ElasticCoordinator(Coordinator):
         return places
 
     def _start(self, places: Places) -> None:
-        """Let all nodes start their workers, and let the probe ask if these train."""
+        """Order all nodes to start their workers, which the probe asks from now on."""
         super()._start(places)
         self._by_rank = dict(enumerate(places))
         self._probe.forget()
@@ -258,9 +258,9 @@ class ElasticCoordinator(Coordinator):
     def _report(self, node: Node, failure: Failure) -> None:
         """Handle a failure that a node reports of one of its workers.
 
-        If the workers train, and the failed one is not among those that were last seen
-        to train, as after a network partition, it is ignored. Otherwise it is recorded,
-        and the workers of all nodes are stopped, as in other jobs.
+        While workers train, a failure of one that was not among them by their last
+        answer is ignored, as after a network partition. Otherwise all workers are
+        stopped, as in other jobs.
         """
         if self._trains and self._roster.has_worker(node, failure.rank):
             host, ports = self._by_rank[node.rank or 0]
@@ -313,7 +313,7 @@ class ElasticCoordinator(Coordinator):
                     other.link.send({"type": "notice", "text": text})
 
     def _dismiss(self, node: Node, code: int) -> None:
-        """End the job for one node, with an exit code, and remove the node."""
+        """Order the launcher of one node to exit with a code, and remove the node."""
         node.link.send({"type": "end", "code": code, "text": ""})
         self._roster.nodes.remove(node)
 

@@ -24,11 +24,11 @@ class RendezvousError(Exception):
 
 
 class MalformedMessage(Exception):
-    """Error of a message that does not follow the protocol; it is discarded."""
+    """Error of a message that does not follow the protocol; it ends the connection."""
 
 
 def from_message(kind: type[T], message: Mapping[str, Any]) -> T:
-    """Create a dataclass from the fields of a message, see `from_fields`.
+    """Create an instance of a dataclass from the fields of a message.
 
     Args:
         kind: The dataclass.

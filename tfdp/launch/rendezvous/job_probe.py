@@ -19,12 +19,12 @@ _ASK_SECONDS = 1.0
 def cluster_of_places(
     places: Places, secret: str, attempt_id: str, rank: int = 0, **settings: object
 ) -> Cluster:
-    """Return the cluster of the workers of all nodes, as one of them sees it.
+    """Return the `Cluster` of the workers of all nodes, with one of them as its task.
 
     Args:
         places: The IP address and the worker ports of each node.
         secret: String, the job's secret.
-        attempt_id: String, id of the attempt, which the workers' secret contains.
+        attempt_id: String, id of the attempt; the workers' secret depends on it.
         rank: Int, rank of the worker. Defaults to 0.
         **settings: Further arguments of `Cluster`.
     """
@@ -47,7 +47,7 @@ class JobProbe:
     Attributes:
         seen_at: Float, time by `time.monotonic` of the last answer that they train, or
             `None` if none has come.
-        members: Set of strings, `"host:port"` of the workers that trained then.
+        members: Set of strings, `"host:port"` of the workers that train by that answer.
     """
 
     def __init__(self, secret: str) -> None:
@@ -62,11 +62,11 @@ class JobProbe:
         self._thread = start_thread("tfdp-rendezvous-probe", self._run)
 
     def watch(self, places: Places, attempt_id: str) -> None:
-        """Ask the workers of an attempt, by its id, at these places from now on."""
+        """Ask the workers of an attempt, at these addresses, from now on."""
         self._cluster = cluster_of_places(places, self._secret, attempt_id, elastic=1)
 
     def forget(self) -> None:
-        """Discard the answers, and ask no worker until the next `watch`."""
+        """Set `seen_at` to `None`, and ask no worker until the next `watch`."""
         with self._lock:
             self._cluster = self.seen_at = None
 

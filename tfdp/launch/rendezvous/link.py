@@ -16,9 +16,9 @@ from tfdp.ground.text import pluralize
 
 # Name of the service in the handshake of `tfdp.communication.connection`.
 SERVICE = "rendezvous"
-# Longest message: the addresses of all workers are one message of node 0.
+# Maximum bytes of a message: node 0 sends the addresses of all workers in one.
 MOST_BYTES = 1 << 19
-# Longest message that node 0 reads: the reports of nodes are shorter than that.
+# Maximum bytes of a message to node 0, which receives only short reports.
 MOST_REPORT_BYTES = 1 << 16
 # Seconds between two heartbeats.
 BEAT_SECONDS = 1.0
@@ -29,7 +29,7 @@ _BEAT = {"type": "beat"}
 
 
 class Link(MessageConnection):
-    """Connection to a node of the job.
+    """Connection between node 0 and the launcher of a node, with heartbeats.
 
     One thread calls `proceed` when the socket is readable, and `tick` several times a
     second.
@@ -80,7 +80,7 @@ class Link(MessageConnection):
         self.send_encoded(text)
 
     def proceed(self) -> list[dict[str, Any]]:
-        """Send bytes that have waited, and receive all messages except heartbeats.
+        """Send bytes that have waited, and return received messages except heartbeats.
 
         Raises:
             ConnectionFailed: If the connection has ended, or was tampered with.
@@ -90,10 +90,10 @@ class Link(MessageConnection):
         return [message for message in messages if message != _BEAT]
 
     def tick(self) -> None:
-        """Send a heartbeat every second.
+        """Send a heartbeat if the last one was sent at least a second ago.
 
         Raises:
-            ConnectionFailed: If the other end is silent.
+            ConnectionFailed: If the other end has been silent for too long.
         """
         if time.monotonic() >= self._beats_at:
             self._beats_at = time.monotonic() + BEAT_SECONDS
@@ -109,7 +109,7 @@ def _ip_address(name: Callable[[], Any]) -> str:
     Args:
         name: Method of the socket that returns the address of the end.
     """
-    with contextlib.suppress(OSError):  # the connection has ended
+    with contextlib.suppress(OSError):  # an ended connection has no address
         text = str(name()[0])
         return str(ip_address(text) or text)
     return ""

@@ -30,7 +30,7 @@ from tfdp.launch.rendezvous.roster import Hello
 _DIAL_SECONDS = 5.0
 # Timeout in seconds of the handshake of a new connection.
 _HANDSHAKE_SECONDS = 10.0
-# The pause between attempts to connect doubles from the first to the longest.
+# Seconds between attempts to connect, which double from the first to the longest.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 1.0
 # Longest wait of the thread for messages in seconds; it bounds the delay of `close`.
 _POLL_SECONDS = 0.05
@@ -98,7 +98,7 @@ class Node0Connection:
         Args:
             message: Mapping of JSON values.
         """
-        # The thread may reset the attribute at any time.
+        # `_link` is read once, since the thread may set it to `None` at any time.
         if (link := self._link) is not None:
             link.send(message)
 
@@ -113,7 +113,7 @@ class Node0Connection:
         self._waker.close()
 
     def _run(self) -> None:
-        """Keep the connection until it is lost; the target of the thread."""
+        """Join node 0, and queue its messages; the target of the thread."""
         self._stay_connected()
 
     def _stay_connected(self, link: Link | None = None) -> None:
@@ -140,13 +140,13 @@ class Node0Connection:
             self._put({"type": kind, "text": text})
 
     def _put(self, message: dict[str, Any]) -> None:
-        """Add a message to the queue, and make the descriptor readable."""
+        """Add a message to the queue, and make the descriptor of `fileno` readable."""
         self._inbox.append(message)
         self._wake()
 
     def _wake(self) -> None:
         """Make the descriptor of `fileno` readable."""
-        with contextlib.suppress(OSError):  # the descriptor is readable or closed
+        with contextlib.suppress(OSError):  # a full or closed socket needs no byte
             self._waker.send(b"\0")
 
     def _join(self) -> Link:
@@ -218,7 +218,7 @@ class Node0Connection:
 
 
 def _describe_mismatch(error: UnauthenticatedPeer, place: str) -> str:
-    """Return the error text for a peer at `place` that is not node 0 of this job."""
+    """Return the error text for a peer at `place` that failed to authenticate."""
     if isinstance(error, WrongService) and error.version is not None:
         return (
             f"Node 0 at {place} has another version of tfdp; install the same one on "

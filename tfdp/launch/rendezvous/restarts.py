@@ -24,7 +24,7 @@ class RestartDecision:
 
     Args:
         pause_seconds: Float, pause before the attempt.
-        line: String, line about the restart for the screen and the history.
+        line: String, line about the restart for the screen and the logs.
     """
 
     pause_seconds: float
@@ -82,7 +82,7 @@ class Restarts:
 
     @property
     def grow_after_seconds(self) -> float | None:
-        """Float, seconds until the next attempt should grow, or `None` for never."""
+        """Float, seconds until all slots are tried again, or `None` for never."""
         return self._wait if self._wait and self.slots != self._all else None
 
     def after(
@@ -126,7 +126,7 @@ class Restarts:
         )
 
     def _grow(self, seconds: float) -> RestartDecision:
-        """Try all slots again; not counted, since no worker has failed.
+        """Decide to try all slots again, which does not count towards `max_restarts`.
 
         Args:
             seconds: Float, duration of the attempt with fewer workers.

@@ -12,14 +12,14 @@ from tfdp.ground.text import pluralize
 from tfdp.launch.rendezvous.failure import Failure, MalformedMessage, from_message
 from tfdp.launch.rendezvous.link import Link
 
-# Largest accepted count in a `Hello`: of nodes or workers.
+# Maximum number of nodes, and of workers of a node, that a `Hello` may have.
 _MOST_OF_NODE = 1 << 16
 # Silence, in seconds, up to which a node counts as connected: heartbeats come each
 # second.
 DOUBTFUL_SECONDS = 3.5
-# Most workers of a job: the addresses of all of them are one message.
+# Maximum number of workers of a job, whose addresses are sent in one message.
 _MOST_WORKERS = 8192
-# Most nodes that a sentence names; it only counts further ones.
+# Maximum number of nodes that a sentence names; further ones are only counted.
 _MOST_NAMES = 8
 
 # Sentences about a field of `Hello` that must be the same on all nodes. The
@@ -43,8 +43,8 @@ class Hello:
     Args:
         version: String, the node's version of tfdp.
         python: String, the node's version of Python, such as `"3.11"`.
-        nodes: Int, number of nodes that the node's command line asks for, at most if
-            `min_nodes` is set.
+        nodes: Int, number of nodes that the node's command line asks for, the maximum
+            if `min_nodes` is set.
         num_workers: Int, number of workers that the node will start.
         program: String, name of the script or module.
         rebalance: Bool, whether batch rows are rebalanced by the workers' speed.
@@ -142,7 +142,7 @@ class Hello:
         return None
 
     def rank_out_of_range(self) -> str | None:
-        """Return the error about a requested rank out of range, or `None`."""
+        """Return the error text if the requested rank is out of range, or `None`."""
         if self.node_rank is None or 0 <= self.node_rank < self.nodes:
             return None
         return (
@@ -215,12 +215,12 @@ class Roster:
 
     @property
     def is_complete(self) -> bool:
-        """Bool, whether all nodes of the job are connected."""
+        """Bool, whether as many nodes are connected as the job may have at most."""
         return len(self.nodes) == self._num_nodes
 
     @property
     def num_workers(self) -> int:
-        """Int, number of workers of all nodes together."""
+        """Int, number of workers of all nodes with a rank, also of lost ones."""
         return sum(self._sizes)
 
     def why_refused(self, hello: Hello) -> str | None:
@@ -284,7 +284,7 @@ class Roster:
         self.has_assigned_ranks = True
 
     def restore(self) -> None:
-        """Reset the roster for nodes that return with ranks of an earlier node 0.
+        """Prepare the roster of a new node 0 for nodes that return with their ranks.
 
         Each rank gets node 0's number of workers, and the name "a lost node". Connected
         nodes keep only ranks that they requested.
@@ -313,7 +313,7 @@ class Roster:
         return [rank for rank in range(self._num_nodes) if rank not in taken]
 
     def first_rank(self, node: Node) -> int:
-        """Return the rank of a node's first worker."""
+        """Return the rank of a node's first worker in the whole job."""
         return sum(self._sizes[: node.rank])
 
     def has_worker(self, node: Node, worker: int) -> bool:
@@ -343,7 +343,7 @@ class Roster:
             worker: Int, rank of the worker in the whole job.
 
         Returns:
-            Float, seconds, or `None` below `DOUBTFUL_SECONDS`.
+            Float, seconds; `None` if below `DOUBTFUL_SECONDS`, or if the node is lost.
         """
         for node in self.nodes:
             silent = node.link.silent_seconds
@@ -380,7 +380,7 @@ class Roster:
         return self.free_ranks()[0]
 
     def _why_wrong_size(self, hello: Hello) -> str | None:
-        """Return the error of a returning node with another `-n`, or `None`."""
+        """Return the error if a returning node has other `num_workers`, or `None`."""
         before = self._sizes[self._rank_of(hello) or 0]
         if before == hello.num_workers:
             return None
@@ -410,7 +410,7 @@ class Reports:
         self._failures: list[Failure] = []
 
     def add(self, failure: Failure) -> bool:
-        """Add a report.
+        """Add the report of a failed worker.
 
         Args:
             failure: `Failure` of a worker.

@@ -51,7 +51,7 @@ class Server(Acceptor):
             SERVICE,
             [listener],
             self._add_link,
-            # The cache keeps the same warning from being logged more than once.
+            # The cache keeps a warning about missing file descriptors from repeating.
             lacks_files=functools.cache(_logger.warning),
             tick=self._tick_links,
         )
@@ -98,7 +98,7 @@ class Server(Acceptor):
         return False
 
     def _handle(self, link: Link, message: dict[str, Any]) -> None:
-        """Pass a message to the coordinator; the first one describes the node."""
+        """Pass a message to the coordinator; the first, a `Hello`, adds the node."""
         if self._links[link]:
             self._coordinator.receive(link, message)
             return
@@ -116,7 +116,7 @@ class Server(Acceptor):
         self._coordinator.register_disconnect(link, how)
 
     def _tick_links(self) -> None:
-        """Send heartbeats, end silent connections, and let the job proceed."""
+        """Send heartbeats, end silent connections, and call `Coordinator.tick`."""
         for link in list(self._links):
             try:
                 link.tick()

@@ -99,7 +99,7 @@ class AlgorithmChoice:
 
     @property
     def wire_formats(self) -> tuple[str | None, str | None]:
-        """Names of the wire formats inside and across nodes, `None` if plain."""
+        """Names of the wire formats inside and across nodes, `None` if uncompressed."""
         return self.inner.name, self.outer.name
 
     @property
@@ -128,7 +128,7 @@ class AlgorithmChoice:
 
     @property
     def is_one_reduction(self) -> bool:
-        """Bool, whether one compressor reduces over all replicas at once."""
+        """Bool, whether one reduction runs over all replicas, not one per level."""
         outer = self.outer.compressor
         is_whole = outer is not None and not outer.cuts_buckets
         return not self.algorithm.has_levels or (self.inner == self.outer and is_whole)

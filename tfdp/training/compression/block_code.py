@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
-# Bytes of an int32: codes travel as int32, which every transport moves.
+# Bytes of an int32 word: codes are sent as int32, which every transport supports.
 WORD_BYTES = 4
 # A block with a smaller scale is rounded to zero, since an element divided by such a
 # scale may be infinite.
@@ -16,7 +16,7 @@ _LEAST_SCALE = 1e-37
 
 @dataclasses.dataclass(frozen=True)
 class BlockCode:
-    """Encodes float32 elements as words of int32, and decodes them.
+    """Code of 8 or 4 bits an element, with a scale for each block, in int32 words.
 
     Args:
         bits: Int, 8 or 4. Defaults to 8.
@@ -35,7 +35,7 @@ class BlockCode:
     block: int = 256
 
     def num_words(self, size: int) -> int:
-        """Return the number of words of an encoded row.
+        """Return the number of int32 words of an encoded row.
 
         Args:
             size: Int, number of elements of the row, a multiple of `block`.
@@ -66,7 +66,7 @@ class BlockCode:
         # These operations round alike in eager mode and in a graph. In a graph,
         # TensorFlow would replace a division by a constant with a product, and a
         # reciprocal with an approximation.
-        scales = largest * (1.0 / self._largest_code)  # [num_rows, num_blocks, 1]
+        scales = largest * (1.0 / self._largest_code)  # shape [num_rows, num_blocks, 1]
         codes = blocks / tf.where(scales > _LEAST_SCALE, scales, np.inf)
         if noise is None:
             codes = tf.round(codes)
@@ -84,7 +84,7 @@ class BlockCode:
         return words, rounded
 
     def decode(self, words: tf.Tensor) -> tf.Tensor:
-        """Decode rows of words into float32 values, the inverse of `encode`."""
+        """Decode rows of int32 words into float32 values, the inverse of `encode`."""
         num_rows, num_words = words.shape
         num_blocks = num_words // (self._words_per_block + 1)
         num_codes = num_blocks * self._words_per_block
@@ -101,7 +101,7 @@ class BlockCode:
 
     @property
     def _words_per_block(self) -> int:
-        """Int, number of words of a block's codes, without its scale."""
+        """Int, number of int32 words of a block's codes, without its scale."""
         return self.block * self.bits // (8 * WORD_BYTES)
 
     def _to_bytes(self, codes: tf.Tensor) -> tf.Tensor:

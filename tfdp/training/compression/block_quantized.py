@@ -72,7 +72,7 @@ class BlockQuantized(Compressor):
         object.__setattr__(self, "block", plain(self.block))
 
     def state(self, bucket: GradientBucket) -> State:
-        """Return zero errors, or with stochastic rounding a counter of steps."""
+        """Return the initial state: zero errors; with `stochastic`, a step counter."""
         if self.stochastic:
             return {"steps": np.zeros([], "int64")}
         slice_size = self._slice_size(bucket)
@@ -102,12 +102,12 @@ class BlockQuantized(Compressor):
         if not self.stochastic:
             state["residual"] = state["residual"][: bucket.size]
             piece += state["sum_residual"]
-        wide = tf.cast(piece, tf.float32)[tf.newaxis]  # [1, slice_size]
+        wide = tf.cast(piece, tf.float32)[tf.newaxis]  # shape [1, slice_size]
         noise = self._noise(state, group.position, 1, wide.shape)
         words, rounded = self._code.encode(wide, noise)
         if not self.stochastic:
             state["sum_residual"] = piece - tf.cast(rounded[0], piece.dtype)
-        total = self._code.decode(group.all_gather(words))  # [size, slice_size]
+        total = self._code.decode(group.all_gather(words))  # shape [size, slice_size]
         flat = tf.reshape(total, [-1])[: bucket.size]
         return tf.cast(flat, bucket.dtype), state
 
@@ -122,7 +122,7 @@ class BlockQuantized(Compressor):
         flat = bucket.flat
         if not self.stochastic:
             flat += state["residual"]
-        rows = tf.reshape(flat, [group.size, -1])  # [size, slice_size]
+        rows = tf.reshape(flat, [group.size, -1])  # shape [size, slice_size]
         slice_size = rows.shape[1]
         wide = tf.cast(rows, tf.float32)
         missing = -slice_size % self.block
@@ -163,7 +163,7 @@ class BlockQuantized(Compressor):
 
     @property
     def _code(self) -> BlockCode:
-        """`BlockCode` with these settings."""
+        """`BlockCode` with the settings of this compressor."""
         return BlockCode(self.bits, self.block)
 
     def _slice_size(self, bucket: GradientBucket) -> int:

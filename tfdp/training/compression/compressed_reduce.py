@@ -23,7 +23,7 @@ class Caller:
 
     Args:
         replica: Int, index among the local replicas.
-        channel: Int, the channel of its collectives, which run one after another.
+        channel: Int, the channel of its collectives; those of a channel run in order.
         residuals: `BucketResiduals`, states of the bucket on this replica.
     """
 
@@ -32,7 +32,7 @@ class Caller:
     residuals: BucketResiduals
 
     def member(self, group: ProcessGroup, dtype: tf.DType | None = None) -> Member:
-        """Return the caller's membership in a group.
+        """Return the `Member` by which the caller runs the collectives of a group.
 
         Args:
             group: `ProcessGroup`.
@@ -53,7 +53,7 @@ def all_reduce_compressed(
     entries: tuple[Entry, ...],
     residuals: BucketResiduals,
 ) -> tf.Tensor:
-    """All-reduce a bucket of gradients by the compressors of a route.
+    """All-reduce a bucket of gradients by the compressors that were chosen for it.
 
     Args:
         flat: Tensor of shape `[bucket_size]`.
@@ -61,7 +61,7 @@ def all_reduce_compressed(
         replica: Int, index of the calling replica among the local ones.
         channel: Int, the channel of its collectives. Defaults to `0`.
         is_alone: Bool, ignored; an argument that all algorithms have.
-        route: `AlgorithmChoice`.
+        route: `AlgorithmChoice`, the algorithm and compressors of the bucket.
         entries: Tuple of `Entry`, the gradients in the bucket.
         residuals: `BucketResiduals`, states of the bucket on the calling replica.
 
@@ -93,7 +93,7 @@ def reduce_scatter_in_levels(
     *,
     is_copied: bool,
 ) -> tf.Tensor:
-    """Sum a bucket over all replicas, and keep the calling replica's slice.
+    """Sum a bucket in one or two levels, and keep the calling replica's slice.
 
     Args:
         flat: Tensor of shape `[num_owners * slice_size]`.
@@ -104,8 +104,8 @@ def reduce_scatter_in_levels(
             there; it must be able to cut a bucket into slices (`cuts_buckets`).
         caller: `Caller`, the local replica that reduces, with its channel and the
             states of its compressors for the bucket.
-        is_copied: Bool, whether each node holds the whole state, so that the second
-            level is an all-reduce.
+        is_copied: Bool, whether each node holds a copy of the sharded state, so that
+            the second level is an all-reduce.
 
     Returns:
         Tensor of shape `[slice_size]`.
@@ -198,7 +198,7 @@ def _across_nodes(
 def _reduce_scatter_level(
     wire: WireFormat, level: str, flat: tf.Tensor, group: ProcessGroup, caller: Caller
 ) -> tf.Tensor:
-    """Reduce-scatter a bucket on one level, by its compressor if it has one.
+    """Reduce-scatter a bucket in a node or across nodes, compressed if so chosen.
 
     Args:
         wire: `WireFormat` of the level. Without a compressor, its dtype is the one in

@@ -17,12 +17,12 @@ State = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class GradientBucket:
-    """Gradients that travel together, end to end in one flat tensor.
+    """Gradients that are reduced together, concatenated in one flat tensor.
 
     Args:
         size: Int, the number of elements.
         dtype: String, `"float32"` or `"float64"`.
-        num_replicas: Int, number of replicas that they are summed over.
+        num_replicas: Int, number of replicas that the gradients are summed over.
         entries: Tuple with `name`, `shape` and `dtype` of each gradient in the bucket;
             empty for a part of a bucket. Defaults to `()`.
         flat: Tensor of shape `[size]`, the gradients; or `None` where only their size
@@ -144,10 +144,10 @@ class Compressor:
         return total[begin : begin + slice_size], state
 
     def all_gather(self, piece: tf.Tensor, group: ReplicaGroup) -> tf.Tensor:
-        """Concatenate slices that this compressor has reduced already.
+        """Concatenate the replicas' slices of a bucket that was reduced before.
 
         Args:
-            piece: Tensor of shape `[n]`.
+            piece: Tensor of shape `[n]`, the slice of the calling replica.
             group: `ReplicaGroup`.
 
         Returns:
@@ -164,7 +164,7 @@ class Compressor:
         return False
 
     def wire_ratio(self, bucket: GradientBucket) -> float | None:
-        """Return the bytes that a bucket needs, divided by those of an all-reduce.
+        """Return the bytes that are sent for a bucket, relative to an all-reduce.
 
         Args:
             bucket: `GradientBucket` without `flat`.

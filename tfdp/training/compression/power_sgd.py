@@ -130,7 +130,7 @@ class PowerSGD(Compressor):
             return _reduce(bucket, matrices, residual, factors, group)
 
         if self.start_step:
-            # The counter is equal on all replicas, so all take the same branch.
+            # The number of updates is equal on all replicas, so all take one branch.
             flat, residual, factors = tf.cond(
                 steps < self.start_step, plain, compressed
             )
@@ -197,7 +197,7 @@ def _reduce(
     factors: tf.Tensor,
     group: ReplicaGroup,
 ) -> list[tf.Tensor]:
-    """Reduce a bucket by the factors of its matrices.
+    """Sum a bucket over the replicas, its matrices by their low-rank factors.
 
     Args:
         bucket: `GradientBucket`.
@@ -225,8 +225,7 @@ def _reduce(
     *left, rest = _sum_together(
         [*left, tf.concat([flat[a:b] for a, b in rests] + [flat[:0]], axis=0)], group
     )
-    # The results are equal on all replicas, since `qr` of one matrix uses a single
-    # thread.
+    # `qr` of a matrix uses a single thread, so its results are equal on all replicas.
     left = [tf.linalg.qr(p).q for p in left]
     local = [
         tf.matmul(m, p, transpose_a=True) for m, p in zip(wanted, left, strict=True)
@@ -261,7 +260,7 @@ def _in_order(
     rests: list[tuple[int, int]],
     rest: tf.Tensor,
 ) -> list[tf.Tensor]:
-    """Return the reduced parts of a bucket in its order: ranges and matrices alternate.
+    """Return a bucket's reduced parts in order: uncompressed ranges and matrices.
 
     Args:
         matrices: List of `_Matrix`.
@@ -277,7 +276,7 @@ def _in_order(
 
 
 def _sum_together(tensors: list[tf.Tensor], group: ReplicaGroup) -> list[tf.Tensor]:
-    """Sum tensors over the replicas by one all-reduce."""
+    """Return the sums of tensors over the replicas, by one all-reduce for all."""
     total = group.all_reduce(_flattened(tensors))
     parts = tf.split(total, [tensor.shape.num_elements() for tensor in tensors])
     return [
@@ -287,5 +286,5 @@ def _sum_together(tensors: list[tf.Tensor], group: ReplicaGroup) -> list[tf.Tens
 
 
 def _flattened(tensors: list[tf.Tensor]) -> tf.Tensor:
-    """Concatenate the elements of tensors."""
+    """Return one flat tensor with the elements of all tensors."""
     return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)

@@ -19,7 +19,7 @@ class ReplicaGroup:
     Args:
         group: `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
-        channel: Int, the channel of its collectives, which run one after another.
+        channel: Int, the channel of its collectives; those of a channel run in order.
         sum_all: Callable such as `tfdp.communication.collectives.ring`, the algorithm
             of `all_reduce`. Defaults to that of the group's transport.
 
@@ -84,7 +84,7 @@ class NodeGroup(ReplicaGroup):
         across: `ProcessGroup` of the replicas with the same index in their nodes.
         node: `ProcessGroup` of the calling replica's node.
         replica: Int, index of the calling replica among the local ones.
-        channel: Int, the channel of its collectives, which run one after another.
+        channel: Int, the channel of its collectives; those of a channel run in order.
     """
 
     def __init__(

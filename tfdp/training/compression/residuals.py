@@ -27,7 +27,7 @@ class BucketKey:
 
     Args:
         kind: String, name of the reduction that uses the bucket.
-        number: Int, position of the bucket in its plan.
+        number: Int, index of the bucket among those of the reduction.
         variables: Tuple of ints, the `id`s of the variables in it, in order.
     """
 
@@ -38,7 +38,7 @@ class BucketKey:
 
 @dataclasses.dataclass(frozen=True)
 class ResidualState:
-    """State of one compressor for one bucket.
+    """Values that a compressor keeps between steps for one bucket, such as its errors.
 
     Args:
         key: `BucketKey`.
@@ -82,7 +82,7 @@ class ResidualState:
 
 @dataclasses.dataclass(eq=False)
 class RestoredResiduals:
-    """Restored states of a model, which wait until the trace of a step creates them.
+    """Saved compressor states, kept until the trace of a step creates their variables.
 
     Args:
         positions: Dict from the `id` of a variable to its position in the model.
@@ -97,7 +97,7 @@ class RestoredResiduals:
     identify: Callable[[tuple], str]
 
     def fill(self, state: ResidualState) -> bool:
-        """Assign a state its restored values, if there are any that fit.
+        """Assign the saved values to a state, if it has any and they fit.
 
         It warns if the saved values belong to other buckets or another compressor.
 
@@ -149,7 +149,7 @@ class ResidualStore:
 
         Args:
             kind: String, name of the reduction that uses the bucket.
-            number: Int, position of the bucket in its plan.
+            number: Int, index of the bucket among those of the reduction.
             variables: Sequence of Keras variables, those of the bucket in order.
             replica: Int, index among the local replicas.
         """
@@ -176,7 +176,7 @@ class ResidualStore:
             text = repr(compressor)
             if found is not None and found.is_alive and found.compressor == text:
                 return found
-            # States of variables that no longer exist are removed.
+            # States whose variables no longer exist are removed, to free their memory.
             self._states = {k: s for k, s in self._states.items() if s.is_alive}
             with tf.init_scope():
                 initial = {
@@ -205,7 +205,7 @@ class ResidualStore:
             return created
 
     def states_within(self, variables: Sequence[Any]) -> list[ResidualState]:
-        """Return the states whose variables are all among some variables.
+        """Return the states of all buckets whose variables are among the given ones.
 
         Args:
             variables: Sequence of Keras variables.
@@ -243,7 +243,7 @@ class ResidualStore:
 
 @dataclasses.dataclass(frozen=True)
 class BucketResiduals:
-    """Residuals of one gradient bucket on one replica, for each level of its route.
+    """Residuals of a gradient bucket on one replica, for each level of its reduction.
 
     A residual is what compression has left out, which the next step adds.
 

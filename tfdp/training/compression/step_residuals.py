@@ -14,7 +14,7 @@ from tfdp.ground.base import step_context
 
 @dataclasses.dataclass
 class StepResiduals:
-    """Pending assignments of a step to the states of compressors.
+    """New values of compressor states that a step assigns only if it is not skipped.
 
     Args:
         scale_of: Callable that returns the factor of the gradients, such as the loss
@@ -35,7 +35,7 @@ class StepResiduals:
                 variable.assign(value, read_value=False)
 
     def keep_finite(self) -> None:
-        """Assign new values for each level of a bucket whose new values are all finite.
+        """Assign the new values of each state whose new values are all finite.
 
         For steps in which no check for overflow tells whether they are skipped.
         """
@@ -76,7 +76,7 @@ def gradient_scale() -> tf.Tensor | None:
 
 
 def assign_if_kept(changed: list[tuple[Any, tf.Tensor]]) -> None:
-    """Assign new values later, unless this thread's step is skipped.
+    """Register new values of a state, assigned later if this step is not skipped.
 
     Outside of `step_residuals`, they are assigned at once if all are finite.
 

@@ -12,7 +12,7 @@ from tfdp.ground.arguments import checked_number
 from tfdp.training.compression.compressor import Compressor, GradientBucket, State
 from tfdp.training.compression.replica_group import ReplicaGroup
 
-# Bytes of an element that is sent: its value, a float32, and its place, an int32.
+# Bytes of an element that is sent: its value, a float32, and its index, an int32.
 _ELEMENT_BYTES = 8
 
 
@@ -21,7 +21,7 @@ class TopK(Compressor):
     """The largest elements of each bucket; the others accumulate for later steps.
 
     Every replica sends its largest elements to all others by an all-gather of values
-    and places, so the number of bytes grows with the number of replicas. With a ratio
+    and indices, so the number of bytes grows with the number of replicas. With a ratio
     above 1 / replicas it would exceed that of an all-reduce, and buckets are not
     compressed.
 
@@ -73,21 +73,21 @@ class TopK(Compressor):
     ) -> tuple[tf.Tensor, State]:
         """Sum a bucket over the replicas, see `Compressor.reduce`.
 
-        It takes an all-gather of the values and places of the elements that are sent.
+        It takes an all-gather of the values and indices of the elements that are sent.
         """
         added = bucket.flat
         if self.momentum:
             added += self.momentum * state["momentum"]
         waiting = state["residual"] + added
         count = self._num_sent(bucket)
-        places = tf.math.top_k(tf.abs(waiting), count, sorted=False).indices  # [count]
+        places = tf.math.top_k(tf.abs(waiting), count, sorted=False).indices
         values = tf.gather(waiting, places)
         # The sum of `waiting * 0.0` is zero, or NaN if any element is infinite or NaN.
         # Added to the values that are sent, NaN shows the overflow to all replicas.
         values += tf.reduce_sum(waiting * 0.0)
         sent = tf.cast(values, tf.float32)
         words = tf.concat([tf.bitcast(sent, tf.int32), places], axis=0)
-        rows = group.all_gather(words[tf.newaxis])  # [size, 2 * count]
+        rows = group.all_gather(words[tf.newaxis])  # shape [size, 2 * count]
         total = _sum_of(rows, group.size, count, bucket)
         left = values - tf.cast(sent, values.dtype)
         new = {"residual": _set_at(waiting, places, left)}
@@ -123,7 +123,7 @@ def _sum_of(
 
     Args:
         rows: Int32 tensor of shape `[num_rows, 2 * count]`. Each row has the bits of
-            the values, then the places.
+            the values, then the indices.
         num_rows: Int, number of replicas.
         count: Int, number of elements of each replica.
         bucket: `GradientBucket`, which gives the size and dtype of the result.

@@ -32,7 +32,7 @@ COMPOSITE = (tf.RaggedTensor, tf.SparseTensor)
 
 
 class ArrayPart:
-    """An array of which `ArrayValues` reads all rows, or some evenly spaced ones.
+    """Array or column, read by `ArrayValues` in full or as evenly spaced rows.
 
     A composite array, such as a table or a sparse tensor, has one `ArrayPart` for each
     of its columns or component tensors.
@@ -54,10 +54,11 @@ class ArrayPart:
         self.num_read = self.num_rows
 
     def choose_rows(self, budget: int) -> None:
-        """Choose the number of rows to read.
+        """Lower `num_read` if the array has more bytes than may be read of it.
 
         Args:
-            budget: Int, maximum number of bytes to read of an array in memory.
+            budget: Int, bytes to read of an array in memory; one in a file has a fixed
+                limit.
         """
         most = _SAMPLED_ROWS
         row_bytes = max(self.num_bytes // max(self.num_rows, 1), 1)
@@ -71,24 +72,24 @@ class ArrayPart:
         self.num_read = min(max(budget // row_bytes, 2), most, self.num_rows)
 
     def read(self) -> np.ndarray:
-        """Read the rows that `choose_rows` has chosen, as a NumPy array."""
+        """Return all rows, or `num_read` evenly spaced ones, as a NumPy array."""
         if self.num_read == self.num_rows:
             return as_numpy(self._array)
         last = self.num_read - 1
         rows = np.arange(self.num_read) * (self.num_rows - 1) // last
         if tf.is_tensor(self._array):
             return tf.gather(self._array, rows).numpy()
-        by_position = getattr(self._array, "iloc", self._array)  # a pandas object
+        by_position = getattr(self._array, "iloc", self._array)  # pandas has `iloc`
         return as_numpy(by_position[rows])
 
     def describe(self, digest: str) -> Any:
-        """Describe the chosen rows: by blocks if rounding may differ, or by the digest.
+        """Describe the rows that are read, for comparisons that tolerate rounding.
 
         Rounding may differ in floats, complex numbers and integers of one byte. A block
         is a range of the flattened numbers.
 
         Args:
-            digest: String, digest of the values.
+            digest: String, digest of the values, returned for types without rounding.
 
         Returns:
             List with, for each block, its dot product with random weights that are the
@@ -130,7 +131,7 @@ class ArrayPart:
 
 
 def split_into_parts(array: Any) -> list[ArrayPart]:
-    """Split an array into its parts, such as a table's columns; empty if it fails."""
+    """Return an array's parts, such as a table's columns; `[]` for unknown classes."""
     if array is None:
         return []
     try:
@@ -149,11 +150,10 @@ def split_into_parts(array: Any) -> list[ArrayPart]:
 
 
 def bytes_per_array(bytes_of_arrays: list[int]) -> int:
-    """Return how many bytes may be read of each array, within `_WHOLE_BYTES`.
+    """Return the maximum number of bytes to read of each array, 25 MB in all.
 
-    `bytes_of_arrays` are the sizes of the arrays in memory.
-
-    Small arrays are read as a whole, and large ones share the rest equally.
+    `bytes_of_arrays` are the sizes of the arrays in memory. Small arrays are read as a
+    whole, and large ones share the rest equally.
     """
     if sum(bytes_of_arrays) <= _WHOLE_BYTES:
         return _WHOLE_BYTES
@@ -170,25 +170,25 @@ def is_scipy_sparse(array: Any) -> bool:
 
 def _item_bytes(array: Any) -> int:
     """Return the bytes of one item of an array, of any class in `ArrayValues`."""
-    if hasattr(array, "element_size"):  # a torch tensor
+    if hasattr(array, "element_size"):  # `array` is a torch tensor
         return array.element_size()
-    dtype = getattr(array.dtype, "as_numpy_dtype", array.dtype)  # a TensorFlow tensor
+    dtype = getattr(array.dtype, "as_numpy_dtype", array.dtype)  # TensorFlow's dtype
     try:
         dtype = np.dtype(dtype)
-    except TypeError:  # a pandas dtype
+    except TypeError:  # NumPy does not know pandas's own dtypes
         return _OBJECT_BYTES
     return _OBJECT_BYTES if dtype.kind == "O" else dtype.itemsize
 
 
 def as_numpy(array: Any) -> np.ndarray:
     """Convert an array of any supported class to NumPy, read completely."""
-    if hasattr(array, "detach"):  # a torch tensor
+    if hasattr(array, "detach"):  # `array` is a torch tensor
         array = array.detach().cpu()
     return np.asarray(array[()] if isinstance(array, h5py.Dataset) else array)
 
 
 def bytes_of(values: np.ndarray, *, only_names: bool) -> Any:
-    """Return bytes that are the same for equal values on every machine.
+    """Return an array's values as bytes, the same for equal values on any machine.
 
     Args:
         values: Array of NumPy.

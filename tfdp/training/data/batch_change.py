@@ -63,8 +63,6 @@ class BatchChange:
         """
         if before is None or now is None:
             return before == now
-        # The last batch of an epoch may be smaller than the others, or be dropped, so a
-        # difference of less than one batch is accepted.
         return (before - 1) * self.before < (now + 1) * self.now and (
             now - 1
         ) * self.now < (before + 1) * self.before
@@ -72,7 +70,7 @@ class BatchChange:
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """Batch settings of a run.
+    """Settings of a run that determine the samples of a step, an update and an epoch.
 
     Args:
         replicas: Int, number of replicas.
@@ -88,7 +86,7 @@ class Batches:
 
 
 def change_for_replicas(then: Batches, now: Batches) -> BatchChange | None:
-    """Return the change that keeps the batch size of each replica.
+    """Return the change of the batch size for a new number of replicas.
 
     Args:
         then: `Batches` of the run that was interrupted.
@@ -129,7 +127,7 @@ def change_for_replicas(then: Batches, now: Batches) -> BatchChange | None:
 def change_for_updates(
     then: Batches, now: Batches, waiting: int, num_batches: int
 ) -> BatchChange | None:
-    """Return the change that keeps the number of samples of an update.
+    """Return the change of the batch size if updates keep their number of samples.
 
     Args:
         then: `Batches` of the run that was interrupted.
@@ -191,7 +189,7 @@ def convert_position(
     keeps_iterator: bool,
     group: int,
 ) -> tuple[dict[str, Any], int]:
-    """Convert a position in the data to batches of another size.
+    """Convert a saved position in the data to batches of another size.
 
     Args:
         snapshot: Dict that `DataPosition.snapshot` returned when the epoch began.

@@ -25,8 +25,8 @@ class LabelRecord:
     The labels of a batch are a dict of arrays, as `class_labels` returns it.
 
     Args:
-        restarts: Bool, whether each epoch begins a new pass over the data. A reader
-            needs it to number the batches of a pass; the record only keeps it.
+        restarts: Bool, whether each epoch begins a new pass over the data. It is stored
+            for callers of `labels_of`, which number the batches of a pass.
 
     Attributes:
         is_active: Bool, whether labels are kept. Defaults to `False`.

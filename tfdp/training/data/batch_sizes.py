@@ -22,7 +22,7 @@ _SELECTION_STAGES = {
 
 
 def batch_size_of(dataset: tf.data.Dataset) -> int | None:
-    """Return the rows of each batch of a dataset, or `None` if they are not known."""
+    """Return the number of rows of a dataset's batches, or `None` if it is unknown."""
     found = _size_in_spec(dataset) or tf_data.dataset_batch_size(dataset)
     return found if found > 0 else None
 

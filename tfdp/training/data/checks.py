@@ -123,7 +123,7 @@ def _describe_array(array: Any) -> dict[str, Any]:
     shape = tf.TensorShape(array.shape)
     dtype = getattr(array, "dtype", None)
     name: Any = str(getattr(dtype, "name", dtype))
-    if dtype is None:  # a table, such as a `DataFrame`
+    if dtype is None:  # a table, such as a `DataFrame`, has no single dtype
         name = [str(column) for column in getattr(array, "dtypes", [])]
     if not shape.rank:
         return {"shape": [], "dtype": name}
@@ -138,7 +138,7 @@ def check_element(model: Any, spec: Any) -> None:
         spec: Nest of specs, `None` for parts that are left out.
 
     Raises:
-        ValueError: If it has no array, or only in `y` and no step is overridden.
+        ValueError: If `x` has no array, unless `y` has and the model overrides a step.
     """
     parts = spec if isinstance(spec, tuple) else (spec,)
     _check_features(model, *(*parts, None)[:2])
@@ -171,10 +171,10 @@ batch 2 of (array, None), after (array, {'a': array})
 
 @contextlib.contextmanager
 def translate_errors() -> Iterator[None]:
-    """Convert TensorFlow's errors about data to errors with tfdp's own message.
+    """Replace TensorFlow's errors that contain a message of tfdp about the data.
 
     Raises:
-        ValueError: Instead of `tf.errors.InvalidArgumentError`.
+        ValueError: With this message, instead of `tf.errors.InvalidArgumentError`.
     """
     try:
         yield
@@ -186,7 +186,7 @@ def translate_errors() -> Iterator[None]:
 
 
 def _original_message(text: str) -> str | None:
-    """Return the sentence that tfdp wrote into an error of TensorFlow, or `None`.
+    """Return tfdp's message within the text of a TensorFlow error, or `None`.
 
     Returns:
         String, such as "`num_rows` of MyData must return ...".

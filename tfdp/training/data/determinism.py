@@ -13,12 +13,13 @@ from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground._compat import keras_data, random_seeds, tf_data
 from tfdp.training.data.stages import BATCHES, MAPS, PASS_THROUGH
 
-# TensorFlow's stateful random operations.
+# TensorFlow's stateful random operations, which a rerun repeats only with a seed.
 RANDOM_OPS = (
     *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
     *("RandomShuffle", "Multinomial", "RandomGamma", "RandomPoissonV2"),
 )
-# Kinds of datasets that create only one iterator of each input in a pass.
+# Kinds of datasets that create only one iterator of each input in a pass, so that
+# their shuffles draw seeds once.
 _ONE_PASS_DATASETS = (
     *(
         *BATCHES,

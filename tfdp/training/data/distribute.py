@@ -77,8 +77,8 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
         strategy: A tfdp strategy.
         dataset: `tf.data.Dataset`, batched by the global batch size.
         options: `tf.distribute.InputOptions` or `None`.
-        stock: `super()` of the strategy, the stock implementation, which distributes
-            datasets without rows and those sharded by file.
+        stock: `super()` of the strategy, TensorFlow's own implementation, which
+            distributes datasets without rows and those sharded by file.
 
     Returns:
         A `tf.distribute.DistributedDataset`.
@@ -116,7 +116,8 @@ def _check_order(strategy: Any, dataset: Any) -> None:
         dataset: `tf.data.Dataset`.
 
     Raises:
-        ValueError: If such a `shuffle` was distributed before the change.
+        ValueError: If a `shuffle` with a new order in each iteration was distributed
+            before the change.
     """
     generation = strategy.extended.generation
     for part in tf_data.dataset_inputs(dataset):
@@ -255,7 +256,7 @@ def _check_shards(
     Args:
         strategy: A tfdp strategy.
         shard: `FileShard` that this worker reads.
-        dataset: `tf.data.Dataset` as the user has made it.
+        dataset: `tf.data.Dataset` of the user, in batches of the global size.
         local_batches: `tf.data.Dataset` in batches of this worker's share, or `None` if
             the pipeline cannot be rebatched.
 
@@ -368,12 +369,15 @@ def warn_not_split_early(strategy: Any, obstacle: str) -> None:
 
 
 def part_in_training() -> JobPart | None:
-    """Return this process's part of a job while `fit` prepares training data."""
+    """Return this process's `JobPart` while `fit` prepares training data, or `None`.
+
+    It is `None`, too, in a job without parts that train separately.
+    """
     return None if loops.awaiting_training_data() is None else job_part()
 
 
 def rows_of_part(dataset: tf.data.Dataset, part: JobPart) -> tf.data.Dataset:
-    """Take the rows of each batch on which a part of a job trains.
+    """Take the rows of each batch on which one separately trained job part trains.
 
     A batch with fewer rows than parts exist is left out by all parts, so that they run
     the same number of steps.
@@ -415,14 +419,14 @@ def check_batch_size(strategy: Any, batch_size: int | None, what: str) -> None:
 
 
 def _has_rows(dataset: Any) -> bool:
-    """Return whether data is a `tf.data.Dataset` with an axis of rows."""
+    """Return whether data is a `tf.data.Dataset` whose elements have rows."""
     return isinstance(dataset, tf.data.Dataset) and any(
         map(has_rows, tf.nest.flatten(dataset.element_spec))
     )
 
 
 def length_of(strategy: Any, adapter: Any) -> Length:
-    """Return the length of this worker's data.
+    """Return the number of steps for which this worker has data, as a `Length`.
 
     With `AutoShardPolicy.OFF` a batch supplies several steps. With a dataset from the
     user's `distribute_datasets_from_function` a step takes a batch for each replica.

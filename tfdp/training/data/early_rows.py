@@ -68,17 +68,18 @@ _CACHE_REASON = (
     "its `map` is before `cache`, which keeps all rows; put `cache` before `map`, or "
     "remove it, if preparing only the worker's own rows in each pass costs less"
 )
-# Matches before each capital letter but the first, to convert names to snake case.
+# Position before each capital letter but the first, to convert names to snake case.
 _INNER_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 @dataclasses.dataclass
 class Division:
-    """Result of dividing a dataset before its rows are prepared.
+    """Result of dividing a dataset before `map` prepares its rows.
 
     Args:
-        dataset: `tf.data.Dataset` as `rows.divide_batches` returns it, or `None` if
-            the division is impossible or saves nothing. Defaults to `None`.
+        dataset: `tf.data.Dataset` of pairs: a tuple with the rows of each rank, and the
+            number of rows of the global batch. `None`, the default, if the division is
+            impossible or saves nothing.
         obstacle: String, why each worker prepares all rows, and the remedy; empty if
             it does not. Defaults to `""`.
     """
@@ -106,7 +107,7 @@ class Elements:
 def divide_early(
     batches: tf.data.Dataset, ranks: list[int], num_replicas: int
 ) -> Division:
-    """Divide global batches among ranks before their rows are prepared.
+    """Divide global batches among ranks before `map` prepares their rows.
 
     Args:
         batches: `tf.data.Dataset` of global batches.

@@ -105,7 +105,7 @@ def _describe_leaf(spec: Any) -> dict[str, Any]:
 
 
 def without_unknown_sizes(described: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replace axis sizes by `None` unless all workers know them.
+    """Replace axis sizes in described specs by `None` unless all workers know them.
 
     Args:
         described: Sequence of dicts that `describe_spec` returned on each worker.

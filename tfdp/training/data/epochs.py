@@ -77,7 +77,7 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
     if has_workers:
         _seed_py_dataset_order(strategy, kwargs)
         kwargs = _with_local_rows(strategy, kwargs)
-    with data_wait.reading():  # Keras reads the first batch of a generator here
+    with data_wait.reading():  # Keras's `__init__` reads a generator's first batch
         original(iterator, *args, **kwargs)
     if has_workers:
         _agree_on_end(
@@ -117,10 +117,10 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
 
 
 def _count_reads(strategy: Any, iterator: Any) -> None:
-    """Count later reads of an iterator's stock distributed dataset.
+    """Replace TensorFlow's own distributed dataset by one that counts its reads.
 
-    The dataset is replaced by one that counts its reads, if `count_reads` was called in
-    this process. It is left alone if a read also waits for other workers.
+    It is replaced only if `count_reads` was called in this process, and if its reads do
+    not wait for other workers.
 
     Args:
         strategy: A tfdp strategy.
@@ -140,9 +140,9 @@ def _count_reads(strategy: Any, iterator: Any) -> None:
 
 
 def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
-    """Return whether batches are divided by weights; warn if they cannot be.
+    """Return whether the load balancer divides batches; warn if it cannot.
 
-    It is `True` only for training data with a load balancer.
+    It is `True` only for training data, in global batches that tfdp divides.
     """
     is_for_training = loops.awaiting_training_data() is not None
     if strategy.extended.balance is None or not is_for_training:
@@ -175,7 +175,7 @@ def _agree_on_end(
     _agree_on_steps(iterator, agreed_steps(lengths, stops=stops))
 
     def with_common_end(dataset: Any) -> Any:
-        """Return a distributed dataset that ends where the workers have agreed."""
+        """Return a distributed dataset that ends for all workers at the agreed step."""
         return _with_common_end(dataset, lengths, stops=stops, by_weight=by_weight)
 
     keras_data.set_distributed_dataset(
@@ -289,8 +289,8 @@ def _distribute_adapter(
     Args:
         strategy: A tfdp strategy.
         iterator: Epoch iterator of Keras.
-        part: `JobPart` whose rows are distributed, or `None` for all. Defaults to
-            `None`.
+        part: `JobPart` whose rows are distributed, if parts of a job train separately;
+            or `None`, the default, for all rows.
 
     Returns:
         A distributed dataset. The iterator and its adapter are not changed.

@@ -38,7 +38,7 @@ _MAX_SENT_NAMES = 1000
 
 @dataclasses.dataclass(frozen=True)
 class FileShard:
-    """The part of a set of files that a worker reads, stored in a dataset's name.
+    """Part of a set of files that a worker reads; a `tf.data` stage's name stores it.
 
     Args:
         num_workers: Int, number of workers that the files are divided among.
@@ -72,19 +72,19 @@ class FileShard:
 
     @property
     def name(self) -> str:
-        """String, name of the dataset stage that carries the shard."""
+        """String, name of a dataset stage, from which `of_dataset` reads the shard."""
         return f"{_MARK}_{self.num_workers}_{self.rank}_{self.digest}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """Files that one worker sees.
+    """Names and sizes of the files that match the patterns on one worker.
 
     Args:
         names: List of strings, sorted.
         sizes: List of ints, number of bytes of each file.
-        problem: String, predicate of a sentence about the pattern, or empty if there is
-            no problem. Defaults to `""`.
+        problem: String, such as `"matches no file"`, or empty if the files are usable.
+            Defaults to `""`.
     """
 
     names: list[str]

@@ -62,8 +62,8 @@ class ArrayValues:
         """Describe the values of an array in more detail than a fingerprint.
 
         Returns:
-            Dict, or `None` if the array cannot be described. `"parts"` are the blocks
-            of each part of the array, or a digest for values without rounding;
+            Dict, or `None` if the array cannot be described. `"parts"` is a list with
+            the result of `ArrayPart.describe` for each part of the array;
             `"rows"` is an order-independent digest of the rows and some hashes of rows,
             or `None`; `"paths"` is whether the values are paths.
         """
@@ -78,7 +78,7 @@ class ArrayValues:
             return None
 
     def _all_parts(self) -> Iterator[ArrayPart]:
-        """Yield the components of all arrays."""
+        """Yield the `ArrayPart`s of all arrays."""
         for parts in self._parts.values():
             yield from parts
 

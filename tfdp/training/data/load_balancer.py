@@ -101,7 +101,7 @@ class WeightSearch:
     def next(
         self, weights: tuple[int, ...], rows: Sequence[int], microseconds: Sequence[int]
     ) -> tuple[int, ...]:
-        """Return the weights to try next; all workers pass the same arguments.
+        """Return the workers' weights to try next; all workers pass the same arguments.
 
         Args:
             weights: Tuple of ints, the current weights of the workers.
@@ -138,7 +138,7 @@ def next_weights(
             step.
 
     Returns:
-        Tuple of ints.
+        Tuple of ints, the new weights; `weights` if the times are nearly equal.
 
     Example:
 
@@ -196,7 +196,7 @@ def rows_by_weight(num_rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     whole, remainders = (
         excess * num_left // total,
         excess * num_left % total,
-    )  # [num_replicas]
+    )  # each of shape [num_replicas]
     # The sort is stable, so that among equal remainders the lower rank gets the row.
     order = tf.argsort(remainders, direction="DESCENDING", stable=True)
     position = tf.cast(tf.math.invert_permutation(order), tf.int64)

@@ -44,7 +44,7 @@ _RANDOM_ITEMS_REASON = (
 
 
 class LocalRowsSampler:
-    """Batch sampler that yields the numbers of this worker's rows of each batch.
+    """Batch sampler that yields, for each batch, the indices of this worker's rows.
 
     Args:
         batches: `torch.utils.data.BatchSampler` of global batches.
@@ -105,7 +105,7 @@ class RandomnessWatch:
 
 
 def rows_of_loader(strategy: Any, loader: Any) -> Any:
-    """Return a Keras adapter of a torch `DataLoader` that loads a worker's rows.
+    """Return a Keras data adapter that loads only this worker's rows of a `DataLoader`.
 
     If workers cannot load their rows only, `loader` is returned, with a warning. All
     workers call it.

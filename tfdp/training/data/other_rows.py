@@ -37,7 +37,7 @@ _UNKNOWN_ROWS = "unsure"
 
 
 def places_of_other_rows(dataset: tf.data.Dataset) -> frozenset[int]:
-    """Return the indices of the parts that may have other row counts than the first.
+    """Return which parts of a batch may have other row counts than the first part.
 
     The stages of the dataset determine the counts. Where a `map` follows `batch`, a
     first batch is read without shuffling, unless an operation has state that this
@@ -105,7 +105,7 @@ def unwrap_other_rows(args: Any) -> tuple[Any, frozenset[int]]:
 
 
 class _ZippedBatches(NamedTuple):
-    """Row counts of the batches of a zipped dataset, as far as known.
+    """Description of a part's row count, for a part from one of the zipped datasets.
 
     Args:
         sizes: String, JSON such as `{"size": 8, "last": 5}`, with a suffix if the last
@@ -119,7 +119,7 @@ class _ZippedBatches(NamedTuple):
 
 
 def _rows_by_stages(dataset: tf.data.Dataset) -> list:
-    """Describe where the row count of each flattened part comes from.
+    """Describe where the row count of each part of a dataset's batch comes from.
 
     `_rows_may_differ` compares the descriptions of two parts: parts with the same one
     have the same row counts, unless it is `_UNKNOWN_ROWS`.

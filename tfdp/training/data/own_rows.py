@@ -42,7 +42,7 @@ _NUMBER_KINDS = "biuf"  # NumPy's dtype kinds of booleans, integers and floats
 
 
 def new_label_record(*, restarts: bool) -> LabelRecord:
-    """Create the record of a data source's class labels, for comparison by workers.
+    """Create an empty record of a data source's class labels, which workers compare.
 
     If the running loop of Keras is a `fit` that has not read its training data yet, the
     data is for training, and the record is attached to the loop.
@@ -171,11 +171,11 @@ class LocalRowsDataset(keras.utils.PyDataset):
         return item_of(rows, total)
 
     def on_epoch_begin(self) -> None:
-        """Notify the user's `PyDataset`."""
+        """Call `on_epoch_begin` of the user's `PyDataset`."""
         self.source.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Notify the user's `PyDataset`."""
+        """Call `on_epoch_end` of the user's `PyDataset`."""
         self.source.on_epoch_end()
 
 
@@ -310,7 +310,7 @@ class StoredRows:
         self._dtype = tf.as_dtype(keras.config.floatx() if is_float else array.dtype)
 
     def gather(self, numbers: tf.Tensor) -> tf.Tensor:
-        """Read rows in a graph.
+        """Return a tensor of rows, which a graph reads from the file when it runs.
 
         Args:
             numbers: Tensor of shape `[num]`, int64, distinct row numbers.
@@ -319,7 +319,7 @@ class StoredRows:
         return tf.ensure_shape(rows, [numbers.shape[0], *self._array.shape[1:]])
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
-        """Read rows as a NumPy array.
+        """Return rows as a NumPy array, in the order of `numbers`.
 
         Args:
             numbers: Array of shape `[num]`, int64, distinct row numbers.

@@ -28,9 +28,9 @@ from tfdp.training.data.uneven_inputs import (
     has_next_step,
 )
 
-# The number of steps whose rows are prefetched.
+# The number of steps whose rows are prefetched, unless a Python generator is read.
 PREFETCHED_STEPS = 2
-# Stages that TensorFlow's autotuning can speed up.
+# Stages that TensorFlow's autotuning can speed up; without them it may be turned off.
 _AUTOTUNED_STAGES = (
     *(*MAPS, "ParallelBatchDataset"),
     *("InterleaveDataset", "ParallelInterleaveDataset"),
@@ -46,9 +46,9 @@ class ReadOptions(NamedTuple):
     Args:
         syncs_end_of_data: Bool, whether workers may run out of data at different
             steps, so that each step begins with an all-reduce.
-        counts_rows: Bool, whether an element is a `CountedBatch`. Only Keras's loops
-            can use it, because they pass a batch to `strategy.run` unchanged. Defaults
-            to `False`.
+        counts_rows: Bool, whether an element is a `CountedBatch`, with the row count of
+            the global batch. Only Keras's loops can use it, because they pass a batch
+            to `strategy.run` unchanged. Defaults to `False`.
         stops_at_shortest: Bool, whether the data ends with the worker that has the
             least, and not with the one that has the most. Defaults to `False`.
         by_weight: Bool, whether elements are global batches, which each step divides by
@@ -82,7 +82,7 @@ def divide_and_prefetch(
 
     Args:
         batches: `tf.data.Dataset` of global batches.
-        ranks: List of ints.
+        ranks: List of ints, the replicas whose rows the result has.
         num_replicas: Int, on all workers.
         checks: Bool, whether the parts of a batch must have the same number of rows.
             Defaults to `None`: with several replicas.
@@ -152,7 +152,7 @@ class PerReplicaDataset(tf_data.DistributedDatasetsFromFunction):
     def _is_deleted_in_background(self) -> bool:
         """Bool, whether another thread deletes the iterators of this dataset.
 
-        It does not for a pipeline that calls Python or writes files: there users can
+        It is false for a pipeline that calls Python or writes files: there users can
         observe when deletion runs the `finally` of a generator, or closes a file.
         """
         dataset = self.dataset
@@ -320,9 +320,9 @@ class PerReplicaSpec(ComponentsSpec):
 
 
 def _spec_of(value: Any) -> PerReplicaSpec:
-    """Return the type spec of a value, and register its strategy."""
-    # TensorFlow compares type specs by plain values. So a spec holds the `id` of the
-    # strategy, and `_strategies` leads from the `id` to the strategy.
+    """Return the type spec of a dataset or iterator, and register its strategy."""
+    # TensorFlow compares type specs by plain values. So a spec holds the `id` of its
+    # strategy, by which `_strategies` finds the strategy.
     _strategies[id(value.strategy)] = value.strategy
     return PerReplicaSpec.of(
         value, id(value.strategy), tuple(value.read_options), value.generation

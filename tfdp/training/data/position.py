@@ -30,7 +30,7 @@ from tfdp.training.data.file_shards import FileShard
 # The data positions of the running loops, that of the innermost loop last; `None` for a
 # loop whose position is not tracked.
 _position_stack: list[DataPosition | None] = []
-# The key of the number of batches in a description of the data.
+# Key of the number of batches in a description of the data, which error texts show.
 _NUM_BATCHES = "the number of batches"
 
 
@@ -238,8 +238,8 @@ class DataPosition:
             elif reshuffles and taken[number]:
                 tf_data.begin_shuffles(source)
             elif reshuffles:
-                # Keras created the iterator of this epoch, but read no batch. If the
-                # dataset has several shuffles, only the last one drew a seed, as here.
+                # Keras created the epoch's iterator, but read no batch. With several
+                # shuffles, only the last one drew a seed, as it does by `iter(source)`.
                 iter(source)
         self._taken = list(taken)
         if self._order is not None:
@@ -247,7 +247,7 @@ class DataPosition:
         return None
 
     def _describe(self) -> dict[str, Any]:
-        """Return the properties of a pipeline that must be equal in a resumed run."""
+        """Return the properties of the data that must be equal in a resumed run."""
         source = self._source
         seeds = tf_data.shuffle_seeds(source) if self._is_dataset else []
         uses_global = self._order is None and keras_data.shuffles_arrays(self._adapter)
@@ -262,7 +262,7 @@ class DataPosition:
 
 @contextlib.contextmanager
 def tracking(position: DataPosition | None) -> Iterator[None]:
-    """Open a context for one loop, in which `current` returns its position or `None`.
+    """Open a context for one Keras loop, in which `current` returns `position`.
 
     The end of the context closes the position's `exit_stack`.
     """
@@ -276,7 +276,7 @@ def tracking(position: DataPosition | None) -> Iterator[None]:
 
 
 def current() -> DataPosition | None:
-    """Return the position of the running loop, or `None`."""
+    """Return the data position of the innermost running loop, or `None`."""
     return _position_stack[-1] if _position_stack else None
 
 

@@ -17,13 +17,13 @@ UNEQUAL_ROWS = (
     "All parts of a batch must have the same number of rows, so that they can be "
     "divided among the replicas."
 )
-# Separator of the parts' names in the message of an assertion in a graph. The row
-# counts follow the names.
+# Separator of the parts' names in the message of an assertion in a graph, by which
+# `checks` finds the names again.
 BETWEEN_NAMES = " | "
 
 
 class Part(NamedTuple):
-    """The rows that one worker has of a global batch, as a range of the batch.
+    """Range of the rows that one worker has of a global batch, for `rows_of_rank`.
 
     Args:
         total: Scalar int64 tensor, number of rows of the global batch.
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class OtherRows(NamedTuple):
-    """A part of a batch that has another number of rows than its first part.
+    """A part of a batch, such as `y`, with another row count than the first part.
 
     Args:
         rows: Tensor, a replica's share of the part's rows.
@@ -57,11 +57,11 @@ def divide_batches(
     checks: bool | None = None,
     others: Collection[int] = (),
 ) -> tf.data.Dataset:
-    """Divide each global batch among ranks, and count its rows.
+    """Split each global batch into the rows of each rank, and count its rows.
 
     Args:
         dataset: `tf.data.Dataset` of global batches.
-        ranks: List of ints.
+        ranks: List of ints, the replicas whose rows the result has.
         num_replicas: Int, on all workers.
         checks: Bool, whether the parts of a batch must have the same number of rows.
             Dense parts with another static number of rows are exempt if both numbers
@@ -144,11 +144,11 @@ def rows_of_rank(
             the first axis; scalars and `None` are given to every replica.
         rank: Int, the replica.
         num_replicas: Int, on all workers.
-        part: `Part` that `batch` is of a global batch, or `None` if `batch` is a whole
-            global batch. Defaults to `None`.
+        part: `Part`, the rows of a global batch that `batch` has, or `None` if it has
+            all of them. Defaults to `None`.
 
     Returns:
-        Nest of the same structure.
+        Nest like `batch`, with only the rows of `rank`.
     """
 
     def take(tensor: Any) -> Any:
@@ -305,11 +305,11 @@ def _first_size(part: Any) -> int | None:
 
 
 def _assert_equal_rows(parts: dict[str, Any]) -> None:
-    """Have the graph raise if parts differ in row counts, unless specs show it."""
+    """Have the graph raise if row counts differ, unless specs show they are equal."""
     static = {part.shape[0] for part in parts.values()}
     if len(parts) < 2 or (len(static) == 1 and None not in static):
         return
-    counts = tf.stack([count_of(part) for part in parts.values()])  # [num_parts]
+    counts = tf.stack([count_of(part) for part in parts.values()])  # shape [num_parts]
     text = f"{UNEQUAL_ROWS} Received: {BETWEEN_NAMES.join(parts)} with"
     are_equal = tf.reduce_all(counts == counts[0])
     tf.debugging.Assert(are_equal, [text, counts], summarize=len(parts))
@@ -381,7 +381,7 @@ def bounds_of_ranks(
 
     Args:
         num_rows: Int or scalar tensor, rows of the global batch.
-        ranks: Sequence of ints.
+        ranks: Sequence of ints, consecutive.
         num_replicas: Int, on all workers.
 
     Returns:

@@ -88,10 +88,10 @@ def values_of_sources(dataset: tf.data.Dataset) -> ArrayValues:
 
 
 def elements_fact(dataset: tf.data.Dataset) -> SharedFact:
-    """Return a `SharedFact` of a dataset's elements: structure, dtypes and shapes.
+    """Return a `SharedFact`, by which workers check that element specs are equal.
 
-    If they differed, workers would run different steps, whose collectives would wait
-    for each other indefinitely.
+    With other structures, dtypes or shapes, workers would run different steps, whose
+    collectives would wait for each other indefinitely.
     """
     problem = (
         "Workers have datasets whose elements differ in structure, type or shape. "
@@ -99,7 +99,7 @@ def elements_fact(dataset: tf.data.Dataset) -> SharedFact:
     )
 
     def explain_elements(specs: dict[int, dict]) -> str:
-        """Return the error, or `""` if only sizes differ that not all workers know.
+        """Return the error text, or `""` if only sizes differ that some do not know.
 
         Args:
             specs: Dict from the rank of each worker to the result of `describe_spec`

@@ -29,7 +29,7 @@ _OF_ARRAYS = "keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapt
 
 @dataclasses.dataclass
 class Stage:
-    """A stage that maps elements one by one, selects some, or passes them through.
+    """A `tf.data` stage (map, selection or prefetch) to append to another pipeline.
 
     Args:
         build: Function that appends the stage to a dataset. Its arguments are the
@@ -62,7 +62,7 @@ class Stage:
 def stages_after_batch(
     dataset: tf.data.Dataset,
 ) -> tuple[tf.data.Dataset, list[Stage]]:
-    """Find the stages after `batch` that treat rows separately, or read no values.
+    """Find the stages after `batch` that could as well run on a part of the rows.
 
     Returns:
         Pair of the dataset that the stages follow, which ends in `batch`, in Keras's
@@ -171,6 +171,6 @@ def no_autograph(function: Callable) -> Callable:
 def as_map_function(
     dataset: tf.data.Dataset, function: Callable[[Any], Any]
 ) -> Callable:
-    """Wrap a function of one element, since `map` passes a tuple as arguments."""
+    """Wrap a function of one element for `map`, which unpacks tuples as arguments."""
     is_tuple = type(dataset.element_spec) is tuple
     return no_autograph(lambda *parts: function(parts if is_tuple else parts[0]))

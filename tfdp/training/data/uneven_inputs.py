@@ -20,7 +20,7 @@ from tfdp.ground.base.finalizers import FinalizerThread
 from tfdp.ground.forks import keep_in_forks
 
 # Two variables, the numbers of batches that this process has requested and received.
-# The list is empty until `count_reads` is called: graphs have no counters by default.
+# `_counts` is empty until `count_reads` is called: graphs have no counters by default.
 _counts: list[Any] = []
 _deletions = FinalizerThread("tfdp-iterators")
 # Classes by their `id`. TensorFlow compares type specs by plain values, so a spec holds
@@ -41,8 +41,8 @@ def has_next_step(strategy: Any, has_data: tf.Tensor, *, stops: bool) -> tf.Tens
     """
     group = strategy.extended.host_group
     with tf.device(group.devices[0]):
-        has_data_here = tf.cast(has_data, tf.int32)[tf.newaxis]  # [1]
-        num_with_data = Member(group, 0).all_reduce(has_data_here)[0]  # [], int32
+        has_data_here = tf.cast(has_data, tf.int32)[tf.newaxis]  # shape [1]
+        num_with_data = Member(group, 0).all_reduce(has_data_here)[0]  # scalar int32
         return num_with_data == group.size if stops else num_with_data > 0
 
 
@@ -60,7 +60,7 @@ def raise_out_of_range(strategy: Any) -> tf.Tensor:
 
 
 class StockDataset:
-    """Wrapper of a stock distributed dataset that replaces its iterator.
+    """Wrapper of TensorFlow's own distributed dataset that replaces its iterator.
 
     Args:
         dataset: A distributed dataset of a tfdp strategy.
@@ -138,16 +138,15 @@ class StepIterator(tf_data.DistributedIteratorInterface, tf_data.CompositeTensor
         )
 
     def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
-        """Return whether a next batch exists on any or all workers, and its reader.
+        """Return whether the loop has a next step, and a function that reads its batch.
 
-        The reader is a function without arguments. On a worker that has run out of data
-        it returns an empty batch.
+        On a worker that has run out of data, the function returns an empty batch.
         """
         raise NotImplementedError
 
     @property
     def _next_spec(self) -> Any:
-        """Spec of the next batch."""
+        """Type spec of the batch that `get_next` returns."""
         return self.element_spec
 
     @property
@@ -157,10 +156,10 @@ class StepIterator(tf_data.DistributedIteratorInterface, tf_data.CompositeTensor
 
 
 class StockIterator(StepIterator):
-    """Base class of wrappers of a stock distributed iterator.
+    """Base class of wrappers of TensorFlow's own distributed iterator.
 
     Args:
-        iterator: Stock iterator over a distributed dataset.
+        iterator: TensorFlow's iterator over a distributed dataset.
     """
 
     def __init__(self, iterator: Any) -> None:
@@ -178,7 +177,7 @@ class StockIterator(StepIterator):
 
 
 class CountedIterator(StockIterator):
-    """Stock iterator that counts its requested and its received batches.
+    """TensorFlow's distributed iterator, with counts of requested and received batches.
 
     The counts show how long a process waits for data. Reads that are traced before
     `count_reads` is called are not counted.
@@ -200,13 +199,13 @@ class CountedIterator(StockIterator):
 
 
 class ShortestIterator(StockIterator):
-    """Stock iterator that ends as soon as one worker has no more data.
+    """TensorFlow's distributed iterator, ended when the first worker runs out of data.
 
-    TensorFlow's own iterator always ends with the most data.
+    Without this class it ends with the worker that has the most data.
     """
 
     def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
-        """Return whether all workers have data, and the reader of the next batch."""
+        """Return whether all workers have data, and a function that reads the batch."""
         optionals = tf_data.optionals_of_replicas(self._iterator)
         # At the end of its data a worker may have batches for only some replicas. The
         # other replicas then get empty batches.
@@ -220,7 +219,7 @@ class ComponentsSpec(tf.TypeSpec):
 
     Args:
         inner: Spec of the components.
-        kind: Int, key of the value's class in a module-level table.
+        kind: Int, the `id` of the class, which `of` has registered.
         *settings: Further arguments of the class, of types that specs can compare.
     """
 
@@ -233,14 +232,14 @@ class ComponentsSpec(tf.TypeSpec):
 
     @classmethod
     def of(cls, value: Any, *settings: Any) -> ComponentsSpec:
-        """Return the spec of a value, and register its class."""
+        """Return the spec of a value, and register the value's class by its `id`."""
         kind = type(value)
         _kinds[id(kind)] = kind
         return cls(tf.type_spec_from_value(value.components), id(kind), *settings)
 
     @property
     def value_type(self) -> Any:
-        """Class of the value."""
+        """Class of the values that this spec describes."""
         return _kinds[self._kind]
 
     def _serialize(self) -> tuple:
@@ -264,8 +263,8 @@ class ComponentsSpec(tf.TypeSpec):
 def count_reads() -> None:
     """Count the batches that this process requests and receives, until it ends.
 
-    `data_wait` compares the two counts. Only functions that are traced after this call,
-    and eager code, count their reads.
+    `data_wait` compares the counts to measure waits for data. Only eager code, and
+    functions that are traced after this call, count their reads.
     """
     if not _counts:
         _counts.extend(

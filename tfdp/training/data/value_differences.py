@@ -36,7 +36,7 @@ def values_fact(
     values: ArrayValues,
     problem: str = _DATA_DIFFER,
 ) -> SharedFact:
-    """Return a `SharedFact` of values that may differ by no more than rounding.
+    """Return a `SharedFact`, by which workers check equal values, up to rounding.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
@@ -116,8 +116,8 @@ def find_difference(
 def _are_comparable(fingerprints: list[Any]) -> bool:
     """Return whether all workers have read the same rows of an array.
 
-    Arrays of different lengths are compared elsewhere. Of an array in memory and one
-    in a file different rows are read.
+    They have not if the lengths differ, which is reported elsewhere, or if the array is
+    in memory on one worker, and in a file on another.
 
     Args:
         fingerprints: List of one array's fingerprint on each worker.
@@ -130,7 +130,7 @@ def _are_comparable(fingerprints: list[Any]) -> bool:
 def _different_names(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Return the names of arrays whose descriptions differ by more than rounding.
 
-    Both dicts have what `ArrayValues.describe` returned, by name.
+    Each dict has the results of `ArrayValues.describe` on one worker, by array name.
     """
     return [name for name in first if _is_different(first[name], other[name])]
 
@@ -138,7 +138,8 @@ def _different_names(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
 def _is_different(first: dict | None, other: dict | None) -> bool:
     """Return whether two descriptions of an array differ by more than rounding.
 
-    `ArrayValues.describe` returned them on two workers; `None` always differs.
+    `ArrayValues.describe` returned them on two workers. `None` always differs; lists of
+    paths differ only if they have a name in common.
     """
     if first is None or other is None:
         # A missing description counts as a difference, because values are described
@@ -156,15 +157,16 @@ def _is_different(first: dict | None, other: dict | None) -> bool:
 
 
 def _parts_differ(first: Any, other: Any) -> bool:
-    """Return whether the descriptions of a part differ by more than rounding.
+    """Return whether an array part differs between two workers by more than rounding.
 
-    Each is a list of blocks, or a digest, see `ArrayPart.describe`.
+    The arguments are its descriptions: lists of blocks, or digests, see
+    `ArrayPart.describe`.
     """
     if isinstance(first, str) or isinstance(other, str):
         return first != other
     if len(first) != len(other):
         return True
-    blocks, others = np.array(first), np.array(other)  # [num_blocks, 3]
+    blocks, others = np.array(first), np.array(other)  # each of shape [num_blocks, 3]
     most = _ROUNDING * np.maximum(blocks[:, 1], others[:, 1])
     differences = np.abs(blocks - others)
     is_rounding = (differences[:, :2] <= most[:, np.newaxis]).all()
@@ -174,7 +176,7 @@ def _parts_differ(first: Any, other: Any) -> bool:
 def _describe_pair(first: dict[str, Any], other: dict[str, Any]) -> str:
     """Describe how arrays of two workers differ, such as 'x with other values'.
 
-    Both dicts have what `ArrayValues.describe` returned, by name.
+    Each dict has the results of `ArrayValues.describe` on one worker, by array name.
     """
     names = _different_names(first, other)
     same_rows = all(_have_same_rows(first[name], other[name]) for name in names)

@@ -12,15 +12,15 @@ from tfdp.ground.base.feature import batches_between_syncs, equalize_replicas
 from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.replicas.synchronized_scope import broadcast_variables
 
-# The number of batches between checks of progress: a check reads a variable, which
+# The number of batches between checks for overflows: a check reads a variable, and so
 # waits for the running step.
 _BATCHES_BETWEEN_CHECKS = 10
 
 
 class TensorBoardParticipant(keras.callbacks.Callback):
-    """Participant in the saves of weights for embeddings by worker 0's `TensorBoard`.
+    """Save weights on the other workers whenever worker 0's `TensorBoard` saves them.
 
-    It runs on the other workers, since a save of sharded state needs all of them.
+    A save of sharded state needs all workers; only worker 0 writes the file.
 
     Args:
         every: Int, number of epochs between saves.
@@ -31,7 +31,7 @@ class TensorBoardParticipant(keras.callbacks.Callback):
         self._every = every
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Take part in the save of this epoch, if worker 0 saves in it."""
+        """Take part in the save of weights after this epoch, if worker 0 saves them."""
         if epoch % self._every == 0:
             # With sharded state all workers take part in a save, and worker 0 writes.
             self.model.save_weights("taking-part.weights.h5")
@@ -86,7 +86,7 @@ class SyncStopTrainingEachBatch(SyncStopTraining):
 
 
 class BroadcastRestoredState(keras.callbacks.Callback):
-    """Broadcast the state that worker 0 restored from its backup.
+    """Broadcast the state that worker 0's `BackupAndRestore` has restored.
 
     Args:
         strategy: A tfdp strategy.
@@ -118,17 +118,17 @@ class OptimizerProgressCheck(keras.callbacks.Callback):
     """Stop `fit` if gradients always overflow, and equalize replicas after each epoch.
 
     The optimizer's `check_progress` raises after ten overflows in a row at the smallest
-    loss scale. At the end of an epoch, before files are saved, replicas whose state
-    differs get the same, and equal parts of accumulated gradients.
+    loss scale. At the end of an epoch, all replicas get the same state, and equal parts
+    of the accumulated gradients, so that any worker can save them.
     """
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Check the progress of the optimizer after every tenth batch."""
+        """Check after every tenth batch that not all of the last steps overflow."""
         if batch % _BATCHES_BETWEEN_CHECKS == _BATCHES_BETWEEN_CHECKS - 1:
             self._check()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Check the progress; give replicas the same state, before files are saved."""
+        """Check for overflows, and give all replicas the state that is to be saved."""
         self._check()
         equalize_replicas(self.model)
         strategy = self.model.distribute_strategy

@@ -23,7 +23,8 @@ from tfdp.ground._compat import keras_model
 # Matches the counter in a name of Keras, such as "_1" in "dense_1/kernel".
 _NAME_COUNTER = re.compile(r"_\d+(?=/|:|$)")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
-# Keys of configs that are not compared, and endings of such keys.
+# Keys of configs, and endings of such keys, that are not compared between workers:
+# their values may differ without an effect on training.
 _IGNORED_KEYS = (
     "module",
     "registered_name",
@@ -118,7 +119,7 @@ def comparable(value: Any) -> Any:
 
 
 def _comparable_dict(value: dict) -> dict[str, Any]:
-    """Return a dict's entries in comparable form, without those that may differ."""
+    """Apply `comparable` to a config's entries; leave out those that may differ."""
     if value.get("class_name") == "__lambda__" or set(value) == {"value"}:
         # The code of a lambda is not compared: it includes line numbers of the file.
         return {}
@@ -182,7 +183,7 @@ def _by_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _argument_config(value: Any) -> Any:
-    """Return the config of an argument of `compile`, possibly a dict by outputs."""
+    """Return comparable configs of losses or metrics in an argument of `compile`."""
     value = keras.tree.map_structure(_config, value)
     if isinstance(value, dict):
         return _by_name([(str(key), item) for key, item in value.items()])

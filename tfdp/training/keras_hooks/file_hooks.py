@@ -43,11 +43,11 @@ from tfdp.training.sharding.full_state import FullState, gather_full_state
 def save_file(
     original: Callable, model: Any, filepath: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Save with a function of Keras, atomically and with the plain optimizer."""
+    """Save by a function of Keras, atomically, without the `DistributedOptimizer`."""
 
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
-        """Call the original function while the model has the plain optimizer."""
+        """Call `original` while the model has the wrapped Keras optimizer."""
         return _save_with_plain_optimizer(original, *args, **kwargs)
 
     strategy = strategy_of(model)
@@ -62,7 +62,7 @@ def save_file(
 def _save_with_plain_optimizer(
     original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Save with a function of Keras and the plain optimizer.
+    """Save by a function of Keras, with the Keras optimizer inside tfdp's wrapper.
 
     With sharded state all workers take part, and worker 0 writes.
 
@@ -120,7 +120,7 @@ def save_tensors(
 def load_with_plain_optimizer(
     original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load with a function of Keras and the plain optimizer.
+    """Load by a function of Keras, into the Keras optimizer inside tfdp's wrapper.
 
     Raises:
         ValueError: With sharded state, if only some workers see the file.
@@ -150,12 +150,12 @@ def _check_file_on_all_workers(optimizer: Any, path: Any) -> None:
 
 @contextlib.contextmanager
 def plain_optimizer(model: Any, whole: FullState | None = None) -> Iterator[None]:
-    """Replace the model's optimizer by its plain Keras view while the context is open.
+    """Replace the model's `DistributedOptimizer` by a Keras view of it in a context.
 
     Args:
         model: Keras model.
-        whole: `FullState`, the gathered values of sharded state, or `None`. Defaults to
-            `None`.
+        whole: `FullState`, the gathered values of sharded state, to save them; or
+            `None`. Defaults to `None`.
     """
     optimizer: Any = getattr(model, "optimizer", None)
     if not hasattr(optimizer, "as_keras"):
@@ -166,7 +166,7 @@ def plain_optimizer(model: Any, whole: FullState | None = None) -> Iterator[None
 
 
 def save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
-    """Save an optimizer's variables, accumulators as the sum over all replicas."""
+    """Save a Keras optimizer's variables; sum gradient accumulators over replicas."""
     sums = _accumulators_of_replicas(optimizer)
     if not sums:
         original(optimizer, store)
@@ -183,7 +183,7 @@ def save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
 
 
 def load_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
-    """Load an optimizer's variables, and divide accumulators among the replicas."""
+    """Load a Keras optimizer's variables; divide accumulators among replicas."""
     original(optimizer, store)
     for variable in _accumulators_of_replicas(optimizer):
         variable.assign(variable.numpy() / num_replicas_of(optimizer))

@@ -54,7 +54,7 @@ class VariableView:
 
 
 def keras_view(distributed: Any, full_state: FullState) -> Any:
-    """Create the Keras optimizer that files hold, which shares a wrapper's state.
+    """Create the Keras optimizer that files hold: a view of a `DistributedOptimizer`.
 
     Args:
         distributed: `DistributedOptimizer`, built or not.
@@ -131,7 +131,7 @@ def _with_full_state(
 def _view_of(tensor: StateTensor, full_state: FullState) -> VariableView:
     """Create a view of a sharded tensor, which is saved from its gathered value.
 
-    A loaded value is written to the local shards. `full_state` has gathered values.
+    A loaded value is written to the local shards. `full_state` has the gathered value.
     """
 
     def write(value: Any) -> None:
@@ -147,7 +147,7 @@ def _view_of(tensor: StateTensor, full_state: FullState) -> VariableView:
 
 @dataclasses.dataclass(frozen=True)
 class AccumulatedGradients:
-    """Accumulated gradients, viewed as one device would hold them.
+    """Views of accumulated gradients as one device has them: sums over replicas.
 
     Args:
         accumulation: `AccumulationState` of the replicas.
@@ -204,7 +204,7 @@ class AccumulatedGradients:
         return VariableView(sum_view.path, sum_view.shape, read, write)
 
     def _local_sum(self, variable: Any) -> VariableView:
-        """Create a view of a replicated accumulator; reading sums its local copies."""
+        """Create a view of a replicated accumulator; reads estimate the global sum."""
         return VariableView(
             variable.path,
             tuple(variable.shape),
@@ -308,12 +308,12 @@ def take_accumulated_gradients(
     trained: list[Any],
     scale: float,
 ) -> None:
-    """Move the accumulated gradients of a built optimizer, and free its accumulators.
+    """Move a Keras optimizer's accumulated gradients to `accumulation`; free its own.
 
     Args:
         optimizer: Keras optimizer, maybe built with `gradient_accumulation_steps`.
         steps: Int, the optimizer's `gradient_accumulation_steps`.
-        accumulation: `AccumulationState` to fill, or `None` to discard the gradients.
+        accumulation: `AccumulationState` of tfdp, or `None` to discard the gradients.
         trained: List of the variables whose sums `accumulation` holds.
         scale: Float, the loss scale, by which Keras has divided the gradients.
     """

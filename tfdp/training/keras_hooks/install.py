@@ -35,7 +35,7 @@ _TENSORFLOW_ISSUE = "https://github.com/tensorflow/tensorflow/issues"
 
 
 REPLACEMENTS = (
-    # Compile, fit, evaluate, predict.
+    # Replacements for `compile`, `fit`, `evaluate` and `predict`.
     Replacement(
         owners.BaseTrainer,
         "compile",
@@ -127,7 +127,7 @@ REPLACEMENTS = (
             ("_finalize_ema_values", "restart_averages"),
         )
     ),
-    # Batches and their order.
+    # Replacements for the iteration over batches: their number, order and position.
     Replacement(
         owners.EpochIterator,
         "__init__",
@@ -154,7 +154,7 @@ REPLACEMENTS = (
         "A resumed run has to continue with the batch after the last completed one.",
         "https://github.com/keras-team/keras-hub/issues/204",
     ),
-    # Losses, metrics and gradients: a mean is over the rows of all replicas.
+    # Replacements for losses, metrics and gradients: means are over all replicas' rows.
     Replacement(
         owners.keras_loss,
         "reduce_values",
@@ -195,7 +195,7 @@ REPLACEMENTS = (
         runtime_hooks.replica_id,
         "A step is traced as the program of one device, the same on every worker.",
     ),
-    # Layers: batch statistics, empty batches, and random numbers.
+    # Replacements in layers, for batch statistics, empty batches and random numbers.
     Replacement(
         owners.keras_nn,
         "_compute_moments_sync",
@@ -250,7 +250,7 @@ REPLACEMENTS = (
         "`RematScope` with keyword arguments, which `tf.recompute_grad` rejects in a "
         "graph.",
     ),
-    # Updates by a plain Keras optimizer.
+    # Replacements for updates by a Keras optimizer without `DistributedOptimizer`.
     Replacement(
         owners.BaseOptimizer,
         "build",
@@ -280,7 +280,7 @@ REPLACEMENTS = (
         "other replicas run.",
         f"{_KERAS_ISSUE}/18666",
     ),
-    # Saving and loading: files hold the user's own optimizer.
+    # Replacements for saving and loading: files hold the user's own optimizer.
     *(
         Replacement(
             module,
@@ -321,7 +321,7 @@ REPLACEMENTS = (
         "each other's temporary files.",
         f"{_TENSORFLOW_ISSUE}/38635",
     ),
-    # TensorFlow's runtime.
+    # Replacements in TensorFlow's runtime: traced functions, data and seeds.
     Replacement(
         owners.FunctionType,
         "__hash__",
@@ -369,7 +369,7 @@ REPLACEMENTS = (
 
 @functools.cache
 def install() -> None:
-    """Apply every replacement of the table; later calls have no effect."""
+    """Replace all functions in `REPLACEMENTS`; later calls have no effect."""
     for entry in REPLACEMENTS:
         patches.replace(entry)
     # Tracebacks have to show the user's lines, so tfdp's frames are hidden as Keras

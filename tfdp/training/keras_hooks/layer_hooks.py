@@ -59,7 +59,7 @@ def reduce_values(
 def scale_loss(original: Callable, value: Any) -> Any:
     """Divide a loss by the number of replicas, by Keras's function.
 
-    While the program of one device is traced, the loss is returned unchanged.
+    While a step is traced as on one device, the loss is returned unchanged.
 
     Args:
         original: Callable, `scale_loss_for_distribution` of Keras.
@@ -71,8 +71,8 @@ def scale_loss(original: Callable, value: Any) -> Any:
 def unscale_loss(original: Callable, value: Any) -> Any:
     """Multiply a loss by the number of replicas, by Keras's function.
 
-    While the program of one device is traced, the loss is returned unchanged. The time
-    at which the loss is computed is recorded as the end of the replica's forward pass.
+    While a step is traced as on one device, the loss is returned unchanged. The time at
+    which the loss is computed is recorded as the end of the replica's forward pass.
 
     Args:
         original: Callable, `unscale_loss_for_distribution` of Keras.
@@ -86,7 +86,7 @@ def unscale_loss(original: Callable, value: Any) -> Any:
 
 
 def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
-    """Compute synchronized moments by one all-reduce instead of three.
+    """Compute the moments of a global batch by one all-reduce, where Keras uses three.
 
     Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167, over the
     global batch.
@@ -156,7 +156,7 @@ def masked_moments(original: Callable, layer: Any, inputs: Any, mask: Any) -> An
 def normalize(
     original: Callable, layer: Any, inputs: Any, training: Any = None, mask: Any = None
 ) -> Any:
-    """Call a `BatchNormalization`, in an eager step once for each replica's rows.
+    """Call a `BatchNormalization`; in an eager step, on each replica's rows separately.
 
     An eager step runs on the rows of all replicas. The moving statistics become the
     mean over replicas, weighted by rows.
@@ -242,8 +242,8 @@ def _may_be_empty(inputs: Any) -> bool:
     """Return whether inputs may have no rows, and convolution or pooling would fail.
 
     They fail on CPUs without XLA. Inputs may have no rows on one of several replicas,
-    unless their static number of rows is positive, or the program of one device is
-    traced.
+    unless their static number of rows is positive, or the step is traced as on one
+    device.
     """
     context = replica_context()
     if context is None or context.num_replicas_in_sync == 1 or xla.is_tracing():
@@ -256,7 +256,10 @@ def _may_be_empty(inputs: Any) -> bool:
 
 
 def draw_seed(original: Callable, seed: Any) -> Any:
-    """Draw a seed that differs between replicas; rank 0 has the seed of one device."""
+    """Draw a Keras seed, and add an offset by which replicas draw different numbers.
+
+    The offset of rank 0 is zero. A step that is traced as on one device has one seed.
+    """
     drawn = original(seed)
     if (trace := program_trace.current()) is not None:
         if loops.independent_groups() is not None:
@@ -294,7 +297,7 @@ def _seed_of_group(trace: Any, dtype: tf.DType) -> tf.Tensor:
 def _moments_per_replica(
     original: Callable, layer: Any, inputs: Any, mask: Any
 ) -> tuple[Any, Any]:
-    """Compute the moments of each replica's rows, in a program of one device.
+    """Compute the moments of each replica's rows, in a step traced as on one device.
 
     Marked tensors tell `tfdp.training.program` which values belong to one replica, and
     which to all.

@@ -42,7 +42,7 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
 
 
 def _logs_of_eager_step(strategy: Any, model: Any, outputs: Any) -> Any:
-    """Return the logs of an eager step, which has run on all rows.
+    """Return the logs of an eager step, which has run on the rows of all replicas.
 
     Where groups of replicas update independently, they are weighted means of the logs
     of the replicas.
@@ -115,9 +115,9 @@ def _sum_over_replicas(strategy: Any, model: Any, states: list) -> list[tf.Tenso
 
 
 def _local_values(strategy: Any, value: Any) -> list:
-    """Return a value of the step on each local replica.
+    """Return a list with an output of the step on each local replica.
 
-    TensorFlow merges identical objects into one, which is repeated here.
+    TensorFlow merges identical objects into one, which the list then repeats.
     """
     values = list(strategy.experimental_local_results(value))
     num_local = strategy.extended.num_local

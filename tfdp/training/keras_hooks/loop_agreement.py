@@ -35,11 +35,13 @@ from tfdp.training.replicas.assigned_values import recorded_weights
 from tfdp.training.replicas.synchronized_scope import synchronize_created
 
 _DATA_ARGUMENTS = ("x", "y", "sample_weight")
-# Keras's default of `batch_size`.
+# The batch size of arrays in Keras's loops if `batch_size` is `None`.
 _KERAS_BATCH_SIZE = 32
-# Arguments that may differ between workers. Callbacks are compared by other means.
+# Arguments of Keras's loops that may differ between workers, and the callbacks, which
+# are compared separately.
 _WORKER_ARGUMENTS = ("verbose", "return_dict", "callbacks", "kwargs")
-# Arguments that are not compared as settings. Data is compared by other means.
+# Arguments of Keras's loops that are not compared as settings. Data is compared
+# separately, as arrays.
 _NOT_SETTINGS = (*_WORKER_ARGUMENTS, *_DATA_ARGUMENTS, "validation_data", "batch_size")
 _MODEL_ATTRIBUTES = ("steps_per_execution", "run_eagerly", "jit_compile")
 # Functions that read the settings of a process for all of its models.
@@ -221,7 +223,7 @@ def _compare_workers(
         own: Dict of this worker's `"settings"`, the description of its `"arrays"`, its
             `"configs"`, and the names of its `"callbacks"`, if any.
         values: `ArrayValues` of this worker.
-        extra: Dict for JSON, gathered in the same exchange.
+        extra: Dict of JSON values that workers exchange, but do not compare.
 
     Returns:
         List of dicts, `extra` of each worker.
@@ -279,7 +281,7 @@ def _compare_workers(
 
 
 def _array_facts(name: str, arrays: list[dict[str, Any] | None]) -> list[SharedFact]:
-    """Return a `SharedFact` of each part of arrays: names, rows, shapes, dtypes."""
+    """Return a `SharedFact`, equal on all workers, of each description of arrays."""
 
     def explain_arrays(parts: dict[int, Any]) -> str:
         """Return the error about different arrays, or `""` if a worker has a dataset.

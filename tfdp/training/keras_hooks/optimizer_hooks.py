@@ -36,9 +36,10 @@ from tfdp.training.step.step import checked_gradients, keras_step
 def apply(
     original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
-    """Reduce and apply gradients by `take_step`, as a `DistributedOptimizer` does.
+    """Reduce the gradients of a plain Keras optimizer over replicas, and apply them.
 
-    In the compiled part of a step, or in a traced program, the update is deferred.
+    While a step is traced as on one device, or compiled by XLA, the update is only
+    recorded; each replica runs it later.
     """
     if replica_context() is None:
         return original(optimizer, grads, trainable_variables)
@@ -79,7 +80,7 @@ def apply_or_defer(
 ) -> None:
     """Update by a `LossScaleOptimizer`, which is moved into the scope and built first.
 
-    The update is deferred in the compiled part of a step, or in a traced program.
+    In a step traced as on one device, or compiled, the update is only recorded.
 
     Args:
         original: Callable, `LossScaleOptimizer.apply`, called last unless deferred.

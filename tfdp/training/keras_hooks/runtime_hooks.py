@@ -24,14 +24,14 @@ from tfdp.training.parameters.gathers import backward_pass, marked_backward_pass
 def all_reduce(
     original: Callable, context: Any, reduce_op: Any, value: Any, options: Any = None
 ) -> Any:
-    """All-reduce a value; return it unchanged in a trace of one device's program."""
+    """All-reduce a value; in a step traced as on one device, return it unchanged."""
     if program_trace.current() is not None:
         return value
     return original(context, reduce_op, value, options)
 
 
 def replica_id(original: Callable, context: Any) -> Any:
-    """Return the replica's id; return 0 in a trace of one device's program."""
+    """Return the replica's id; in a step traced as on one device, return 0."""
     if program_trace.current() is not None:
         return tf.zeros([], tf.int32)
     return original(context)
@@ -111,9 +111,9 @@ def seeds_of_operation(original: Callable, op_seed: Any) -> Any:
 
 
 def key_of_generator(original: Callable, generator: Any, key: Any) -> Any:
-    """Return a generator's key, unchanged in a trace of one device's program.
+    """Derive a replica's random key from a generator's `key`, as TensorFlow does.
 
-    TensorFlow derives another key from it for each replica.
+    In a step that is traced as on one device, the key is returned unchanged.
     """
     if program_trace.current() is not None:
         return key

@@ -39,7 +39,7 @@ def is_saving() -> bool:
 def save_atomically(
     strategy: Any, original: Callable, model: Any, path: Any, *rest: Any, **options: Any
 ) -> Any:
-    """Call a saving function of Keras with a temporary path, and move the result.
+    """Save by a function of Keras to a temporary path, and move the file to `path`.
 
     Args:
         strategy: The model's tfdp strategy.
@@ -62,7 +62,7 @@ def save_atomically(
 def _save(
     strategy: Any, original: Callable, model: Any, path: Any, *rest: Any, **options: Any
 ) -> Any:
-    """Save to a temporary path, and move the result, without setting `is_saving`.
+    """Save to a temporary path, and move the file; `is_saving` stays as it is.
 
     Arguments and result are those of `save_atomically`, which sets it for its thread
     around the call.

@@ -41,7 +41,7 @@ _FUNCTION_OF_LOOP = {
 def make_function(
     name: str, original: Callable, model: Any, force: bool = False
 ) -> Any:
-    """Create the function of a step, which notifies the watchdog while it computes.
+    """Create a model's function for steps, which notifies the watchdog while it runs.
 
     Args:
         name: String, the attribute of the model that holds the function.
@@ -108,9 +108,9 @@ def _build_for_predict(model: Any, batch: Any) -> None:
 
 
 def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
-    """Wrap a step so that it updates without data at the end of data, as Keras does.
+    """Wrap a step so that it also updates, without gradients, when its data has ended.
 
-    Keras runs one more step at the end of data of unknown length.
+    So does Keras, in the additional step at the end of data of unknown length.
 
     Args:
         model: The Keras model.
@@ -123,7 +123,7 @@ def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
 
     @functools.wraps(compute)
     def step(*args: Any, **kwargs: Any) -> Any:
-        """Compute a step; if the data has ended, update without data, raise again."""
+        """Compute a step; at the end of data, update without gradients, and raise."""
         try:
             with recording(updates):
                 return compute(*args, **kwargs)

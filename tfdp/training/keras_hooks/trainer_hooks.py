@@ -51,7 +51,7 @@ from tfdp.training.replicas.synchronized_scope import local_variables
 def run_loop(
     name: str, original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `fit`, `evaluate` or `predict`; repeat it if a feature handles the error."""
+    """Run `fit`, `evaluate` or `predict`; run it again if a feature can recover."""
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     arguments = bound.arguments
     with contextlib.ExitStack() as stack:
@@ -170,7 +170,7 @@ def _run_loop(
 
 
 def _complete_fit(model: Any) -> None:
-    """Complete what callbacks of a model's `fit` have begun."""
+    """Let each feature finish what its callbacks have begun in a model's `fit`."""
     for feature in registered():
         feature.complete_fit(model)
 
@@ -187,7 +187,7 @@ def _register_model(model: Any) -> None:
 
 
 def _begin_fit(strategy: Any, model: Any, arguments: dict[str, Any]) -> Fit:
-    """Create the `Fit` of a call, and let the features change its callbacks.
+    """Describe a call of `fit` by a `Fit`, and let features change its callbacks.
 
     Args:
         strategy: The model's tfdp strategy, or `None`.
@@ -202,7 +202,7 @@ def _begin_fit(strategy: Any, model: Any, arguments: dict[str, Any]) -> Fit:
 
 
 def _gradient_exchange(fit: Fit | None) -> Any:
-    """Return the first `GradientExchange` that a feature has for `fit`, or `None`."""
+    """Return the `GradientExchange` of a feature, for steps of `fit`, or `None`."""
     if fit is None:
         return None
     found = (feature.gradient_exchange(fit) for feature in registered())
@@ -262,7 +262,7 @@ def _set_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> N
 
 
 def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
-    """Return the logs of an epoch, after the hooks of features for its end.
+    """Return the logs of an epoch; first notify the features of its end.
 
     If an interrupted run had completed all batches of the epoch, its last logs are
     used. Logs over each worker's own rows are averaged over the workers.

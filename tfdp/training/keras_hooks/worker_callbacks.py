@@ -119,7 +119,7 @@ def find_callback_problem(callbacks: Any, arguments: dict[str, Any]) -> str:
         arguments: Dict, the arguments of `fit` by name.
 
     Returns:
-        String, one sentence, or `""`.
+        String, the first problem in one sentence, or `""` if there is none.
     """
     if len(backup_callbacks(callbacks)) > 1:
         return "Give `fit` one `tfdp.callbacks.BackupAndRestore`. Received: several"
@@ -156,7 +156,7 @@ def describe_mismatch(names: dict[int, list[str]]) -> str:
 def add_optimizer_check(model: Any, callbacks: Any) -> Any:
     """Prepare the optimizer for `fit`; prepend an `OptimizerProgressCheck` if needed.
 
-    Features that an interrupted `fit` has left active are reset, and a step that was
+    Optimizer features that a failed `fit` left active are reset, and a step that was
     traced with outdated settings is dropped. The check is needed if the optimizer has
     `check_progress`, as `DistributedOptimizer` has, or if a callback will wrap it in
     one.

@@ -149,7 +149,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             self._copy_keras_state(outer if loss_scale is None else None, own_steps)
             self._shard()
 
-    # Methods that Keras or custom training loops call.
+    # The methods below are called by Keras or by custom training loops.
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the variables of the wrapped optimizer and of the wrapper.
@@ -230,10 +230,10 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             self._take_step(grads, trainable_variables)
 
     def _apply_with_loss(self, tensors: Sequence[Any], variables: Any) -> None:
-        """Accumulate or apply a micro-batch's gradients; features read its loss.
+        """Accumulate or apply a micro-batch's gradients; pass its loss to features.
 
-        The loss is passed on to the step. Deferred to the replicas like a gradient, it
-        becomes a part of a sum over replicas.
+        While a step is traced as on one device, gradients and loss are recorded; each
+        replica then calls this method with its own part of them.
 
         Args:
             tensors: Sequence of the gradients and, last, the loss.
@@ -247,7 +247,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
     def _take_step(
         self, grads: Sequence[Any], trainable_variables: Any, loss: Any = None
     ) -> None:
-        """Accumulate or apply the gradients of a micro-batch now.
+        """Accumulate or apply the gradients of a micro-batch now, without deferral.
 
         Args:
             grads: Sequence of gradients of this replica, with `None` for variables
@@ -384,7 +384,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         loss_scale = None if scaling is None else LossScaling(**scaling)
         return cls(optimizer, loss_scale=loss_scale, **config)
 
-    # Private methods.
+    # The methods below are private, and called by the methods above.
 
     def _copy_keras_state(self, outer: Any, steps: int) -> None:
         """Copy loss scale and accumulated gradients from a built Keras optimizer.

@@ -16,7 +16,7 @@ from tfdp.training.step.step import IndependentGroups, RowDivider, Schedule, Ste
 
 
 def installed(optimizer: Any, kind: type) -> Any:
-    """Return the feature of a class that a Keras optimizer has, or `None`.
+    """Return an optimizer's installed `StepFeature` of a class, or `None`.
 
     Args:
         optimizer: Keras optimizer, or `None`.
@@ -49,8 +49,8 @@ class Features:
         self.accumulation: AccumulationState | None = None
         self.scale: LossScale | None = None
         self.installed: dict[type[StepFeature], Any] = {}
-        # Sum of the loss over micro-batches, and the loss of the step that is being
-        # traced, for features that read it.
+        # For features that read the loss: its sum over micro-batches, and the loss of
+        # the step that is being traced.
         self.loss_sum: Any = None
         self.loss: Any = None
 

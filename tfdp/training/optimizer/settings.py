@@ -46,11 +46,11 @@ class OptimizerSettings:
     loss_scale_factor = InnerAttribute()
 
     inner_optimizer: Any
-    # The features in use, with their variables.
+    # Accumulation, loss scaling and other features in use, with their variables.
     features: Features
     _traces: Traces
 
-    # Settings.
+    # The properties and methods below read and change settings.
 
     @property
     def accumulation_steps(self) -> int:
@@ -104,7 +104,7 @@ class OptimizerSettings:
         for part in parts:
             part.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
-    # Counters and state.
+    # The properties below are counters and state, which steps change.
 
     @property
     def was_traced(self) -> bool:

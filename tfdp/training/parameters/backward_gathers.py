@@ -49,7 +49,7 @@ _SHAPE_OPS = frozenset(("Rank", "Shape", "ShapeN", "Size"))
 
 @dataclasses.dataclass(frozen=True)
 class _Use:
-    """Input of an operation in a backward pass that comes from a gathered unit.
+    """Input of a backward operation that is a gathered parameter, or its cast.
 
     Args:
         op: `tf.Operation` of the backward pass.
@@ -63,7 +63,7 @@ class _Use:
 
 
 class BackwardGathers:
-    """Second gathers for the backward passes that a step has traced.
+    """Gathers again, for backward passes, the parameters freed after the forward pass.
 
     Args:
         step: `StepGathers`. The backward passes that it has recorded are taken from it,
@@ -130,8 +130,8 @@ class BackwardGathers:
         for number in range(self._done, min(count, len(self._waiting))):
             gathered, uses = self._waiting[number]
             unit = gathered.unit
-            # The gather waits until the backward pass is about to use an earlier unit,
-            # or to begin if there is none.
+            # So that parameters are not gathered too early, the gather waits until the
+            # backward pass is about to use an earlier unit, or else to begin.
             before = number - 1 - self._prefetch(number)
             age = self._begin
             if before >= 0:

@@ -40,12 +40,12 @@ _num_conversions = 0
 
 
 def num_conversions() -> int:
-    """Return how often variables were converted or divided anew in this process."""
+    """Return how often parameters were sharded or redistributed in this process."""
     return _num_conversions
 
 
 def _count_conversion() -> None:
-    """Count a conversion of variables, so that steps traced before it are outdated."""
+    """Count a change of sharded parameters: steps traced before it are outdated."""
     global _num_conversions
     _num_conversions += 1
 
@@ -109,7 +109,7 @@ def shard_variables(
 
 
 def repartition(parameter: ShardedParameter, ranges: Ranges) -> None:
-    """Assign the elements of a parameter to owners anew. All workers call it.
+    """Change which replica owns which elements of a parameter. All workers call it.
 
     Args:
         parameter: `ShardedParameter`.

@@ -93,9 +93,11 @@ def _messages(
             yield _columns_of_one(parameter, rank, begin, end, host_group)
         else:
             local = [_columns(part, begin, end) for part in parameter.values]
-            rows = tf.stack(local)  # [local replicas, columns]
+            # The shape is `[local replicas, columns]`, or `[replicas, columns]` after a
+            # gather over workers.
+            rows = tf.stack(local)
             if host_group.size > 1:
-                rows = Member(host_group, 0).all_gather(rows)  # [replicas, columns]
+                rows = Member(host_group, 0).all_gather(rows)
             yield tf.gather(rows, [owners.index(owner) for owner in range(len(sizes))])
 
 

@@ -19,9 +19,9 @@ from tfdp.ground.plans.shards import Segment, ShardBucket, ShardPlan
 def pack_rows(
     bucket: ShardBucket, tensors: Mapping[int, tf.Tensor], dtype: tf.DType
 ) -> tf.Tensor:
-    """Concatenate all rows of a bucket in the layout of `bucket.moved`.
+    """Concatenate the elements that each owner has of a bucket's tensors, by owner.
 
-    Each row is padded to the size of a slice, unless the bucket is lopsided.
+    Each owner's row is padded to one size, unless that would be mostly padding.
 
     Args:
         bucket: `ShardBucket`.
@@ -38,7 +38,7 @@ def pack_rows(
 def pack_row(
     bucket: ShardBucket, owner: int, tensors: Mapping[int, tf.Tensor], dtype: tf.DType
 ) -> tf.Tensor:
-    """Concatenate the segments of one row of a bucket, padded to a slice.
+    """Concatenate the elements that one owner has of a bucket's tensors, with padding.
 
     Args:
         bucket: `ShardBucket`.
@@ -53,7 +53,7 @@ def pack_row(
 
 
 def place_row(bucket: ShardBucket, owner: int, row: tf.Tensor) -> tf.Tensor:
-    """Pad an owner's row with zeros to the layout of `bucket.joined`.
+    """Put an owner's row between zeros that stand for the rows of the other owners.
 
     Args:
         bucket: `ShardBucket`.
@@ -68,7 +68,7 @@ def place_row(bucket: ShardBucket, owner: int, row: tf.Tensor) -> tf.Tensor:
 
 
 def take_row(bucket: ShardBucket, owner: int, flat: tf.Tensor) -> tf.Tensor:
-    """Cut an owner's row out of a tensor in the layout of `bucket.joined`.
+    """Cut an owner's row out of the rows of all owners, joined without padding.
 
     Args:
         bucket: `ShardBucket`.
@@ -93,12 +93,12 @@ def elements_of(tensor: tf.Tensor, segment: Segment) -> tf.Tensor:
 def unpack_rows(
     plan: ShardPlan, flats: Sequence[tf.Tensor | None]
 ) -> dict[int, tf.Tensor]:
-    """Unpack the variables from gathered buckets.
+    """Unpack the whole variables from gathered buckets, which hold all rows.
 
     Args:
         plan: `ShardPlan`.
-        flats: Sequence with a tensor for each bucket, all rows in the layout of
-            `bucket.moved`; or `None` for a bucket that was not gathered.
+        flats: Sequence with a tensor for each bucket, as `pack_rows` returns it; or
+            `None` for a bucket that was not gathered.
 
     Returns:
         Dict from position to flat tensor, for the variables in gathered buckets.
@@ -143,7 +143,7 @@ def _join(
 
 
 def _append(runs: list[Segment | int], item: Segment | int) -> None:
-    """Append a segment or a number of zeros to the runs that are to be packed.
+    """Append a segment, or a number of zeros, to the list of runs to concatenate.
 
     If it continues the last run, it is merged with this run.
 

@@ -67,7 +67,7 @@ def check_constraints(variables: Sequence[Any], options: UnitOptions) -> None:
 
 
 def encode_parts(members: Sequence[ShardedParameter], replica: int) -> tf.Tensor:
-    """Encode a replica's parts of some parameters.
+    """Quantize a replica's parts of some parameters to 8 bits, in int32 words.
 
     Args:
         members: Sequence of `ShardedParameter`.

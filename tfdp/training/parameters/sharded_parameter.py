@@ -97,7 +97,7 @@ class ShardedParameter(MirroredVariable):
         return self.reader.read(self)
 
     def _get_on_device_or_primary(self) -> tf.Tensor:
-        """Return the whole parameter, on every device."""
+        """Return the whole parameter, which is the same on every device."""
         return self._get()
 
     def value(self) -> tf.Tensor:

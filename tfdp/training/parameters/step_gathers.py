@@ -201,8 +201,8 @@ class StepGathers:
         """Gather a unit, and keep its values as the current ones."""
         dtypes = tuple(map(read_dtype, unit.parameters))
         age = self.order.newest()
-        # The gather waits until an earlier unit is about to compute: it must not run
-        # early.
+        # So that few parameters are in memory, the gather waits until an earlier unit
+        # is about to compute.
         before = len(self.gathered) - 1 - unit.options.prefetch
         gate = [] if before < 0 else self.order.last_until(self.gathered[before].age)
         if self.gathered:

@@ -53,7 +53,7 @@ def batch_placeholders(
 ) -> list[BatchPlaceholder]:
     """Create one placeholder for each part of a batch, in order.
 
-    Parts whose number of rows may differ from that of the first one are whole.
+    Parts whose number of rows may differ from that of the first one are gathered whole.
 
     Args:
         parts: Sequence of tensors and other values, the parts on one replica.
@@ -141,7 +141,7 @@ def _of_dense(part: tf.Tensor, num_replicas: int) -> BatchPlaceholder:
 
 
 def _of_ragged(part: tf.RaggedTensor, splits_size: Size = SPLITS) -> BatchPlaceholder:
-    """Create the placeholder of a ragged tensor, which is whole.
+    """Create the placeholder of a ragged tensor, which each replica gathers whole.
 
     Args:
         part: Ragged tensor on one replica.
@@ -183,7 +183,7 @@ def _gather_ragged(part: tf.RaggedTensor, replica: Replica) -> list[tf.Tensor]:
 
 
 def _of_sparse(part: tf.SparseTensor) -> BatchPlaceholder:
-    """Create the placeholder of a sparse tensor, which is whole."""
+    """Create the placeholder of a sparse tensor, which each replica gathers whole."""
     indices = _whole_placeholder(part.indices, FREE)
     values = _whole_placeholder(part.values, FREE)
     # The first size of the dense shape is the number of rows of the whole batch. It

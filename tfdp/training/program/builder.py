@@ -35,7 +35,7 @@ _SHAPE_QUERIES = frozenset(("Shape", "Size", "ShapeN", "TensorListElementShape")
 
 @dataclasses.dataclass
 class Builder:
-    """Builder of one graph of a program on a replica.
+    """Builds a replica's copy of one graph of the program, the step as on one device.
 
     Args:
         trace: `ProgramTrace` of the step, with its effects.
@@ -108,7 +108,7 @@ class Builder:
         return inner
 
     def _build_with_effects(self, needed: Container[Any]) -> None:
-        """Build the operations in `needed` and run all effects, in program order."""
+        """Build the operations in `needed` and run the effects (updates), in order."""
         effects = list(self.trace.effects.get(self.plan.graph, ()))
         built: set = set()
         for position, last in enumerate(self.plan.graph.get_operations()):
@@ -214,7 +214,7 @@ class Builder:
         return self.with_shape(own, tensor, fact)
 
     def cache_whole(self, tensor: Any, value: tf.Tensor) -> None:
-        """Cache the whole value of a tensor of the program, to avoid a gather."""
+        """Cache the value of a tensor for the whole batch, to avoid a gather of it."""
         self._converted[id(tensor), WHOLE] = value
 
     def with_shape(self, tensor: Any, source: Any, fact: Fact) -> Any:
@@ -277,7 +277,7 @@ class Builder:
                 parts.append(size.number if size.kind == "number" else -1)
         return _pack(parts, tf.int32)
 
-    # The methods below build operations.
+    # The methods below build the copies of operations on this replica.
 
     def copy(self, op: Any, inputs: Sequence[Any], kind: str | None = None) -> list:
         """Build a copy of an operation of the program, optionally of another type.
@@ -302,7 +302,7 @@ class Builder:
         return template.build(inputs, control, kind)
 
     def build(self, op: Any) -> None:
-        """Build an operation; leave constants and sizes until they are needed."""
+        """Build an operation, but constants and sizes only once they are needed."""
         if op.type in ("Placeholder", "PlaceholderWithDefault"):
             self._build_read(op)
             return
@@ -439,7 +439,7 @@ class Builder:
         return not self.replica.is_writer and self.scope.is_shared(op)
 
     def _build_read(self, op: Any) -> None:
-        """Read the value of a placeholder, if the trace has a function for it."""
+        """Set a placeholder's value by the trace's function that reads it, if any."""
         tensor = op.outputs[0]
         read = self.trace.reads.get(id(tensor))
         if read is not None and id(tensor) not in self.tensors:
@@ -512,7 +512,7 @@ class Builder:
             else (whole_values, whole)
         )
 
-    # The methods below convert tensors between forms.
+    # The methods below convert tensors between own rows, partial sums and whole ones.
 
     def get(self, tensor: Any, need: Need = AS_IS) -> Any:
         """Return a tensor of the program in the needed form.
@@ -564,7 +564,7 @@ class Builder:
         return (fact.is_rows and fact.axis == need.axis) or fact.form is Form.EMPTY
 
     def _own_value(self, tensor: Any) -> Any:
-        """Return this replica's value of a tensor as it is held; build it if new."""
+        """Return this replica's value of a tensor, unconverted; build it if missing."""
         if id(tensor) not in self.tensors:
             with self.graph.as_default():
                 self._build_now(tensor.op)
@@ -715,7 +715,7 @@ class Builder:
             self._sizes[id(tensor), of_all] = own
 
     def shape(self, op: Any, index: int, *, of_all: bool) -> Any:
-        """Build the shape or size of an input, or of the elements of a tensor list.
+        """Build an input's shape or size, or the shape of the items of a tensor list.
 
         Args:
             op: `tf.Operation` of the program, such as `Shape`.

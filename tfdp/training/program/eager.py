@@ -50,10 +50,10 @@ class EagerProgram(ProgramTrace):
     def add(
         self, tensors: Sequence[Any], run: Callable[[list], None], kind: str = "whole"
     ) -> None:
-        """Run a job of the step now, and keep it for the other local replicas.
+        """Run an action of the step, such as an update; other local replicas repeat it.
 
         Args:
-            tensors: Sequence of tensors that the job needs.
+            tensors: Sequence of tensors that the action needs.
             run: Callable that takes these tensors, such as an update by the optimizer.
             kind: String, that of `Effect`, such as `"parts"` for gradients. Defaults to
                 `"whole"`.
@@ -75,7 +75,7 @@ class EagerProgram(ProgramTrace):
 
     @staticmethod
     def run_job(job: tuple, *, contributes: bool) -> None:
-        """Run one job of the step on the running replica.
+        """Run an action that `add` has recorded on the running replica.
 
         Args:
             job: Tuple of tensors, a callable that takes the tensors, and the kind of
@@ -138,7 +138,7 @@ class EagerStep:
         return args, join([tf.constant(counts)]).numpy().tolist()
 
     def prepare(self) -> None:
-        """Merge batches and metrics' states on the first replica of each worker."""
+        """Gather the global batch; merge metrics' states on the first local replica."""
         self._whole  # noqa: B018
         merged = self.strategy.extended.merge_metric_variables(self.states)
         for variable, value in zip(self.states, merged, strict=True):
@@ -174,7 +174,7 @@ class EagerStep:
         """Run the step as an eager program, and return its result.
 
         Args:
-            program: `EagerProgram` that records the jobs of the step.
+            program: `EagerProgram` that records the updates of the step.
             args: Tuple, the arguments of the step.
         """
         with tracing(program):
@@ -189,7 +189,7 @@ class EagerStep:
         return result
 
     def _follow(self, group: TrainingGroup) -> None:
-        """Run the jobs of the first local replica on the running one, in its thread.
+        """Repeat the updates of the first local replica on the running one.
 
         Then copy the variables that the step has assigned from the first local replica.
 
@@ -198,9 +198,9 @@ class EagerStep:
         """
         program = self._program
         assert program is not None
-        # The thread of the first replica appends jobs while this loop runs: it
-        # continues whenever a job of this loop waits for a collective with the first
-        # replica.
+        # The thread of the first replica appends updates while this loop runs: it
+        # continues whenever an update of this loop waits for a collective with the
+        # first replica.
         for job in program.jobs:
             program.run_job(job, contributes=False)
         program.copy_assigned(group.replica)
@@ -208,7 +208,7 @@ class EagerStep:
     def _own_result(self, group: TrainingGroup) -> Any:
         """Return the step's result for the running replica.
 
-        It is its rows of the result if `returns_rows`, else the logs of all rows.
+        These are its own rows if `returns_rows`, or else the logs over all rows.
 
         Args:
             group: `TrainingGroup` of the running replica, with its rank.

@@ -113,7 +113,7 @@ def _is_statistic(conversion: Conversion) -> bool:
 def _needs(
     trace: ProgramTrace, plan: Plan, cuts: list[tuple[Any, bool]]
 ) -> Iterator[tuple[Plan, Any, Need | None, Any]]:
-    """Yield what the operations, effects and results of a step need.
+    """Yield what the operations, effects (such as updates) and results of a step need.
 
     Each item is a tuple of the plan of a graph, a tensor in it, the needed form, and
     the operation that needs the tensor. The form is `None` for a result that the
@@ -152,7 +152,7 @@ def _live_operations(plan: Plan) -> Iterator[tuple[Plan, Any]]:
 
 
 def fingerprint_of(conversions: list[Conversion]) -> list[list[str]]:
-    """Return a step's conversions, a list of `Conversion`, as strings to be compared.
+    """Return a step's conversions as strings, which workers compare.
 
     Returns:
         List of pairs of strings: the converted tensor; the operation and its line.
@@ -213,13 +213,13 @@ def _describe_shape(conversion: Conversion) -> list:
 
 
 def gathers_of(conversions: list[Conversion]) -> tuple[Gather, ...]:
-    """Return a `Gather` for each conversion of a tensor larger than one number."""
+    """Describe each conversion of a tensor larger than one number by a `Gather`."""
     gathers = [gather_of(conversion) for conversion in conversions]
     return tuple(g for g in gathers if g.power or g.bytes_each > 8)
 
 
 def gather_of(conversion: Conversion) -> Gather:
-    """Return the `Gather` of a conversion: operation, the user's line and bytes."""
+    """Describe a conversion by a `Gather`: operation, line in the script, and bytes."""
     fact, tensor = conversion.fact, conversion.tensor
     bytes_each, power, is_exact = max(tensor.dtype.size, 1), 0, fact.sizes is not None
     is_exact &= tensor.dtype != tf.string

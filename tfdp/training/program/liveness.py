@@ -12,7 +12,7 @@ from tfdp.ground._compat import programs
 from tfdp.training.program.facts import Fact, Form, is_known
 from tfdp.training.program.view import Decision, operations
 
-# Types of operations that are loops.
+# Types of TensorFlow's operations that are loops.
 LOOPS = frozenset(("While", "StatelessWhile"))
 
 # Operations that TensorFlow marks as stateful, but that need not run unless their
@@ -27,7 +27,7 @@ PRUNED = operations(
 
 
 def find_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
-    """Find what outputs and effects depend on: `live` and `needed` of a plan.
+    """Set `live` and `needed` of a plan: what outputs and effects depend on.
 
     `live` is set to the operations that must be built, `needed` to the `id`s of the
     tensors of the graph that they read, without those that follow from the number of
@@ -36,7 +36,7 @@ def find_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
     Args:
         plan: `Plan` that is changed.
         outputs: Sequence of tensors of its graph that are needed outside.
-        scope: `Scope` of the program, with its effects.
+        scope: `Scope` of the program, with its effects, such as updates.
     """
     graph = plan.graph
     plan.live, plan.needed = set(), set()
@@ -119,7 +119,7 @@ def _find_live_variables(plan: Any, op: Any, scope: Any) -> None:
 
 
 def _effects_inside(decision: Decision, scope: Any) -> Iterator[Any]:
-    """Yield the effects in the graphs inside of an operation, nested ones included.
+    """Yield the effects, such as updates, in all graphs inside of an operation.
 
     Args:
         decision: `Decision` for the operation, with the plans of its branches, loop or

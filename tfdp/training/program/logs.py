@@ -24,7 +24,7 @@ SUM, MEAN, SAME = "sum", "mean", "same"
 
 @dataclasses.dataclass
 class LogTail:
-    """The operations of a program that only its logs need.
+    """Operations that only logs need: they run after the step, on merged values.
 
     Args:
         results: Nest of tensors of the program and other values, the logs.

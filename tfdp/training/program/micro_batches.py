@@ -80,7 +80,7 @@ def plan_micro_batches(
 
     Args:
         plan: `Plan` of the program.
-        effects: Dict from a graph to the effects in it, see
+        effects: Dict from a graph to its effects, actions such as updates, see
             `tfdp.ground.base.program_trace`.
         results: Sequence of the tensors that are needed after the step.
 
@@ -192,11 +192,10 @@ class _Planner:
         )
 
     def _find_states(self) -> None:
-        """Find the operations that change a state, or use a changed one.
+        """Collect for the last stage what changes a state, or uses a changed one.
 
-        A state changes in the last stage only. A read of an assigned variable in an
-        earlier stage gets the assigned tensor; any other use of a changed state has to
-        wait for the last stage.
+        A read of a variable after its assignment may come earlier: it is replaced by
+        the assigned tensor, see `MicroPlan.forwarded`.
         """
         # For each changed state, the assigned tensor and its form; or `None` if the
         # state was changed by other means than an assignment.

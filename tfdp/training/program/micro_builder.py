@@ -43,7 +43,7 @@ class StagedBuilder(Builder):
         self.gates: list[tuple[tf.Operation, tf.Operation]] = []
 
     def run(self) -> None:
-        """Build the stages of a step, and the loops between them."""
+        """Build the loops over micro-batches, and the stages between that run once."""
         with contextlib.ExitStack() as stack:
             for stage, operations in enumerate(self.micro.loops):
                 for op in self._of_stage(stage):

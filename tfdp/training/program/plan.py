@@ -43,7 +43,7 @@ _MAX_PASSES = 8
 
 @dataclasses.dataclass
 class Plan:
-    """Decisions for the operations of one graph of the program.
+    """How replicas build one graph of the program: a `Decision` for each operation.
 
     Args:
         graph: `tf.Graph` that is planned.
@@ -89,7 +89,7 @@ class Plan:
         return [pair for i, pair in enumerate(pairs) if self.is_needed(op, i)]
 
     def conversions(self) -> Iterator[tuple[Any, Any, Fact]]:
-        """Yield inputs that need other replicas: operation, input, its `Fact`."""
+        """Yield inputs to gather or sum over replicas: operation, input, its `Fact`."""
         for op in self.live:
             for tensor, need in self.needs(op):
                 fact = self.facts.get(id(tensor))
@@ -104,7 +104,7 @@ class Scope:
     Args:
         is_metric: Callable of a resource tensor, which returns whether it is the state
             of a metric.
-        effects: Dict from a graph to the effects in it, see
+        effects: Dict from a graph to its effects, actions such as updates, see
             `tfdp.ground.base.program_trace`.
         is_shared: Callable of an operation, which returns whether its state is shared
             by the replicas of a worker and written by the program. Defaults to never.
@@ -161,7 +161,7 @@ def in_order(graph: Any) -> list[Any]:
 
 
 def with_inputs(last: Any, done: set) -> list[Any]:
-    """Return the operations that one depends on, and itself, each after its inputs.
+    """Return an operation and all that it depends on, each after its inputs.
 
     Args:
         last: `tf.Operation` to end with.
@@ -251,7 +251,7 @@ def _plan_operation(plan: Plan, op: Any, scope: Scope) -> None:
 
 
 def _decide(view: View) -> Decision:
-    """Decide how replicas build an operation: by its graphs, a marker, or by rules."""
+    """Decide how replicas build an operation: control flow, a marker, or by rules."""
     op, kind = view.op, view.type
     if op in view.scope.whole:
         return _run_whole(view)
@@ -349,7 +349,7 @@ def _plan_marker(view: View, marker: str) -> Decision:
     return Decision([AS_IS], [Fact(Form.LOCAL) if is_part else fact])
 
 
-# The functions below decide branches, loops and calls.
+# The functions below decide how replicas build branches, loops and calls.
 
 
 def _plan_inside(

@@ -123,7 +123,7 @@ class Size:
 
     @property
     def is_counted(self) -> bool:
-        """Bool, whether the size follows from the number of rows."""
+        """Bool, whether the size is a known number, or a known multiple of the rows."""
         return self.number is not None and self.kind in ("number", "rows")
 
     @property
@@ -142,7 +142,7 @@ def number(value: Any) -> Size:
 
 
 def rows(multiple: int | None = 1) -> Size:
-    """Return the `Size` of `multiple` times the number of rows; `None` if not known."""
+    """Return the `Size` of a multiple of the rows; `None` is an unknown multiple."""
     return Size("rows", None if multiple is None else int(multiple))
 
 

@@ -220,7 +220,7 @@ class DividedStep:
         self._gates = []
 
     def _rows_of(self, builder: Builder, replica: Replica, result: Any) -> Any:
-        """Return the rows that the replica has of a result of the step.
+        """Return this replica's rows of a result; scalars are returned whole.
 
         Args:
             builder: `Builder` that has built the step.
@@ -332,7 +332,7 @@ class DividedStep:
         return isinstance(self._variable_of(self._outermost(handle)), MetricVariable)
 
     def _shared_states(self, graph: Any) -> set[int]:
-        """Return the `id`s of resources that a graph writes and all replicas use.
+        """Return the `id`s of resources that a graph writes and local replicas share.
 
         Examples are tables, and variables created outside of the scope.
         """

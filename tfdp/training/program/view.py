@@ -33,11 +33,7 @@ def operations(names: str) -> frozenset[str]:
 
 
 def table(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
-    """Split the keys of a dict, texts of several types of operations, by blanks.
-
-    Returns:
-        Dict by type of operation, with the value of the text that has the type.
-    """
+    """Return a dict by type of operation, if each key of `entries` lists several."""
     return {name: entry for names, entry in entries.items() for name in names.split()}
 
 
@@ -47,8 +43,8 @@ _SHAPE_INPUT = {"BroadcastTo": 1, "Fill": 0, "Reshape": 1}
 # Operations whose output has the shape of the first input.
 _LIKE_FIRST = operations("Cumprod Cumsum LogSoftmax ReverseV2 Roll Softmax")
 
-# Operations with an input that holds the shape of the output. That shape may contain
-# the number of rows.
+# Types of operations whose output has a shape that follows from the values of an input,
+# so that it may depend on the number of rows.
 _SHAPED_BY_VALUES = operations(
     """
     BroadcastTo Fill OneHot Pad PadV2 Range Reshape ScatterNd Slice StridedSlice
@@ -189,7 +185,7 @@ class View:
         return numbers(self.facts[index].value)
 
     def forms(self) -> list[Form]:
-        """Return the forms of the inputs."""
+        """Return the list of the `Form`s in which replicas hold the inputs."""
         return [fact.form for fact in self.facts]
 
     @property

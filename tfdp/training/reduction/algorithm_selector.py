@@ -19,18 +19,18 @@ from tfdp.training.reduction.compressor_choice import LevelCompressors, best_cho
 # Least fraction of the predicted time that compression must save to be chosen. It makes
 # up for two casts, which the cost model does not include.
 _MIN_SAVED_FRACTION = 0.1
-# Dtypes of buckets that may be compressed.
+# Dtypes of buckets that may be compressed; half precision is sent as it is.
 _COMPRESSIBLE_DTYPES = ("float32", "float64")
 
 
 class AlgorithmSelector:
-    """Selector of an algorithm for each bucket, the same on every worker.
+    """Selector of the all-reduce algorithm of each bucket, the same on all workers.
 
     Args:
         options: `CommunicationOptions`, with algorithm, compression and links.
         topology: `Topology` of all replicas.
         backend: String, `"nccl"`, `"ring"`, `"direct"` or `"mpi"`.
-        warn: Bool, whether to warn of options that have no effect here.
+        warn: Bool, whether to warn of options without an effect in this topology.
             Defaults to `True`.
 
     Raises:
@@ -88,7 +88,7 @@ class AlgorithmSelector:
         return self.topology.has_levels and not is_flat
 
     def set_links(self, links: Links) -> None:
-        """Set measured links, which have to be the same on all workers."""
+        """Set measured `Links` for predicted times; all workers set the same ones."""
         self.links = links
         self.are_links_known = True
 
@@ -141,7 +141,7 @@ class AlgorithmSelector:
         may_compress: bool = True,
         bucket: Bucket | None = None,
     ) -> AlgorithmChoice:
-        """Select the algorithm of a bucket.
+        """Select the algorithm of a bucket, and whether its messages are compressed.
 
         Args:
             num_bytes: Int, size of the bucket in bytes.

@@ -28,8 +28,8 @@ def cache_path(name: str) -> pathlib.Path:
         name: String, name of the file.
 
     Returns:
-        `Path` in the folder `tfdp` of `XDG_CACHE_HOME`, or of `~/.cache` if
-        `XDG_CACHE_HOME` is not an absolute path.
+        `Path` in the folder `tfdp` of `XDG_CACHE_HOME`, or if that is not an absolute
+        path, of the platform's cache folder: `~/.cache` on Linux.
 
     Source: the XDG base directory specification.
     """

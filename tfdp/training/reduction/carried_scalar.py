@@ -15,7 +15,7 @@ from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 
 @dataclasses.dataclass
 class CarriedScalar:
-    """Scalar that is summed over the replicas as an element of a bucket.
+    """Scalar, such as a loss, that is appended to a bucket of gradients to be summed.
 
     Args:
         value: Scalar float32 tensor of this replica.
@@ -29,7 +29,7 @@ class CarriedScalar:
 
 @contextlib.contextmanager
 def carrying(value: tf.Tensor | None) -> Iterator[CarriedScalar | None]:
-    """Open a context in which one bucket of this thread carries a scalar.
+    """Open a context in which one all-reduce of this thread's gradients sums a scalar.
 
     Args:
         value: Scalar float32 tensor of this replica, or `None` for none.
@@ -43,16 +43,16 @@ def carrying(value: tf.Tensor | None) -> Iterator[CarriedScalar | None]:
 
 
 def pending_scalar() -> CarriedScalar | None:
-    """Return the scalar that no bucket of this thread has carried yet, or `None`."""
+    """Return the scalar of `carrying` that is not summed yet, or `None` without one."""
     carried: CarriedScalar | None = step_context.current().carried
     return carried if carried is not None and carried.total is None else None
 
 
 def carrier_of(plan: BucketPlan, routes: Sequence[AlgorithmChoice]) -> int | None:
-    """Return the position of the bucket that carries a scalar, or `None`.
+    """Return the position of the bucket that a scalar is appended to, or `None`.
 
     A compressed bucket would round the scalar, and Adasum does not sum. The smallest
-    bucket of several gradients is chosen, since these are concatenated anyway.
+    bucket of several gradients is preferred, since these are concatenated anyway.
 
     Args:
         plan: `BucketPlan`.

@@ -21,7 +21,7 @@ from tfdp.ground.text import pluralize
 from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 from tfdp.training.reduction.fusion import make_plan
 
-# Columns of the table, with their alignment.
+# Columns of a printed communication plan, and the side that they are aligned to.
 _COLUMNS: dict[str, Literal["left", "right"]] = {
     "order": "left",
     "dtype": "left",
@@ -143,7 +143,7 @@ class CommunicationPlan:
 
     @property
     def _title(self) -> str:
-        """Title of the table: collectives, bytes and replicas."""
+        """Title of the printed plan: collectives, bytes, replicas and backend."""
         count = len(self.buckets)
         what = pluralize(count, "all-reduce")
         if self.sharding != "none":
@@ -163,7 +163,7 @@ class CommunicationPlan:
         )
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        """Yield the rows of the table, each a tuple of cells."""
+        """Yield rows of cells to print: one for each bucket and sparse gradient."""
         for order, bucket in enumerate(self.buckets):
             route = self.routes[order]
             yield (
@@ -190,7 +190,7 @@ class CommunicationPlan:
         return text.getvalue()
 
     def _appendices(self) -> Iterator[str]:
-        """Yield the texts about gathers and memory that follow the table."""
+        """Yield texts about gathers and memory to print after the buckets."""
         for loop, step in self.gathers.items():
             if step.gathers:
                 yield f"Gathered in a step of `{loop}`\n{step}\n"
@@ -198,7 +198,7 @@ class CommunicationPlan:
             yield str(self.memory)
 
     def _repr_html_(self) -> str:
-        """Return the table as HTML for a notebook.
+        """Return the plan as an HTML table for a notebook.
 
         It has the colors of the notebook, light or dark, and scrolls if it is long.
         """
@@ -274,7 +274,7 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
 def _plan_of(
     reducer: Any, model: Any
 ) -> tuple[BucketPlan, tuple[AlgorithmChoice, ...], list[str], bool]:
-    """Return the parts of a model's plan, of a traced step if there was one.
+    """Return the buckets of a model's latest traced step, or else predicted ones.
 
     Returns:
         Tuple of the `BucketPlan`, the `AlgorithmChoice` of each bucket, the paths of

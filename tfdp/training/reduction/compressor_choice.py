@@ -29,7 +29,7 @@ _HIERARCHICAL = Algorithm("hierarchical")
 
 @dataclasses.dataclass(frozen=True)
 class LevelCompressors:
-    """Wire formats inside and across nodes, of which at least one is a compressor.
+    """Wire formats inside and across nodes; at least one is a compressor.
 
     Args:
         inner: Format inside nodes: `Compressor`, name of the dtype to convert to, or

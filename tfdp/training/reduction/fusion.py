@@ -96,8 +96,8 @@ def all_reduce_buckets(
             `None` for 1.
         algorithms: Sequence of callables such as `tfdp.communication.collectives.ring`,
             one for each bucket.
-        carried: `CarriedScalar`, or `None`. Defaults to `None`.
-        carrier: Int, position of the bucket that carries it, or `None`. Defaults to
+        carried: `CarriedScalar` to sum as well, or `None`. Defaults to `None`.
+        carrier: Int, position of the bucket that it extends, or `None`. Defaults to
             `None`.
 
     Returns:
@@ -181,7 +181,7 @@ def all_reduce_any_shape(
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Concatenate flattened tensors; a single tensor is reshaped without a copy."""
     flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
-    return flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)  # [bucket_size]
+    return flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)  # shape [bucket_size]
 
 
 def unpack(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -226,7 +226,7 @@ class ReducedGradients:
     sparse: dict[int, tf.IndexedSlices]
 
     def divided_by(self, divisor: tf.Tensor) -> ReducedGradients:
-        """Return the gradients divided by a scalar, see `divided`."""
+        """Return the gradients divided by a scalar; half precision becomes float32."""
         sparse = {
             index: with_values(item, divided(item.values, divisor))
             for index, item in self.sparse.items()
@@ -270,7 +270,7 @@ def wide_dtype(dtype: Any) -> str:
 
 
 def unbucketed(gradients: list) -> ReducedGradients:
-    """Wrap gradients that need no reduction, such as those of a single replica."""
+    """Wrap gradients as `ReducedGradients` without reducing or concatenating them."""
     dense: dict[int, tf.Tensor] = {}
     sparse: dict[int, tf.IndexedSlices] = {}
     for index, gradient in enumerate(gradients):

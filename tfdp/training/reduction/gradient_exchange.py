@@ -51,11 +51,11 @@ class GradientExchange:
         raise NotImplementedError
 
     def sum_by_share(self, share: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-        """Sum a tensor of each worker, such as its part of a mean over all rows.
+        """Sum a tensor over the workers that the exchange does not leave out.
 
         Args:
-            share: Scalar float64 tensor, rows of this worker as a fraction of all; for
-                an exchange that scales a sum which lacks workers.
+            share: Scalar float64 tensor, rows of this worker as a fraction of all. By
+                the shares an exchange scales a sum that lacks workers.
             tensor: Tensor of shape `[size]`, on the host, already weighted by rows.
 
         Returns:

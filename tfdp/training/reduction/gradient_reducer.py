@@ -21,7 +21,7 @@ class GradientReducer:
     It is also the base class, and the reducer of a replica that updates alone.
     """
 
-    # Number of replicas whose gradients are summed.
+    # Number of replicas whose gradients are summed: a single device sums nothing.
     num_replicas = 1
 
     def reduce_gradients(
@@ -33,6 +33,8 @@ class GradientReducer:
         weight: tf.Tensor | None,
     ) -> ReducedGradients:
         """Sum the gradients of variables over all replicas, bucket by bucket.
+
+        Here, with one replica, they are only multiplied by the weight.
 
         Adasum combines means of gradients instead. A replica's gradient is its share of
         the global mean, so it is multiplied by the number of combined gradients first.
@@ -62,13 +64,13 @@ class GradientReducer:
         return gradients
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return sums over all replicas, here one, of tensors other than gradients."""
+        """Return tensors other than gradients summed over replicas, here unchanged."""
         return tensors
 
     def gather_rows(
         self, gradients: list, variables: list[Any], *, may_sum: bool
     ) -> list:
-        """Gather the rows of sparse gradients from all replicas.
+        """Gather the rows of sparse gradients from all replicas; here return them.
 
         Args:
             gradients: List of `tf.IndexedSlices`.

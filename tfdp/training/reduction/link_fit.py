@@ -149,7 +149,7 @@ def _fit_alternately(samples: Sequence[Sample], links: Links) -> list[Links]:
         List of the `Links` of all fits, in order; empty if there was none.
     """
     fits: list[Links] = []
-    weights = np.ones(len(samples))  # [num_samples]
+    weights = np.ones(len(samples))  # shape [num_samples]
     for _ in range(_MAX_ROUNDS):
         rows = np.array([_design_row(sample, links) for sample in samples])
         constants = _fit_constants(rows.reshape(-1, _NUM_CONSTANTS), weights)
@@ -243,7 +243,7 @@ def _non_negative_least_squares(
         unique.
     """
     weighted = rows * weights[:, np.newaxis]
-    scale = np.linalg.norm(weighted, axis=0)  # [num_constants]
+    scale = np.linalg.norm(weighted, axis=0)  # shape [num_constants]
     (used,) = np.nonzero(scale)
     scaled = weighted[:, used] / scale[used]
     if not len(used) or np.linalg.matrix_rank(scaled, tol=1e-6) < len(used):
@@ -283,7 +283,7 @@ def _ratios(samples: Sequence[Sample], links: Links) -> np.ndarray:
         predict_seconds(s.algorithm, s.num_bytes, s.topology, links) / s.seconds
         for s in samples
     ]
-    return np.maximum(ratios, _LEAST_RATIO)  # [num_samples]
+    return np.maximum(ratios, _LEAST_RATIO)  # shape [num_samples]
 
 
 def _loss(ratios: np.ndarray) -> float:
@@ -308,7 +308,7 @@ def _weights(ratios: np.ndarray) -> np.ndarray:
     is_near = np.abs(differences) < 1e-6
     slopes = errors / (ratios * np.where(is_near, 1.0, differences))
     outliers = _OUTLIER / np.maximum(np.abs(errors), _OUTLIER)
-    return np.sqrt(np.where(is_near, 1.0, slopes) * outliers)  # [num_samples]
+    return np.sqrt(np.where(is_near, 1.0, slopes) * outliers)  # shape [num_samples]
 
 
 def _plausibility(links: Links, default: Links) -> tuple[bool, bool]:

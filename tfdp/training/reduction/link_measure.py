@@ -27,7 +27,7 @@ from tfdp.training.reduction.link_fit import Sample, fit_links
 # Least number of steps of a run that measures links. A measurement takes a second or
 # two, which shorter runs would not regain.
 LONG_RUN_STEPS = 500
-# Sizes of the tensors that are measured, in bytes.
+# Bytes of the tensors in timed all-reduces: small ones show latency, large bandwidth.
 _SIZES_BYTES = (2**12, 2**18, 2**22)
 # Number of all-reduces in one timing, and number of timings, whose median is used.
 _CALLS_PER_REPEAT, _REPEATS = 2, 3
@@ -46,8 +46,8 @@ def load_or_measure_links(
 ) -> None:
     """Set the links of an algorithm selector, the same on all workers.
 
-    They are loaded from the chief's cache, or measured now if the run is long. Every
-    worker has to call this function.
+    They are loaded from the chief's cache, or else measured if the run is long. Links
+    that are already known or not needed stay. Every worker has to call this function.
 
     Args:
         algorithm_selector: `AlgorithmSelector` that receives the links.
@@ -91,7 +91,7 @@ def cluster_key(
         hosts: String, names of the machines.
 
     Returns:
-        String, JSON.
+        String, JSON: versions of the cost model and TensorFlow, nodes, backend, hosts.
     """
     parts = (
         _MODEL_VERSION,
@@ -203,7 +203,7 @@ def _trace(
         results = []
         for replica, device in enumerate(group.devices):
             with tf.device(device):
-                value = tf.zeros([length])  # [length]
+                value = tf.zeros([length])  # shape [length]
                 for _ in range(_CALLS_PER_REPEAT):
                     value = all_reduce(value, group, replica)
                 results.append(value[0])

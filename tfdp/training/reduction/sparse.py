@@ -32,8 +32,8 @@ def reduce_indexed_slices(
         group: `ProcessGroup` of the replicas.
         replica: Int, index of the calling replica among the local ones.
         may_sum: Bool, whether rows with the same index may be summed. Then each
-            index is sent once, or the whole table is all-reduced if that sends
-            fewer bytes. Defaults to `False`.
+            index is sent once, or the gradient is all-reduced as a dense table
+            if that sends fewer bytes. Defaults to `False`.
 
     Returns:
         `tf.IndexedSlices` with the rows that any replica has.
@@ -49,15 +49,15 @@ def reduce_indexed_slices(
         indices, values = slices.indices, slices.values
         if may_sum:
             indices, values = sum_duplicates(indices, values)
-        num_rows = tf.size(indices, out_type=tf.int32)[tf.newaxis]  # [1]
-        counts = Member(group, replica).all_gather(num_rows)  # [group.size]
+        num_rows = tf.size(indices, out_type=tf.int32)[tf.newaxis]  # shape [1]
+        counts = Member(group, replica).all_gather(num_rows)  # shape [group.size]
 
         def gathered() -> tuple[tf.Tensor, tf.Tensor]:
             """Return indices and values of the rows of all replicas."""
             return _gather_rows(indices, values, counts, group, replica)
 
         def dense() -> tuple[tf.Tensor, tf.Tensor]:
-            """Return indices and values of the rows of the all-reduced table."""
+            """Return indices and values of the rows, all-reduced as a dense table."""
             return _reduce_table(indices, values, table_rows, group, replica)
 
         if not may_sum or slices.dense_shape is None:
@@ -98,7 +98,7 @@ def marked_unique(indices: tf.Tensor) -> tf.Tensor:
     return programs.marked(indices, _UNIQUE)
 
 
-# Marker of indices that are known to be unique.
+# Marker by which `are_unique` recognizes an operation with unique indices.
 _UNIQUE = "unique"
 # Operations whose first result has no duplicates.
 _UNIQUE_OPS = ("Range", "Unique", "UniqueV2")
@@ -189,7 +189,7 @@ def _gather_rows(
     member = Member(group, replica)
     all_values = member.all_gather(tf.pad(values, padding), size=size)
     all_indices = member.all_gather(tf.pad(indices, [[0, missing]]), size=size)
-    valid = tf.reshape(tf.sequence_mask(counts, length), [-1])  # [size * length]
+    valid = tf.reshape(tf.sequence_mask(counts, length), [-1])  # shape [size * length]
     return tf.boolean_mask(all_indices, valid), tf.boolean_mask(all_values, valid)
 
 
@@ -200,7 +200,7 @@ def _reduce_table(
     group: ProcessGroup,
     replica: int,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """All-reduce the dense table, and return the rows that any replica has.
+    """All-reduce a sparse gradient as a dense table; return rows that any replica has.
 
     A further column counts the rows that were added to each row of the table.
 
@@ -215,7 +215,7 @@ def _reduce_table(
         Tuple of the indices and the values of the rows that any replica has.
     """
     row_size = tf.reduce_prod(tf.shape(values)[1:])
-    flat = tf.reshape(values, [-1, row_size])  # [rows, row_size]
+    flat = tf.reshape(values, [-1, row_size])  # shape [rows, row_size]
     touched = tf.concat([flat, tf.ones_like(flat[:, :1])], axis=1)
     table = tf.math.unsorted_segment_sum(touched, indices, table_rows)
     total = all_reduce_any_shape(tf.reshape(table, [-1]), group, replica)

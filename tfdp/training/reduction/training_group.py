@@ -71,7 +71,7 @@ def training_group(strategy: Any) -> TrainingGroup:
 
 
 def groups_of_ranks(strategy: Any) -> Sequence[Sequence[int]]:
-    """Return the ranks of each group of replicas that trains together."""
+    """Return the ranks of each group that trains together: by default one of all."""
     if (groups := loops.independent_groups()) is None:
         return [range(strategy.num_replicas_in_sync)]
     return groups.groups_of_ranks(strategy)

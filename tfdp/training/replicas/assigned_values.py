@@ -25,7 +25,7 @@ _are_common = False
 
 
 def num_assigned() -> int:
-    """Return the number of assignments that this process has recorded."""
+    """Return the number of assignments that all `AssignedValues` have recorded."""
     return _num_assigned
 
 
@@ -69,12 +69,12 @@ class AssignedValues:
     def __init__(self) -> None:
         self._count = 0
         self._digest = ""
-        # Whether workers have assigned different values to the weight, and not all of
-        # them have replaced it entirely since.
+        # Whether workers have assigned different values to the weight, and this
+        # worker has not replaced it entirely since.
         self.is_mixed = False
 
     def add(self, value: tf.Tensor, *, replaces: bool) -> None:
-        """Record an assignment.
+        """Record an assignment to the weight, by a hash of its value.
 
         Args:
             value: Tensor, the whole value that is assigned, or that is added.

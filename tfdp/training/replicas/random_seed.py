@@ -43,7 +43,7 @@ _UNSEEDED = "unseeded"
 
 
 def _random_states() -> dict[str, str]:
-    """Hash the state of each generator in `_SET_SEED`.
+    """Hash the states of the generators of Python, NumPy, TensorFlow and Keras.
 
     Returns:
         Dict from the name of a generator to hexadecimal digits, or to `"unseeded"` for

@@ -93,10 +93,10 @@ def _merge(
             all-reduce. Defaults to `None`.
 
     Returns:
-        List of the merged tensors, one for each state, in `_DTYPE`.
+        List of the merged tensors, one for each state, with its shape and dtype.
     """
     by_replica = zip(*states, strict=True)
-    # For each local replica, all states in one flat tensor `[state_size]`.
+    # All states of a replica are one flat tensor, so that one collective merges them.
     rows = [
         tf.concat([tf.reshape(tf.cast(t, _DTYPE), [-1]) for t in tensors], axis=0)
         for tensors in by_replica

@@ -43,17 +43,17 @@ class MirroredVariable(_Array, tf_distribute.MirroredVariable):
     assigned: AssignedValues | None = None
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        """Update this replica's copy; a traced program records the assignment."""
+        """Update this replica's copy; a step traced as on one device records it."""
         if (trace := program_trace.current()) is not None:
             trace.record_assigned(self)
             return update_fn(self._get_on_device_or_primary(), value, **kwargs)
         return super()._update_replica(update_fn, value, **kwargs)
 
     def _in_program(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the named method of this replica's copy, in a traced program.
+        """Call the named method of this replica's copy, in a step of Keras's loops.
 
         Raises:
-            NotImplementedError: Outside of a traced program.
+            NotImplementedError: Outside of a step that is traced as on one device.
         """
         if program_trace.current() is None:
             raise NotImplementedError(
@@ -82,17 +82,17 @@ class MirroredVariable(_Array, tf_distribute.MirroredVariable):
         return bool(self.numpy())
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Assign a value; outside of a step, record it for comparison."""
+        """Assign a value; outside of a step, record it to compare workers."""
         self.record(value, replaces=True)
         return super().assign(value, *args, **kwargs)
 
     def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-        """Add a value; outside of a step, record it for comparison."""
+        """Add a value; outside of a step, record it to compare workers."""
         self.record(delta, replaces=False)
         return super().assign_add(delta, *args, **kwargs)
 
     def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-        """Subtract a value; outside of a step, record it for comparison."""
+        """Subtract a value; outside of a step, record it to compare workers."""
         self.record(delta, replaces=False, is_negative=True)
         return super().assign_sub(delta, *args, **kwargs)
 

@@ -29,12 +29,12 @@ from tfdp.training.sharding.sharded_param_group import OwnedState
 from tfdp.training.step.flat_params import FlatParameterRange, TensorView
 from tfdp.training.step.grouped_update import gains_from_xla
 
-# Elements of a variable, and the positions where they begin and end in a shard.
+# Segment of a variable, and the positions in a bucket's slice where it begins and ends.
 Place = tuple[Segment, int, int]
 
 
 class ElementShards(OwnedState):
-    """Slots on flat shards, for elementwise optimizers.
+    """A replica's slots on flat slices of buckets, for elementwise optimizers.
 
     Arguments are those of `OwnedState`.
     """
@@ -115,7 +115,7 @@ class ElementShards(OwnedState):
         Args:
             optimizer: Keras optimizer with the scalar state of this shard.
             number: Int, index of the bucket.
-            run: List of places, adjacent segments of the bucket.
+            run: List of `Place`, adjacent segments of the bucket.
             gradients: `ShardedGradients`.
             variables: List of the Keras variables of the plan.
             rate: Scalar tensor, the learning rate.
@@ -207,7 +207,7 @@ def _padded(parts: list[tf.Tensor], bucket: ShardBucket, owner: int) -> tf.Tenso
 
 
 def _slot_range(slot: Any, start: int, stop: int) -> Any:
-    """Return a range of a flat slot as a variable, the slot itself if it is whole."""
+    """Return a range of a flat slot as a variable, or the slot if the range is all."""
     is_whole = slot is None or (start, stop) == (0, slot.shape[0])
     return slot if is_whole else FlatParameterRange(slot.value, start, stop)
 

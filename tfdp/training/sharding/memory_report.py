@@ -13,7 +13,7 @@ from tfdp.training.sharding.state_tensors import slot_names
 
 
 def memory_report(distributed: Any) -> MemoryReport:
-    """Compute the `MemoryReport` of a `DistributedOptimizer`."""
+    """Compute a `DistributedOptimizer`'s bytes per replica, sharded and unsharded."""
     accumulates = distributed.features.accumulation is not None
     frozen = distributed.frozen_parameters
     whole = ReplicaMemory(sum(entry_of(v).num_bytes for v in frozen), 0, 0, 0)
@@ -53,10 +53,10 @@ def param_group_memory(
     stage: int = 1,
     gathered: int = 0,
 ) -> ReplicaMemory:
-    """Compute the memory of an optimizer without inner optimizers, for some variables.
+    """Compute a replica's memory for the variables of one inner optimizer.
 
     Args:
-        optimizer: Keras optimizer, built or not.
+        optimizer: Keras optimizer without inner optimizers, built or not.
         variables: List of Keras variables.
         plan: `ShardPlan` of the variables, or `None` without sharding. Defaults to
             `None`.

@@ -132,7 +132,7 @@ def shard_full_slots(tensors: Sequence[StateTensor], slots: Sequence[Any]) -> No
 def _tensor(
     name: str, shape: Any, dtype: str, shards: Sequence[tuple[bool, LocalShard]]
 ) -> StateTensor:
-    """Create a state tensor.
+    """Create a state tensor; owned shards are split, so that reads need little memory.
 
     Args:
         name: String, unique among all state tensors.
@@ -153,7 +153,7 @@ def _tensor(
 def _named_shards(
     group: ShardedParamGroup, state: OwnedState
 ) -> list[tuple[str, LocalShard]]:
-    """Return pairs of a state tensor's name and a shard of a replica's state."""
+    """Return pairs of a state tensor's name and a shard, for all state of a replica."""
     shards = [(name, _full_shard(item)) for name, item in state.singles.items()]
     if isinstance(state, VariableShards):
         return shards + _named_shards_of_variables(group, state)
@@ -171,7 +171,7 @@ def _named_shards(
 def _named_shards_of_variables(
     group: ShardedParamGroup, state: VariableShards
 ) -> list[tuple[str, LocalShard]]:
-    """Return pairs of a state tensor's name and a shard of whole variables."""
+    """Return pairs of a tensor's name and a shard, for the whole slots of a replica."""
     names = {
         id(slot): slot_name(attribute, index, group.variables)
         for attribute, slots in state.slots.items()

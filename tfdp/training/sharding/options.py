@@ -20,8 +20,10 @@ class ShardingOptions:
     Args:
         sharding: String: `"none"`, `"optimizer"`, `"gradients"` or `"parameters"`.
             Defaults to `"none"`.
-        shard_scope: String, `"all"` or `"node"`. Defaults to `"all"`.
-        offload: String, `"cpu"`, or `None`. Defaults to `None`.
+        shard_scope: String, the replicas that share the state: `"all"`, or those of a
+            `"node"`. Defaults to `"all"`.
+        offload: String, `"cpu"`: shards are stored and updated in host memory; or
+            `None`. Defaults to `None`.
         units: `UnitOptions` of sharded parameters. Defaults to `UnitOptions()`.
 
     Raises:

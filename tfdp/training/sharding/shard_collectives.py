@@ -43,7 +43,7 @@ class ShardCollectives:
 
     @property
     def owner(self) -> int:
-        """Int, the owner whose slices the replica holds."""
+        """Int, index of the slice of each bucket that the replica holds."""
         return self.groups.owner(self.replica)
 
     def reduce_scatter(
@@ -56,8 +56,8 @@ class ShardCollectives:
 
         Args:
             group: `ShardedParamGroup`.
-            tensors: Dict from position to tensor, with the same positions on all
-                replicas.
+            tensors: Dict from the position of a variable in the group to its
+                gradient, with the same positions on all replicas.
             weight: Scalar tensor, the factor of this replica's tensors, or `None`
                 for 1.
 
@@ -90,7 +90,7 @@ class ShardCollectives:
                 returns.
 
         Returns:
-            Dict from position to flat tensor, equal on all replicas.
+            Dict from a variable's position to its flat value, equal on all replicas.
         """
         flats: Slices = []
         for channel, (bucket, piece) in enumerate(
@@ -141,12 +141,12 @@ class ShardCollectives:
         return self.groups.scatter_bucket(bucket, flat, route, caller)
 
     def _gather_before(self, tensors: Iterable[tf.Tensor]) -> None:
-        """Trace the second gathers that gradients need, before their reduction."""
+        """Trace the backward pass's gathers of parameters that these gradients need."""
         if self.backward is not None:
             self.backward.gather_until(max(map(graphs.op_position, tensors)))
 
     def _record_reduced(self, slices: Slices) -> None:
-        """Let later gathers of the backward pass wait for reduced slices."""
+        """Make later parameter gathers of the backward pass wait for reduced slices."""
         for piece in slices:
             if self.backward is not None and piece is not None:
                 self.backward.record_reduced(piece)
@@ -241,7 +241,7 @@ def _own_slices(plan: ShardPlan, owner: int, sums: Mapping[int, tf.Tensor]) -> S
     Args:
         plan: `ShardPlan`.
         owner: Int, the owner of the slices.
-        sums: Dict from position to a whole gradient.
+        sums: Dict from a variable's position to its whole gradient.
 
     Returns:
         List with a slice of each bucket, or `None` for a bucket without gradients.

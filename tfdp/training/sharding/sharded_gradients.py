@@ -101,7 +101,7 @@ class ShardedGradients:
         return dataclasses.replace(self, slices=slices, sparse=sparse)
 
     def without_rows(self, plan: ShardPlan, owner: int) -> ShardedGradients:
-        """Return the gradients with sparse ones converted to elements of the slices.
+        """Return the gradients, with sparse ones made dense and added to the slices.
 
         Args:
             plan: `ShardPlan`.

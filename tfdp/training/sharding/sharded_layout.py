@@ -200,9 +200,9 @@ class ShardedLayout(StateLayout):
             return sums.map(lambda values: tf.clip_by_value(values, -limit, limit))
         sharded_group = self._sharded(group)
         owner = self._collectives.owner
-        norms = statistics.squared_norms(sharded_group)  # [num_variables]
+        norms = statistics.squared_norms(sharded_group)  # shape [num_variables]
         if optimizer.clipnorm and optimizer.clipnorm > 0:
-            # The factors by which `tf.clip_by_norm` scales.
+            # Each gradient gets the factor by which `tf.clip_by_norm` would scale it.
             bound = tf.constant(optimizer.clipnorm, norms.dtype)
             factors = bound / tf.maximum(tf.sqrt(norms), bound)
             return sums.scaled_by(factors, sharded_group.plan, owner)
@@ -219,7 +219,7 @@ class ShardedLayout(StateLayout):
     def update(
         self, group: ParamGroup, gradients: ShardedGradients, variables: list, rate: Any
     ) -> None:
-        """Update the elements that this replica owns; all-gather them by bucket.
+        """Update the elements that this replica owns; all-gather unsharded variables.
 
         Args:
             group: `ParamGroup`.
@@ -259,7 +259,7 @@ class ShardedLayout(StateLayout):
     def overwrite_with_average(
         self, group: ParamGroup, chosen: Container[int] | None = None
     ) -> None:
-        """Overwrite variables with their averages, all-gathered by bucket.
+        """Overwrite variables with their averages; all-gather unsharded variables.
 
         Args:
             group: `ParamGroup`.
@@ -293,7 +293,7 @@ class ShardedLayout(StateLayout):
     def _assign_gathered(
         self, group: ShardedParamGroup, slices: list, present: frozenset[int]
     ) -> None:
-        """All-gather the slices of new values and assign them to the variables.
+        """Assign new values: all-gathered, or only the own slice of sharded parameters.
 
         Args:
             group: `ShardedParamGroup`.

@@ -249,7 +249,7 @@ class ShardedState:
 
     @property
     def compression_ratio(self) -> float:
-        """Float, bytes that gathers of parameters send, divided by their bytes."""
+        """Float, bytes that gathers send, divided by the bytes of the parameters."""
         variables = [v for part in self.parts.values() for v in part.variables]
         found = [sharded_parameter(variable) for variable in variables]
         units = {id(p.unit): p.unit for p in found if p is not None}.values()
@@ -271,7 +271,7 @@ class ShardedState:
         ]
 
     def on_replica(self) -> ShardedLayout:
-        """Return the `ShardedLayout` by which the running replica makes its step."""
+        """Return the `ShardedLayout` for a step of the running replica."""
         context = replica_context()
         step = None if self._gathers is None else self._gathers.step()
         collectives = collectives_class(self._extended)(

@@ -71,7 +71,7 @@ class LocalShard:
 
 
 def reshaped(values: Any, shape: Sequence[int]) -> Any:
-    """Return the values that a shard's `write` receives in the shape of a variable.
+    """Reshape flat values, which a shard's `write` receives, for its variable.
 
     Args:
         values: Flat array or tensor.
@@ -116,7 +116,7 @@ def renamed(tensor: StateTensor, name: str) -> StateTensor:
     return dataclasses.replace(tensor, name=name)
 
 
-# The suffix that Keras adds to the name of a layer to make it unique.
+# The suffix by which Keras makes a layer's name unique. It may differ between runs.
 _NUMBER = re.compile(r"_\d+$")
 
 

@@ -186,7 +186,7 @@ class VariableShards(OwnedState):
             tf_distribute.local_part(copy).assign(value, read_value=False)
 
     def _clone_with_settings(self, optimizer: Any, variables: list[Any]) -> Any:
-        """Return the clone with the user's settings, counter and rate."""
+        """Return the clone, which has the slots, with the user's current settings."""
         optimizer_views.share_state(self.clone, optimizer)
         for index, copy in self._copies.items():
             keras_optimizer.copy_decay_exclusion(self.clone, copy, variables[index])
@@ -204,7 +204,7 @@ def _assemble(parts: list[tf.Tensor], variable: Any) -> tf.Tensor:
 
 
 def _settings_of(optimizer: Any) -> dict[str, Any]:
-    """Return the numbers, strings and booleans among an optimizer's attributes."""
+    """Return an optimizer's numbers, strings, bools and `None`s, except `built`."""
     return {
         name: value
         for name, value in vars(optimizer).items()

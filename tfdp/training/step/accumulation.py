@@ -41,8 +41,8 @@ class Accumulator:
         weight: Scalar tensor, the weight of this replica, or `None`.
     """
 
-    # The sums that the default methods read. A subclass with other sums overrides
-    # these methods.
+    # The sums that `_is_due` reads by default. A subclass with other sums overrides
+    # that method.
     _state: AccumulationState
 
     def __init__(self, weight: tf.Tensor | None) -> None:

@@ -23,7 +23,7 @@ from tfdp.training.step.step import Step
 
 
 class Updates:
-    """Updates of a traced step, by optimizer, for the empty step.
+    """Record of the optimizer updates of a traced step, for Keras's empty step.
 
     For each optimizer it has a callable that creates the `Step` of its latest traced
     update. `record_update` fills it, and `take_without_data` runs the empty step of all
@@ -54,7 +54,7 @@ class Updates:
         self._left_out = name
 
     def take_without_data(self, strategy: Any) -> None:
-        """Run the empty step of all recorded updates on every replica.
+        """Run the empty step, an update without data, of all recorded optimizers.
 
         Warn if Keras would also make a change that is left out.
 
@@ -97,7 +97,7 @@ _recorded: list[Updates] = []
 
 @contextlib.contextmanager
 def recording(updates: Updates) -> Iterator[None]:
-    """Record the updates that are traced inside.
+    """Open a context that records the optimizer updates that are traced inside.
 
     Args:
         updates: `Updates` to record them in.

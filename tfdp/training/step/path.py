@@ -76,7 +76,7 @@ def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
     micro_batch_residuals.keep_finite()
 
     def update() -> tf.Tensor:
-        """Run stages 2 to 6; return whether the update was made, a bool or tensor."""
+        """Reduce gradients and update variables; return whether it was not skipped."""
         totals = take_totals()
         with (
             step_residuals(lambda: _divisor(step, totals)) as residuals,
@@ -89,7 +89,7 @@ def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
         is_made = functools.reduce(tf.logical_and, conditions, is_finite)
 
         def apply() -> None:
-            """Run stages 5 and 6, and keep the residuals of compression."""
+            """Clip gradients, update variables, and keep compressors' residuals."""
             clipped = _clip(step, sums, statistics)  # stage 5: clip
             _decay_and_update(step, clipped)  # stage 6: decay and update
             residuals.keep()
@@ -228,13 +228,13 @@ def _is_finite(step: Step, statistics: GradientStatistics) -> tf.Tensor | bool:
 def _skip(
     step: Step, statistics: GradientStatistics, is_finite: tf.Tensor | bool
 ) -> None:
-    """Count a skipped step and its non-finite gradients in the loss scale.
+    """Record in the loss scale a step that was skipped for non-finite gradients.
 
     Args:
         step: `Step`.
         statistics: `GradientStatistics` of the reduced gradients.
-        is_finite: Scalar bool tensor, or bool, whether all gradients are finite, so
-            that the loss scale is not to blame.
+        is_finite: Scalar bool tensor, or bool, whether all gradients are finite: then a
+            feature has skipped the step, and nothing is recorded.
     """
     scale = step.scale
     if scale is None:

@@ -100,7 +100,7 @@ class StateLayout:
         measures: bool,
         loss: CarriedScalar | None = None,
     ) -> GradientStatistics:
-        """Compute norms and finite flags of the sums of all groups.
+        """Compute norms and finite flags of the reduced gradients of all groups.
 
         Args:
             groups: Sequence of `ParamGroup`.
@@ -197,7 +197,7 @@ class StateLayout:
 
 
 class GradientStatistics:
-    """Norms and finite flags of the sums, equal on all replicas.
+    """Norms and finite flags of reduced gradients, equal on all replicas.
 
     They are computed on demand: a norm that no caller reads costs nothing.
 

@@ -87,10 +87,10 @@ class StepFeature:
         return {}
 
     def build(self, trained: Sequence[Any]) -> None:
-        """Create what depends on the trained variables, once these are known."""
+        """Create state for the trained variables, once known; by default none."""
 
     def reset(self) -> None:
-        """End what the feature changes in the steps of a `fit`.
+        """End the feature's part in the steps of a `fit`; its variables are kept.
 
         Called before each `fit`, since an earlier one may have failed, and by callbacks
         at the end of their `fit`.
@@ -288,7 +288,7 @@ active: ActiveHooks[LoopFeature] = ActiveHooks()
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Settings and state of a step, see `tfdp.training.step.path`.
+    """Settings and state of an optimizer's step, see `tfdp.training.step.path`.
 
     Args:
         optimizer: Keras optimizer that the parameter groups belong to.

@@ -30,7 +30,7 @@ from tfdp.training.parameters.sharded_parameter import sharded_parameter
 
 @dataclasses.dataclass
 class _Traced:
-    """The compiled part of a step, and the updates that follow it.
+    """The compiled part of a step, and the optimizer updates that run after it.
 
     Args:
         function: Concrete function that takes the arguments of the step and the tensors
@@ -44,7 +44,7 @@ class _Traced:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """The step of a replica, compiled as far as it can be.
+    """Step of a replica: XLA compiles all of it, all but the updates, or nothing.
 
     Args:
         step: Callable that takes a tuple of arguments and a `BatchWeight` or `None`,

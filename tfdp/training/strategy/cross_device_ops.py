@@ -12,7 +12,7 @@ from tfdp.training.reduction.reducer import Reducer
 
 
 class CrossDeviceOps(tf_distribute.CollectiveAllReduce):
-    """Cross-device operations: stock regrouping and threads around tfdp's collectives.
+    """TensorFlow's cross-device operations, with its collectives replaced by tfdp's.
 
     Args:
         reducer: `Reducer`.
@@ -46,7 +46,7 @@ class CrossDeviceOps(tf_distribute.CollectiveAllReduce):
 
 
 class _Launcher:
-    """Launcher of one replica's collectives, in the interface of the stock gather.
+    """Launcher of a replica's all-gather, as TensorFlow's gather operations expect it.
 
     Args:
         reducer: `Reducer`.

@@ -85,7 +85,7 @@ class ReplicaExtended:
 
     options: CommunicationOptions
     worker_group: WorkerGroup
-    # The models whose steps XLA compiles.
+    # The models whose backward pass XLA compiles, which a communication plan reports.
     compiled_models: weakref.WeakSet[Any]
     # By model and loop, the tensors that a step gathers, see
     # `tfdp.training.program.checks`.
@@ -111,7 +111,7 @@ class ReplicaExtended:
     _is_current: Any
 
     def explaining(self) -> contextlib.AbstractContextManager:
-        """Return a context that names the lost worker in errors of TensorFlow."""
+        """Return a context that names a lost worker in errors; here it does nothing."""
         return contextlib.nullcontext()
 
     def _use_merge_call(self) -> bool:
@@ -193,7 +193,7 @@ class ReplicaExtended:
 
     @property
     def continues_after_loss(self) -> bool:
-        """Bool, whether training continues after the loss of workers."""
+        """Bool, whether training continues after a loss of workers: here false."""
         return False
 
     def assert_same_workers(self) -> list[Any]:
@@ -218,7 +218,7 @@ class ReplicaExtended:
 
     @property
     def is_applicant(self) -> bool:
-        """Bool, whether this process is alone, and joins a running job in `fit`."""
+        """Bool, whether this process joins a running job in `fit`: here false."""
         return False
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
@@ -288,11 +288,11 @@ class ReplicaExtended:
             return self._cross_device_ops
         return self._host_cross_device_ops
 
-    # Moving statistics and metric states of a step.
+    # The methods below average moving statistics and merge metrics over replicas.
 
     @contextlib.contextmanager
     def step_scope(self) -> Iterator[None]:
-        """Average the moving statistics that the replicas assign inside."""
+        """Open a context for a step, after which its moving statistics are averaged."""
         outer, statistics = self._statistics, _Statistics()
         self._statistics = statistics
         try:
@@ -349,7 +349,7 @@ class ReplicaExtended:
         kinds = [v.merge for v in variables]
         group = self.host_group
         if not tf.executing_eagerly():
-            # A step may have to wait for some of the workers only.
+            # A traced step merges metrics over the workers that train together.
             group = merging_group(self._container_strategy())  # type: ignore[attr-defined]
         return merge_states(locals_, kinds, group)
 

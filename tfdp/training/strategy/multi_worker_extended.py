@@ -66,7 +66,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
         self._connect()
 
     def _enter_cluster(self, worker: Worker) -> None:
-        """Take the worker's place in its cluster, and watch the other workers."""
+        """Create the group of the cluster's workers, and watch the other workers."""
         self.worker = worker
         self._watchdog: Watchdog | None = None
         membership = worker.membership
@@ -113,7 +113,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
         self._check_transport()
 
     def add_facts(self, facts: dict[str, str]) -> None:
-        """Add facts that must be the same on all workers, also on joining workers.
+        """Add facts, such as versions, that must be equal on all workers, also later.
 
         Args:
             facts: Dict from the name of a fact, for messages, to its value.
@@ -185,7 +185,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
         else:
             self.worker = self._next_worker(self.worker, change)
         while self.worker.membership is not None and self.worker.membership.absent:
-            # Further workers were lost while this cluster was formed.
+            # Workers lost while a cluster was formed are left out of the next one.
             self.worker = self._next_worker(self.worker, ClusterChanges())
         self._is_current.assign(False)
         tf_distribute.forget_functions_of_replicas(self._container_strategy())
@@ -197,7 +197,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
         self._connect()
 
     def _next_worker(self, worker: Worker, change: ClusterChanges) -> Worker:
-        """Agree with the remaining workers on the next cluster, and join it.
+        """Agree on the next cluster and join it; return this process as its `Worker`.
 
         Args:
             worker: `Worker`, this process in the former cluster.

@@ -275,7 +275,7 @@ def _warn_of_slow_kernels(strategy: Any) -> None:
 
 
 def _warn_of_processes_apart(cluster: Cluster | None) -> None:
-    """Warn if a launcher that tfdp does not read started processes, with no cluster."""
+    """Warn if a launcher has started several processes and no cluster connects them."""
     apart = unconnected_processes() if cluster is None else None
     if apart:
         user_code.warn(

@@ -167,7 +167,7 @@ def connect_workers(
 
 
 def host_transport(transport: Transport) -> Transport:
-    """Return the hosts' transport: TensorFlow's if replicas use NCCL, else the same."""
+    """Return the transport between hosts: TensorFlow's for NCCL, else the same one."""
     return TensorFlowTransport() if transport.name == "nccl" else transport
 
 

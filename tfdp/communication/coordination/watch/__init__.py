@@ -47,7 +47,8 @@ __all__ = [
     "watch_data",
 ]
 
-# Each list has at most one item, since a process is a worker of one cluster at a time.
+# Watchdogs of this process. Each list has at most one item, since a process is a worker
+# of one cluster at a time.
 _watchdogs: list[Watchdog] = []
 _data_watchdogs: list[DataWatchdog] = []
 

@@ -34,8 +34,8 @@ class DataWatch:
     def __init__(self, limit_seconds: float | None = None) -> None:
         self._limit_seconds = limit_seconds
         self.seconds = 0.0
-        # CPU time including descendants, and the time at which it was read; `None`
-        # while this process does not wait for a batch.
+        # Last reading of the CPU time of this process and its descendants, and when it
+        # was read; `None` while this process does not wait for a batch.
         self._last: tuple[float, float] | None = None
 
     def update(self) -> float:
@@ -98,7 +98,7 @@ class DataWatchdog(threading.Thread):
 
 
 def end_process(text: str) -> None:
-    """End this process, whose main thread may hang, with an error message.
+    """Print a message, and end this process with exit code 69, even if it hangs.
 
     Args:
         text: String, the message.

@@ -14,9 +14,9 @@ from tfdp.communication.coordination.watch.errors import SCRIPT_ENDED
 from tfdp.communication.store import beat_seconds
 from tfdp.ground.base.process_identity import ProcessIdentity
 
-# Number of missing heartbeats after which a worker's port is probed, and the longest
-# silence before that, since heartbeats of many workers come less often. The least
-# number is that after which the store's summary has the age of a heartbeat.
+# Silence after which a worker's port is probed: a number of heartbeat intervals, at
+# most some seconds, since many workers have long intervals, but at least the number of
+# intervals after which the store reports the age of a heartbeat.
 _SUSPECT_BEATS, _SUSPECT_SECONDS, _LEAST_SUSPECT_BEATS = 2.5, 8.0, 1.5
 # Number of successive refused connections that show that a worker's process has ended.
 _REFUSALS = 2
@@ -56,7 +56,7 @@ class WorkerStatus:
 
 
 class FailureDetector:
-    """Status of the other workers; thread-safe.
+    """Detector of lost workers, by their heartbeats and probed ports; thread-safe.
 
     Args:
         ranks: Sequence of int, the other workers.
@@ -263,7 +263,7 @@ class FailureDetector:
         return {rank: its.source for rank, its in found.items() if its.source}
 
     def peers(self) -> dict[int, Peer]:
-        """Return what is known of the other workers, for a flight record, by rank."""
+        """Return the other workers' last known states by rank, for a flight record."""
         now, found = clock.now(), {}
         for rank in self.ranks():
             status = self.status(rank)

@@ -24,9 +24,9 @@ _LONG_WAIT_SECONDS = 5.0
 # Fraction of one CPU core below which a process is idle: one that only sends heartbeats
 # uses less, and one that computes uses more.
 _IDLE_FRACTION = 0.2
-# Fields of a report. A change of `_NEWS` goes to all workers at once; while one of
-# `_NOTABLE` is set, the report goes to all with each heartbeat; `_STATUS` are also
-# fields of `WorkerStatus`.
+# Fields of a worker's report. A change of `_NEWS` is sent to all workers at once; while
+# one of `_NOTABLE` is set, all receive the report with each heartbeat; `_STATUS` are
+# also fields of `WorkerStatus`.
 _NEWS = ("num_record_requests", "has_left", "last_error", "failure")
 _NOTABLE = ("has_left", "last_error", "failure")
 _STATUS = ("has_left", "last_error", "idle_seconds")
@@ -90,7 +90,7 @@ class Heartbeat(threading.Thread):
         self.has_left = False
         # The data source that this worker waits for, or `""`.
         self.source = ""
-        # Number of signals by which this worker was asked for flight records, and the
+        # Number of signals that have requested flight records from this worker, and the
         # last known numbers of the other workers.
         self.num_record_requests = 0
         self._record_requests: dict[int, int] = {}
@@ -113,7 +113,7 @@ class Heartbeat(threading.Thread):
         self._condition = threading.Condition()
 
     def run(self) -> None:
-        """Beat regularly until this worker has announced the end of its script."""
+        """Send heartbeats until this worker has announced the end of its script."""
         is_last = False
         while not is_last:
             self._wake.wait(self._detector.beat_seconds)
@@ -151,7 +151,10 @@ class Heartbeat(threading.Thread):
 
     @property
     def progress(self) -> WorkerProgress:
-        """`WorkerProgress`; outside of Keras's loops, a long call counts as a step."""
+        """`WorkerProgress` of this worker at this moment.
+
+        Outside of Keras's loops, a long idle call of TensorFlow counts as a step.
+        """
         own = dataclasses.replace(progress.current, source=self.source)
         waits = not own.name and self.call_seconds > _LONG_WAIT_SECONDS
         return dataclasses.replace(own, is_computing=True) if waits else own

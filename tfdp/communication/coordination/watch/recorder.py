@@ -44,7 +44,7 @@ _SAME_REQUEST_SECONDS = 1.0
 _MOST_FRAMES = 60
 _READ_BYTES = 1 << 16
 
-# File, line and function of each frame of a thread, the innermost first.
+# Stack of a thread: file, line and function of each frame, the innermost first.
 _Stack = list[tuple[str, int, str]]
 
 
@@ -99,13 +99,13 @@ class FlightRecorder:
                 self._write(reason, None)
 
     def wait(self) -> None:
-        """Wait until the record is written, for a limited time."""
+        """Wait until the last record is written, but at most two seconds."""
         if self._writer is not None:
             self._writer.join(_WRITE_SECONDS)
 
     @property
     def command(self) -> str:
-        """String, the command that shows the records; `""` without one of a failure."""
+        """String, the command that shows records; `""` unless a failure is recorded."""
         self.wait()
         is_written = self._is_final and self._error is None
         return f"tfdp doctor {shlex.quote(str(self.folder))}" if is_written else ""
@@ -113,7 +113,7 @@ class FlightRecorder:
     def _record(
         self, reason: str, lost: int | None
     ) -> tuple[FlightRecord, dict[int, _Stack]]:
-        """Take the record of this moment; reads no file.
+        """Create the record of this moment without reading files.
 
         Args:
             reason: String, why the record is written, a clause.

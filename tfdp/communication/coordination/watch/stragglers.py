@@ -40,7 +40,7 @@ class StragglerCheck:
         self._timeout_seconds, self._declare_lost = timeout_seconds, declare_lost
 
     def check(self) -> None:
-        """Warn of workers that are waited for; after the timeout, declare one lost."""
+        """Warn of workers that this one awaits; after the timeout, declare one lost."""
         own = self._heartbeat.progress
         if own.is_computing and not own.name:
             self._check_deadlock(own)

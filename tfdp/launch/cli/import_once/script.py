@@ -97,7 +97,7 @@ def _statements(
 
 
 def _files_of(name: str, folder: str) -> Iterator[str]:
-    """Yield the existing files in a folder of a module and of its parent packages."""
+    """Yield the files that define a module and its parent packages in a folder."""
     place = folder
     for part in name.split("."):
         place = os.path.join(place, part)

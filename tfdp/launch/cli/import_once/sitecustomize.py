@@ -126,8 +126,8 @@ def _fork(connection: socket.socket, environment: bytes, output: int) -> bool:
 def _quiet_fork() -> int:
     """Fork without the warning about threads, and return as `os.fork` does."""
     with warnings.catch_warnings():
-        # Python 3.12 warns of threads. NumPy's BLAS has some, but recreates them in a
-        # fork.
+        # Python 3.12 warns of a fork with several threads. NumPy's BLAS has some, but
+        # recreates them in the fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
@@ -208,8 +208,8 @@ class _Preloaded:
         module.__spec__ = self._specs[name]
         sys.modules.update(self._modules.pop(name))
         if name == "tfdp":
-            # Trackers are disabled here, not at the import in advance: this depends on
-            # the rank, which only a worker has.
+            # Whether experiment trackers are disabled depends on the rank, which a
+            # worker has, but not the process that imports tfdp in advance.
             importlib.import_module("tfdp.features.tracking.watch").watch_trackers()
         if not self._modules:
             sys.meta_path.remove(self)

@@ -83,7 +83,7 @@ _REPEATING_LAYOUTS = operations("BroadcastTo Fill Tile")
 
 
 def decide(view: View) -> Decision:
-    """Decide how replicas build an operation: by the first rule for it, or whole."""
+    """Return the `Decision` of the first rule that applies, or for the whole batch."""
     decision = _first_decision(_RULES_OF_ANY_FORM, view)
     if decision is not None:
         return decision

@@ -15,7 +15,7 @@ from tfdp.training.program.view import WHOLE, Decision, View
 
 
 def decide_composite(view: View) -> Decision | None:
-    """Decide how to build an operation that reads or creates composite tensors."""
+    """Decide how to build an operation on sparse or ragged tensors, which are whole."""
     if view.type in _ROWS_OF_SPARSE:
         return _decide_sparse_output(view)
     if view.type not in _ROWS_OF_DENSE or not set(view.forms()) <= _REPLICATED:
@@ -48,9 +48,9 @@ def _build_and_take_rows(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _rows_by_value(index: int) -> Callable[[View], Size | None]:
-    """Return a function that returns the number of rows by the value of an input.
+    """Return a function from a `View` to the number of rows of an output.
 
-    `index` is that of the input, whose first element is the number.
+    The number is the first element of the input with this index.
     """
 
     def size(view: View) -> Size | None:
@@ -68,9 +68,9 @@ def _rows_of_first_input(view: View) -> Size | None:
 
 
 def _rows_by_splits(index: int) -> Callable[[View], Size | None]:
-    """Return a function that returns the number of rows by an input of row splits.
+    """Return a function from a `View` to the number of rows of an output.
 
-    `index` is that of the input.
+    The number follows from the size of the row splits, the input with this index.
     """
 
     def size(view: View) -> Size | None:
@@ -91,7 +91,7 @@ def _rows_by_partition(view: View) -> Size | None:
     return _rows_by_splits(3)(view)
 
 
-# The number of rows of the dense output, by type of operation.
+# Functions that return the number of rows of an operation's dense output, by its type.
 _ROWS_OF_DENSE: dict[str, Callable[[View], Size | None]] = {
     "RaggedBincount": _rows_by_splits(0),
     "RaggedTensorToTensor": _rows_by_partition,
@@ -106,8 +106,8 @@ _ROWS_OF_DENSE: dict[str, Callable[[View], Size | None]] = {
     "UnsortedSegmentProd": _rows_by_value(2),
     "UnsortedSegmentSum": _rows_by_value(2),
 }
-# The number of rows of the sparse output, by type of operation. Each operation returns
-# indices, values and a dense shape of two axes.
+# Functions that return the number of rows of an operation's sparse output, by its type.
+# The output is indices, values and a dense shape of two axes.
 _ROWS_OF_SPARSE: dict[str, Callable[[View], Size | None]] = {
     "DenseCountSparseOutput": lambda view: (
         _rows_of_first_input(view) if view.facts[0].rank == 2 else None

@@ -107,7 +107,7 @@ def _build_zeros(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def decide_linear(view: View) -> Decision | None:
-    """Decide how replicas build an operation on partial sums that is linear in them."""
+    """Decide how replicas apply a linear operation to partial sums: each to its own."""
     if view.type in _SHAPE_ONLY:
         return Decision([AS_IS] * len(view), view.whole_outputs())
     parts = [i for i, fact in enumerate(view.facts) if fact.form is Form.PART]
@@ -190,7 +190,7 @@ def _linear_inputs(view: View, parts: list[int]) -> list[int]:
 
 
 def decide_elementwise(view: View) -> Decision | None:
-    """Decide how replicas build an element-wise operation on row-sharded tensors."""
+    """Decide how replicas build an element-wise operation: each on its own rows."""
     if view.type not in ELEMENTWISE:
         return None
     if view.type == "Bitcast":

@@ -41,7 +41,7 @@ from tfdp.training.program.view import (
 
 
 def decide_layout(view: View) -> Decision | None:
-    """Decide how replicas build an operation that arranges elements."""
+    """Decide how replicas build an operation that moves or repeats elements."""
     if view.type in _RULES_OF_ANY_INPUT:
         return _RULES_OF_ANY_INPUT[view.type](view)
     if view.type not in _RULES_OF_FIRST_INPUT:
@@ -163,7 +163,7 @@ def _range(view: View) -> Decision | None:
 
 
 def _tile(view: View) -> Decision | None:
-    """Decide how replicas build a `Tile` that keeps rows, or repeats data per row."""
+    """Decide how to build a `Tile` that keeps rows, or repeats data for each row."""
     data, times = view.facts[0], view.facts[1].value
     if data.sizes is None or times is None:
         return None
@@ -272,7 +272,7 @@ def _pad(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
 
 
 def _concat_offset(view: View) -> Decision | None:
-    """Decide how replicas build the offsets of a concatenation, from sizes."""
+    """Decide how replicas build the offset of each input in a concatenation."""
     axis = view.numbers(0)
     shapes = [fact.value for fact in view.facts[1:]]
     if axis is None or any(shape is None for shape in shapes):
@@ -315,9 +315,9 @@ def _operate_along_axes(
     return Decision([AS_IS] + [WHOLE] * (len(view) - 1), [input_fact])
 
 
-# Rules for operations whose first input has own rows. They receive the view of the
-# operation, and the fact and the sizes of that input. All return `None` if the
-# operation mixes rows, or if sizes that they depend on are not known.
+# Rules, by type of operation, if the first input is sharded by rows. They receive the
+# view of the operation, and the fact and the sizes of that input. All return `None` if
+# the operation mixes rows, or if sizes that they depend on are not known.
 _RULES_OF_FIRST_INPUT = table(
     {
         "CumulativeLogsumexp Cumprod Cumsum ReverseV2 Roll": _operate_along_axes,
@@ -333,8 +333,8 @@ _RULES_OF_FIRST_INPUT = table(
         "Unpack": _unstack,
     }
 )
-# Rules that find the input of own rows themselves. They receive the view of the
-# operation.
+# Rules, by type of operation, that find the row-sharded input themselves. They receive
+# the view of the operation.
 _RULES_OF_ANY_INPUT = table(
     {
         "BroadcastTo": _broadcast,

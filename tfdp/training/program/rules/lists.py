@@ -24,7 +24,7 @@ from tfdp.training.program.view import AS_IS, WHOLE, Decision, Need, View, need_
 
 
 def decide_list(view: View) -> Decision | None:
-    """Decide how replicas build an operation on a list of tensors or an optional."""
+    """Decide how replicas build an operation on a `TensorList` or an optional value."""
     return _LISTS[view.type](view) if view.type in _LISTS else None
 
 

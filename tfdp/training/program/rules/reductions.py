@@ -16,9 +16,10 @@ from tfdp.training.program.sizes import ONE, Size
 from tfdp.training.program.view import AS_IS, WHOLE, Decision, View, operations
 
 REDUCTIONS = operations("All Any EuclideanNorm Max Mean Min Prod Sum")
-# Reductions to the index of an element.
+# Types of reductions that return the index of an element, not its value.
 _INDEX_REDUCTIONS = frozenset(("ArgMax", "ArgMin"))
-# Reductions whose results on replicas are gathered, and reduced once more.
+# Types of reductions along rows whose results on replicas are gathered, and reduced
+# once more.
 _REDUCED_TWICE = frozenset(("All", "Any", "Max", "Min", "Prod"))
 
 
@@ -41,7 +42,7 @@ def decide_reduction(view: View) -> Decision | None:
 
 
 def _decide_over_axes(view: View, input_fact: Fact) -> Decision | None:
-    """Decide how replicas build a reduction, along the axis of rows or not.
+    """Decide how replicas build a reduction; along rows, sums become partial sums.
 
     `input_fact` is the `Fact` of the reduced tensor.
     """

@@ -103,7 +103,7 @@ _SHAPED_LIKE_FIRST = table(
 
 
 def decide_row_by_row(view: View) -> Decision | None:
-    """Decide how replicas build an operation on single rows; `None` for others."""
+    """Decide how to build an operation that treats each row alone, as a convolution."""
     if view.type not in _INPUTS_WITH_ROWS:
         return None
     indices = _INPUTS_WITH_ROWS[view.type]

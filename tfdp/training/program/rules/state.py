@@ -213,9 +213,9 @@ def _build_rows_of_first(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def decide_python(view: View) -> Decision | None:
-    """Decide how replicas build a Python function, called on the first replica only."""
+    """Decide how replicas build a Python function: the first one calls it for all."""
     # A Python function may draw random numbers, count its calls or write files, so it
-    # runs as often as on one device.
+    # runs as often as on one device, except in loops, where each replica calls it.
     if view.type not in tf_data.PYTHON_FUNCTIONS:
         return None
     return Decision(
@@ -226,9 +226,10 @@ def decide_python(view: View) -> Decision | None:
 def _build_python(builder: Any, op: Any, replica_inputs: list) -> list:
     """Call the function on the first replica, and broadcast its results.
 
-    Replicas that do not call the function do not know the shapes of its results.
-    TensorFlow keeps one tape for all calls of a function, which the gradient of the
-    first call consumes: a second call would have no gradient.
+    In a loop, which must have no collectives, each replica calls it. Replicas that do
+    not call the function do not know the shapes of its results. TensorFlow keeps one
+    tape for all calls of a function, which the gradient of the first call consumes: a
+    second call would have no gradient.
     """
     if builder.is_in_loop:
         return builder.copy(op, replica_inputs)

@@ -49,7 +49,7 @@ def _rank(view: View) -> np.ndarray | None:
 
 
 def _moved(move: Callable, data: slice = slice(1)) -> Callable:
-    """Return a function for an operation that only moves elements, as `tf.concat` does.
+    """Return a function of a `View` that evaluates an operation that moves elements.
 
     Args:
         move: Callable of the view and the inputs as arrays, which returns the result,
@@ -143,7 +143,7 @@ def _fill(view: View, dims: Any, value: Any) -> Any:
 
 
 def _reduction(combine: Callable[[Iterable[Size]], Size]) -> Callable:
-    """Return a function that reduces a vector of sizes, as `tf.reduce_prod` does.
+    """Return a function from a `View` to the reduction of its input, a vector of sizes.
 
     `combine` reduces the elements of the vector to one `Size`.
     """
@@ -171,7 +171,7 @@ def _range(view: View) -> np.ndarray | None:
 
 
 def _elementwise(combine: Callable[[Size, Size], Size]) -> Callable:
-    """Return a function that computes an element-wise operation on two inputs.
+    """Return a function from a `View` to the element-wise result of its two inputs.
 
     `combine` computes one element from two of type `Size`.
     """
@@ -188,7 +188,7 @@ def _elementwise(combine: Callable[[Size, Size], Size]) -> Callable:
 
 
 def _comparison(compare: Callable[[Any, Any], Any]) -> Callable:
-    """Return a function that computes an element-wise comparison of two inputs.
+    """Return a function from a `View` to the element-wise comparison of its two inputs.
 
     `compare` compares two numbers.
     """
@@ -237,8 +237,8 @@ def _cast(view: View) -> np.ndarray | None:
     return array(known.astype(dtype.as_numpy_dtype))
 
 
-# Functions that return the output as an array of `Size`, or `None` if it is not known:
-# from the shape of the input, and from the values of all inputs.
+# Functions, by type of operation, that return its output as an array of `Size`, or
+# `None` if it is not known: from the shape of the input, and from all inputs' values.
 _VALUES_FROM_SHAPES: dict[str, Callable[[View], np.ndarray | None]] = table(
     {"Shape TensorListElementShape": _shape, "Size": _size, "Rank": _rank}
 )
@@ -292,7 +292,7 @@ _VALUES_FROM_VALUES: dict[str, Callable[[View], np.ndarray | None]] = table(
 
 
 def decide_values(view: View) -> Decision | None:
-    """Decide how replicas build an operation whose known results follow from sizes."""
+    """Decide how replicas build an operation whose results are known from sizes."""
     if view.type == "BroadcastGradientArgs":
         return _decide_broadcast_axes(view)
     if view.type == "ShapeN":
