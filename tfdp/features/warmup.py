@@ -59,7 +59,7 @@ class Warmup(StepFeature):
 
     @property
     def variables(self) -> list:
-        """List of the Keras variables of the settings."""
+        """List of the Keras variables `steps`, `start`, and both factors."""
         return list(self._settings)
 
     def set(self, options: WarmupOptions | None) -> None:

@@ -111,7 +111,9 @@ def generation_of(number: int) -> int:
 
 
 def end_call(inputs: Sequence[Any]) -> Failure | None:
-    """Discard results of collectives that a failed call of a graph has left in queues.
+    """Clean up after a failed call of a graph, and return why it has failed.
+
+    Results of collectives that the call has left in queues are discarded.
 
     Args:
         inputs: Sequence of the input tensors of the function, including captured ones.

@@ -80,7 +80,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Two numbers that a traced step records, such as the time at which it began.
+    """Variable for two numbers of each step, such as the times of its begin and end.
 
     Args:
         name: String, such as `"times"`, see

@@ -266,8 +266,8 @@ class Membership:
             try:
                 self._report_missing(missing, "", begin, timeout_seconds)
             except JobRuns:
-                # The job that runs may be in this very cluster, if the last worker has
-                # joined since `missing` was read: then all texts have arrived.
+                # The running job may be that of this very cluster, whose last missing
+                # worker has joined meanwhile: then the texts of all workers are here.
                 if (versions := gathering.texts(_WAIT_SECONDS)) is None:
                     raise
                 break

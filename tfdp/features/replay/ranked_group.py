@@ -38,8 +38,9 @@ class RankedGroup(TrainingGroup):
         joined = self.inner.gather(rows)
         if self.ranks == self.inner.ranks:
             return joined
-        # In a stand-in each replica has the rank of the next one, and the last replica
-        # has the rank of the first one, so that its rows belong in front.
+        # In the replay of a replica's step by its neighbour, each replica has the rank
+        # of the next one, and the last replica that of the first one, so that the rows
+        # of the last replica belong in front.
         counts = self.inner.gather(tf.shape(rows)[:1])
         return tf.ensure_shape(tf.roll(joined, counts[-1], 0), joined.shape)
 

@@ -80,7 +80,7 @@ def count_of_stage(dataset: tf.data.Dataset) -> Any:
 
 
 def buffer_size_of(dataset: tf.data.Dataset) -> Any:
-    """Return the buffer size of a `prefetch`, an int if it is known."""
+    """Return the buffer size of a `prefetch`, an int or else an unknown tensor."""
     return _value(dataset._buffer_size)
 
 

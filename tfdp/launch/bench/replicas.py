@@ -41,7 +41,6 @@ class ReplicaSettings:
         return {
             "strategy": "tfdp" if (self.num_workers or 0) > 1 else "auto",
             "devices": self.devices_per_worker,
-            # `Side` replaces the addresses for local workers.
             "addresses": [],
         }
 

@@ -114,8 +114,8 @@ class ElasticJob(SeparateWorkersJob):
         if not is_due or (has_success and not self._late.issuperset(running)):
             return
         self._check_at = now + _CHECK_SECONDS
-        # If any worker answers, training continues: workers that have joined the job
-        # answer as long as their processes run.
+        # Training continues if any worker of the job answers this launcher's question:
+        # workers that have joined the job answer as long as their processes run.
         if self.job_runs():
             self._answered_at = now
         elif has_success:

@@ -66,7 +66,7 @@ class ElasticNodeJob(ElasticJob):
 
 
 class ElasticAttempts(NodeAttempts):
-    """This node's part of an elastic job, which may outlive node 0."""
+    """Runs the workers of this node of an elastic job, which may outlive node 0."""
 
     _others: ElasticNodes
 
@@ -127,8 +127,9 @@ class ElasticAttempts(NodeAttempts):
         return super()._handle(message)
 
     def _check_end(self) -> int | None:
-        """Return the exit code if this node must not wait any longer, or else `None`.
+        """Return the exit code with which this launcher ends, or `None` if it waits.
 
-        While node 0 is lost, it is that of this node's workers, once they have ended.
+        While node 0 is lost, the launcher waits until the workers of its node have
+        ended, and returns their exit code.
         """
         return self._code if self._others.is_alone else super()._check_end()

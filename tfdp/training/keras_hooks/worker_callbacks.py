@@ -248,15 +248,16 @@ def _saving_participants(callback: Any) -> list:
 
 
 def decide_per_batch(callbacks: list) -> bool:
-    """Return whether any callback may stop training after a batch.
+    """Return whether a callback may stop training after a batch on some workers only.
 
-    The callbacks of Keras, tfdp, MLflow and W&B do not.
+    Only callbacks of the user may: those of Keras, tfdp, MLflow and W&B do not stop
+    after a batch, or do so on all workers.
     """
     return any(_decides_per_batch(callback) for callback in callbacks)
 
 
 def _decides_per_batch(callback: Any) -> bool:
-    """Return whether a callback may stop training after a batch."""
+    """Return whether a callback may stop training after a batch on some workers."""
     kind = type(callback)
     if isinstance(callback, keras.callbacks.LambdaCallback):
         return any(name in vars(callback) for name in _BATCH_HOOKS)

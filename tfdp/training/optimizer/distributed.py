@@ -384,8 +384,6 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         loss_scale = None if scaling is None else LossScaling(**scaling)
         return cls(optimizer, loss_scale=loss_scale, **config)
 
-    # The methods below are private, and called by the methods above.
-
     def _copy_keras_state(self, outer: Any, steps: int) -> None:
         """Copy loss scale and accumulated gradients from a built Keras optimizer.
 

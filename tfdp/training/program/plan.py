@@ -62,7 +62,7 @@ class Plan:
     sums: set[int] = dataclasses.field(default_factory=set)
 
     def fact(self, tensor: Any) -> Fact:
-        """Return the `Fact` of a tensor of the graph."""
+        """Return what the plan knows about a tensor of the program, as a `Fact`."""
         return self.facts[id(tensor)]
 
     def is_needed(self, op: Any, index: int) -> bool:

@@ -163,7 +163,7 @@ class StateLayout:
             for slot in slots:
                 slot.assign(slot * tf.cast(factor, slot.dtype), read_value=False)
 
-        # The branch saves the products for a factor of 1, as after the warmup.
+        # With a factor of 1, as after the warmup, no slot is multiplied.
         run_if(tf.not_equal(factor, 1.0), scale)
 
     def update(

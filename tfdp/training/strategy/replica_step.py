@@ -146,7 +146,10 @@ def _divided_step(
     others: frozenset[int],
     divider: RowDivider | None,
 ) -> Callable:
-    """Return a replica's step: its part of the program that one device would run.
+    """Wrap a replica function: the replicas divide its work on the global batch.
+
+    The wrapper takes the arguments of `fn`, those of the calling replica, and returns
+    what `fn` returns.
 
     Args:
         strategy: A tfdp strategy.

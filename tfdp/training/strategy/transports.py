@@ -40,7 +40,7 @@ _HAS_DIRECT = sys.platform == "linux"
 # workers, because all must use the same meshes.
 _meshes: dict[tuple[Store, tuple[str | None, ...]], Mesh] = {}
 _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
-# Communicators apart from those of steps, which `connect_workers` has created.
+# Communicators that `connect_workers` has created, in addition to those of steps.
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 

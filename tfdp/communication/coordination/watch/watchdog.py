@@ -429,8 +429,8 @@ class Watchdog(threading.Thread):
         store = self.membership.store
         # The lost worker is still the host of the store if no standby has replaced it.
         is_host = self._rank != failure.rank == store.host
-        # A host that has left has closed its connections, so that the workers follow
-        # the standby.
+        # A host that has left its cluster has closed its connections to the other
+        # workers, which then connect to the standby by themselves.
         if is_host and not self._detector.status(failure.rank).has_left:
             store.give_up(failure.rank, f"The store of the job is lost: {reason}.")
         else:
