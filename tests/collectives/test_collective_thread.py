@@ -64,6 +64,7 @@ def reduce_with_one_thread() -> None:
         np.testing.assert_array_equal(bucket, np.full(100, number))
 
 
+@pytest.mark.full
 def test_with_one_inter_op_thread_four_buckets_are_under_way_at_once():
     (answer,) = forks.run([forks.Start(reduce_with_one_thread)], DEADLINE_SECONDS)
     assert not answer.error, answer

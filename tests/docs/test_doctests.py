@@ -134,6 +134,7 @@ def test_examples_in_docstrings_print_what_they_say(module, reports_of_modules):
     assert tries > 0, "the examples were not found: is a __doc__ replaced?"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", pages_with_examples())
 def test_examples_in_docs_run_and_print_what_they_say(page, reports_of_pages):
     half = pages_with_examples().index(page) % 2
