@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.ground import user_code
+from tfdp.ground._compat import keras_optimizer
 from tfdp.ground.arguments import checked_bool, checked_number
 
 # Names of biases and normalization parameters in Keras's layers, which LARS excludes by
@@ -167,7 +168,9 @@ class LARS(keras.optimizers.Optimizer):
                 "`var_names` must be a list of strings. "
                 f"Received: var_names={var_names!r}"
             )
-        self._excluded_keys = frozenset(self._var_key(v) for v in var_list or ())
+        self._excluded_keys = frozenset(
+            keras_optimizer.key_of(self, variable) for variable in var_list or ()
+        )
         self._excluded_names = "|".join(var_names or ())
 
     def exclude_alike(
@@ -181,7 +184,7 @@ class LARS(keras.optimizers.Optimizer):
             theirs: Sequence of the corresponding variables of `other`.
         """
         other._excluded_keys = frozenset(
-            other._var_key(counterpart)
+            keras_optimizer.key_of(other, counterpart)
             for variable, counterpart in zip(variables, theirs, strict=True)
             if self._is_excluded_from_adaptation(variable)
         )
@@ -209,7 +212,7 @@ class LARS(keras.optimizers.Optimizer):
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update one variable and its velocity, as in the class's formula."""
-        index = self._get_variable_index(variable)
+        (index,) = keras_optimizer.positions_in(self, [variable])
         dtype = _norm_dtype(variable.dtype)
         gradient = _densify(gradient, variable, dtype)
         weights = tf.cast(tf.convert_to_tensor(variable), dtype)
@@ -242,16 +245,15 @@ class LARS(keras.optimizers.Optimizer):
         """
 
     def _is_excluded_from_adaptation(self, variable: Any) -> bool:
-        if self._var_key(variable) in self._excluded_keys:
+        if keras_optimizer.key_of(self, variable) in self._excluded_keys:
             return True
         path = getattr(variable, "path", variable.name)
         return bool(self._excluded_names and re.search(self._excluded_names, path))
 
     def _decay_of(self, variable: Any, index: int) -> float:
         """Return the weight decay of a variable, 0 if it is excluded."""
-        if index in self._excluded or not self._use_weight_decay(variable):
-            return 0.0
-        return self.weight_decay or 0.0
+        is_decayed = keras_optimizer.uses_weight_decay(self, variable)
+        return self.weight_decay if is_decayed and index not in self._excluded else 0.0
 
     def _trust_ratio(
         self, weights: tf.Tensor, gradient: tf.Tensor, decay: float

@@ -91,6 +91,18 @@ def test_a_loss_scale_that_nobody_takes_is_left_out_with_a_warning(tmp_path):
         np.testing.assert_array_equal(found, wanted)
 
 
+def test_an_outer_optimizer_that_nobody_takes_is_left_out_with_a_warning(tmp_path):
+    saved = trained(0)
+    diloco = tfdp.callbacks.DiLoCo(sync_every=2, scope="replica")
+    common.fit(saved, X[:16], Y[:16], batch_size=8, epochs=1, callbacks=[diloco])
+    tfdp.checkpoint.save(saved, tmp_path)
+    model = trained(0)
+    with pytest.warns(UserWarning, match="the model does not use `DiLoCo`"):
+        tfdp.checkpoint.restore(model, tmp_path)
+    for found, wanted in zip(model.get_weights(), saved.get_weights(), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def plain() -> keras.Model:
     """A model that Keras accumulates gradients for."""
     return compiled(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2))

@@ -14,7 +14,6 @@ from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 from tfdp.checkpoint.random_state import random_states, set_random_states
 from tfdp.ground._compat import random_seeds
-from tfdp.ground.base import stand_in_seed
 from tfdp.training.replicas import random_seed
 
 Policy = tf.data.experimental.AutoShardPolicy
@@ -133,7 +132,7 @@ def seeds_of_operations_give_the_numbers_of_one_device(env: Env) -> dict:
     batch = expected[0][0][: common.BATCH_SIZE]
     np.testing.assert_array_equal(np.flatnonzero(seen.batches[0]), sorted(batch))
     # As in another process, with a seed of its own, that goes on with this run.
-    stand_in_seed.set_seed(before["seed"] + 1)
+    random_seed.set_stand_in_seed(before["seed"] + 1)
     set_random_states(state)
     assert seeded() == expected
     return {

@@ -259,7 +259,7 @@ class MemoryBackups:
             group.rank,
         )
         made_by = versions() | cpu_kernels.versions()
-        run_of_part = run if group.rank == 0 else None
+        run_of_part = run if group.is_chief else None
         header = PartHeader(name, self._owner, entries, extents, made_by, run_of_part)
         text = header.to_text().encode() if self._keepers else b""
         self.finish()

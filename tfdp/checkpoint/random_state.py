@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tfdp.ground._compat import random_seeds
-from tfdp.ground.base import stand_in_seed
+from tfdp.training.replicas.random_seed import set_stand_in_seed, stand_in_seed
 
 
 def random_states() -> dict[str, Any]:
@@ -39,7 +39,7 @@ def set_random_states(states: dict[str, Any]) -> None:
     np.random.set_state((name, np.array(keys, "uint32"), position, has_gauss, cached))
     state = states["tensorflow"]
     if state.get("stands_in"):
-        stand_in_seed.set_seed(state["seed"])
+        set_stand_in_seed(state["seed"])
     random_seeds.set_tensorflow_random_state(state)
     random_seeds.set_keras_seed_state(states["keras"])
 
@@ -51,7 +51,7 @@ def _tensorflow_state() -> dict[str, Any]:
     """
     state = random_seeds.tensorflow_random_state()
     seed = state["seed"]
-    return {**state, "stands_in": seed is not None and seed == stand_in_seed.seed()}
+    return {**state, "stands_in": seed is not None and seed == stand_in_seed()}
 
 
 def gather_random_states(worker_group: Any) -> list[dict[str, Any]]:

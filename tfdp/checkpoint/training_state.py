@@ -43,6 +43,7 @@ from tfdp.checkpoint.replica_state import (
 )
 from tfdp.checkpoint.residual_state import plan_residuals, residual_tensors
 from tfdp.ground import user_code
+from tfdp.ground.base.feature import registered
 from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.keras_hooks.file_view import VariableView
 from tfdp.training.sharding.state_tensors import StateTensor, renamed
@@ -53,16 +54,12 @@ CALLBACKS_PREFIX = f"{RUN_PREFIX}/callbacks/"
 _SUMS = f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}"
 # Name prefixes of tensors that a model may lack, and the warning if a checkpoint has
 # such tensors. A checkpoint may lack them too: a callback may enable loss scaling
-# later.
+# later. Features have others.
 _OPTIONAL = {
     f"{LOSS_SCALE_PREFIX}/": (
         "The loss scale of the checkpoint was not restored: the optimizer has none. "
         "To continue with it, scale the loss before `restore`: "
         '`DistributedOptimizer(..., loss_scale="dynamic")`.'
-    ),
-    "outer/": (
-        "The outer optimizer of `DiLoCo` in the checkpoint was not restored: the model "
-        "does not use `DiLoCo`."
     ),
     f"{_SUMS}/": (
         "This backup was saved between the micro-batches of an update. Their "
@@ -98,7 +95,10 @@ def plan_checkpoint(model: keras.Model, index: Index) -> LoadPlan:
             "does not accumulate; give it `accumulation_steps` before `restore`"
         )
     tensors, left_out = _match_other_optimizers(model_state(model), saved)
-    names, may_miss = set(saved), (*_OPTIONAL, f"{ACCUMULATED_PREFIX}/")
+    optional = dict(_OPTIONAL)
+    for feature in registered():
+        optional |= feature.optional_tensors()
+    names, may_miss = set(saved), (*optional, f"{ACCUMULATED_PREFIX}/")
     # Accumulated gradients come last: they are multiplied by the loss scale, which must
     # be restored before them.
     tensors = [
@@ -107,7 +107,7 @@ def plan_checkpoint(model: keras.Model, index: Index) -> LoadPlan:
         if tensor.name in names or not tensor.name.startswith(may_miss)
     ]
     own = {tensor.name for tensor in tensors}
-    for prefix, text in _OPTIONAL.items():
+    for prefix, text in optional.items():
         unused = [n for n in saved if n.startswith(prefix) and n not in own]
         if unused:
             user_code.warn(text)

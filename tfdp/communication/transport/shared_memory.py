@@ -24,7 +24,6 @@ the cache.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import mmap
@@ -45,6 +44,7 @@ from tfdp.communication.transport.communicator import (
 from tfdp.communication.transport.mesh import Mesh
 from tfdp.communication.transport.schedules import equal_bounds
 from tfdp.communication.transport.socket_communicator import SocketCommunicator
+from tfdp.ground import user_code
 
 _logger = logging.getLogger("tfdp.transport")
 
@@ -428,15 +428,16 @@ def _logged_lack_of_memory() -> Iterator[None]:
         _log_lack_of_memory(error.strerror or str(error))
 
 
-@functools.cache  # logs each reason once, not for every lane of a group
 def _log_lack_of_memory(reason: str) -> None:
     """Log that sockets replace shared memory, once for each reason."""
-    _logger.warning(
-        "This worker gets no shared memory for the other workers of its host (%s): "
-        "they exchange data over sockets instead, which uses more CPU time. Give the "
-        "job more memory to avoid this.",
-        reason,
-    )
+    # Each lane of a group reports the same lack of memory.
+    if user_code.is_first_time(reason, _log_lack_of_memory):
+        _logger.warning(
+            "This worker gets no shared memory for the other workers of its host (%s): "
+            "they exchange data over sockets instead, which uses more CPU time. Give "
+            "the job more memory to avoid this.",
+            reason,
+        )
 
 
 def _parts(array: Array, bounds: Sequence[int]) -> list[Array]:

@@ -25,6 +25,9 @@ from tfdp.training.reduction.gradient_reducer import GradientReducer, replica_re
 from tfdp.training.step.accumulation import read, set_to_zero
 from tfdp.training.step.step import IndependentGroups, Step
 
+# Prefix of the names of the outer optimizer's tensors in a checkpoint.
+OUTER_PREFIX = "outer/"
+
 
 class LocalSteps(IndependentGroups):
     """Count a replica's local updates and samples, and exchange when that is due.
@@ -100,7 +103,7 @@ class LocalSteps(IndependentGroups):
     def state(self) -> dict[str, Any]:
         """Dict of the outer optimizer's variables, by the names of their tensors."""
         state = {} if self.exchanges is None else self.exchanges.outer.state
-        return {f"outer/{name}": variable for name, variable in state.items()}
+        return {f"{OUTER_PREFIX}{name}": variable for name, variable in state.items()}
 
     def check(self, optimizer: Any) -> None:
         """Raise if the step uses an option that needs all replicas in every step.

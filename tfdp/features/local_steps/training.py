@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.features.local_steps.local_steps import active
+from tfdp.features.local_steps.local_steps import OUTER_PREFIX, active
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import Feature
 from tfdp.training.replicas.variables import StatisticVariable
@@ -64,6 +64,13 @@ class LocalStepsFeature(Feature):
             return local_steps.pace.step(model, step, iterator)
 
         return paced
+
+    def optional_tensors(self) -> dict[str, str]:
+        """Return the warning of an outer optimizer in a checkpoint that is not used."""
+        return {
+            OUTER_PREFIX: "The outer optimizer of `DiLoCo` in the checkpoint was not "
+            "restored: the model does not use `DiLoCo`."
+        }
 
     def batches_between_syncs(
         self, model: Any, *, is_delayed: bool = True

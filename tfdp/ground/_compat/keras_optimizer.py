@@ -34,6 +34,11 @@ def scope_of_optimizer(optimizer: Any) -> Iterator[None]:
             yield
 
 
+def share_strategy(optimizer: Any, other: Any) -> None:
+    """Give another optimizer the strategy that an optimizer was created in."""
+    other._distribution_strategy = strategy_of_optimizer(optimizer)
+
+
 def move_optimizer_into_scope(optimizer: Any, strategy: Any) -> None:
     """Move an optimizer that was created outside a strategy's scope into it, in place.
 
@@ -80,6 +85,14 @@ def trained_by(optimizer: Any) -> list:
 def check_known(optimizer: Any, variables: list) -> None:
     """Raise Keras's error for variables that an optimizer was not built for."""
     optimizer._check_variables_are_known(variables)
+
+
+def key_of(optimizer: Any, variable: Any) -> Any:
+    """Return the key by which an optimizer finds a variable, before it is built, too.
+
+    Keras has no public name for it. Checked on Keras 3.12 to 3.15.
+    """
+    return optimizer._var_key(variable)
 
 
 def positions_in(optimizer: Any, variables: Iterable[Any]) -> list[int]:

@@ -22,6 +22,10 @@ _READING = {
     *("LookupTableFindV2", "LookupTableSizeV2", "HashTableV2", "Assert", "PrintV2"),
     *("If", "While", "Case", "StatefulPartitionedCall", "Placeholder"),
 }
+# Prefix of the names of Keras's modules. Keras has no public way to tell its own `map`
+# functions from the user's. Checked on Keras 3.12 to 3.15.
+_KERAS = "keras.src."
+_ADAPTERS = f"{_KERAS}trainers.data_adapters."
 
 
 def function_of_map(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
@@ -72,6 +76,23 @@ def name_of_map(dataset: tf.data.Dataset) -> str:
     """Return module and qualified name of the Python function of a `map`."""
     function = dataset._map_func._func
     return f"{function.__module__}.{getattr(function, '__qualname__', '')}"
+
+
+def is_map_of_keras(dataset: tf.data.Dataset) -> bool:
+    """Return whether the Python function of a `map` is Keras's own."""
+    return name_of_map(dataset).startswith(_KERAS)
+
+
+def applies_class_weight(dataset: tf.data.Dataset) -> bool:
+    """Return whether a `map` is Keras's for `class_weight`, row by row."""
+    name = "tf_dataset_adapter.make_class_weight_map_fn."
+    return name_of_map(dataset).startswith(f"{_ADAPTERS}{name}")
+
+
+def gathers_rows(dataset: tf.data.Dataset) -> bool:
+    """Return whether a `map` is Keras's that gathers the rows of a batch of arrays."""
+    name = "array_data_adapter.ArrayDataAdapter."
+    return name_of_map(dataset).startswith(f"{_ADAPTERS}{name}")
 
 
 def count_of_stage(dataset: tf.data.Dataset) -> Any:

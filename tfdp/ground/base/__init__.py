@@ -12,7 +12,6 @@ Reading order:
     param_groups: variables by optimizer, and properties of Keras's optimizers
     wrappers: wrappers of optimizers, and a model's additional optimizers
     xla, deferred_updates: compilation of a step, and updates that run after it
-    stand_in_seed: global seed for users who set none
     threads, finalizers: calls on separate threads, and finalizers that run on one
     intervals: confidence intervals of a median
     json_fields: dataclasses from values of JSON, with types checked

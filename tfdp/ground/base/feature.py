@@ -128,6 +128,15 @@ class Feature:
         """
         return 1
 
+    def optional_tensors(self) -> dict[str, str]:
+        """Return which of the feature's tensors a model may lack in a checkpoint.
+
+        Returns:
+            Dict from a prefix of names to the warning if a checkpoint has such tensors,
+            and the model has none.
+        """
+        return {}
+
     def recover(
         self,
         name: str,

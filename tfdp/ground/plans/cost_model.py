@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 from tfdp.ground.links import Links
 from tfdp.ground.plans.topology import Topology
-from tfdp.ground.plans.traffic import FLAT, Algorithm, Transfer, transfers_of
+from tfdp.ground.plans.traffic import (
+    FLAT,
+    HIERARCHICAL,
+    Algorithm,
+    Transfer,
+    transfers_of,
+)
 
 # The fraction by which an algorithm must be faster than a preferred one: smaller
 # differences are within the error of the model. The ring is preferred because it is a
@@ -99,7 +105,7 @@ def candidates_for(topology: Topology) -> tuple[Algorithm, ...]:
         return ring, tree, halving_doubling
     levels = ("ring", "halving_doubling", "tree")
     pairs = [(inner, outer) for inner in levels for outer in levels]
-    hierarchical = (Algorithm("hierarchical", *pair) for pair in pairs)
+    hierarchical = (Algorithm(HIERARCHICAL.name, *pair) for pair in pairs)
     return ring, tree, *hierarchical, halving_doubling
 
 

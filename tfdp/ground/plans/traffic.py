@@ -68,7 +68,7 @@ class Algorithm:
     @property
     def has_levels(self) -> bool:
         """Bool, whether the algorithm reduces inside nodes first, then across them."""
-        return self.name == "hierarchical"
+        return self.name == HIERARCHICAL.name
 
     @property
     def is_adasum(self) -> bool:
@@ -80,6 +80,10 @@ class Algorithm:
         if not self.has_levels:
             return self.name
         return f"{self.name} ({self.inner}, {self.outer})"
+
+
+RING = Algorithm("ring")
+HIERARCHICAL = Algorithm("hierarchical")
 
 
 @dataclasses.dataclass(frozen=True)

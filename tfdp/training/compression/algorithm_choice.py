@@ -17,7 +17,7 @@ from tfdp.communication.collectives import (
     hierarchical,
 )
 from tfdp.ground.options import ADASUM
-from tfdp.ground.plans.traffic import Algorithm
+from tfdp.ground.plans.traffic import RING, Algorithm
 from tfdp.training.compression.compressor import Compressor
 
 
@@ -60,7 +60,6 @@ class WireFormat:
         return 1.0 if math.isnan(self.ratio) else self.ratio
 
 
-RING = Algorithm("ring")
 # Wire format without a compressor: elements are sent in their own dtype.
 _PLAIN = WireFormat()
 

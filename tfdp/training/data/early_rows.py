@@ -431,7 +431,7 @@ def _has_map(dataset: tf.data.Dataset, *, in_each_pass: bool = False) -> bool:
     kind = tf_data.kind_of_stage(dataset)
     if kind == "CacheDataset" and in_each_pass:
         return False
-    if kind in MAPS and not pipelines.name_of_map(dataset).startswith("keras.src."):
+    if kind in MAPS and not pipelines.is_map_of_keras(dataset):
         return True
     sources = tf_data.dataset_sources(dataset)
     return any(_has_map(source, in_each_pass=in_each_pass) for source in sources)

@@ -16,7 +16,7 @@ from tfdp.communication.coordination.facts import compare
 from tfdp.communication.coordination.progress import progress
 from tfdp.ground import user_code
 from tfdp.ground._compat import keras_data, random_seeds, tf_data
-from tfdp.ground.base import loops, stand_in_seed
+from tfdp.ground.base import loops
 from tfdp.ground.base.context import is_tfdp
 from tfdp.ground.base.feature import JobPart
 from tfdp.training.data import position as data_position
@@ -55,6 +55,7 @@ from tfdp.training.data.uneven_inputs import (
     is_counting,
 )
 from tfdp.training.data.value_differences import values_fact
+from tfdp.training.replicas.random_seed import stand_in_seed
 
 # For messages: the name of the data that each of Keras's epoch iterators reads.
 _source_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -99,7 +100,7 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
         return _distribute_adapter(strategy, iterator, part)
 
     is_shuffled = keras_data.shuffles_arrays(iterator.data_adapter)
-    has_seed = random_seeds.global_seed() not in (None, stand_in_seed.seed())
+    has_seed = random_seeds.global_seed() not in (None, stand_in_seed())
     if part is not None and is_shuffled and not has_seed:
         # The parts of a job need the same order: each takes its rows of every batch.
         keras_data.set_dataset_of_epoch(iterator, SeededShuffle(part.seed, of_epoch))
@@ -111,7 +112,7 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
         extended = strategy.extended
         position.attach(
             iterator,
-            stand_in_seed.seed(),
+            stand_in_seed(),
             getattr(extended, "worker_group", None),
         )
 
@@ -231,7 +232,7 @@ def _seed_array_order(strategy: Any, iterator: Any, with_common_end: Callable) -
     are_seeded_alike = extended.worker_group.all_equal(
         "shuffling", random_seeds.random_state()
     )
-    if are_seeded_alike and random_seeds.global_seed() != stand_in_seed.seed():
+    if are_seeded_alike and random_seeds.global_seed() != stand_in_seed():
         return  # the user has seeded all workers alike
     if not are_seeded_alike:
         _warn_of_seeds()

@@ -17,14 +17,8 @@ BATCHES = ("BatchDataset", "ParallelBatchDataset")
 # for all calls of `fit`, but a rebuilt `cache` would be filled again in each call.
 PASS_THROUGH = ("PrefetchDataset", "OptionsDataset")
 SELECTIONS = ("TakeDataset", "SkipDataset", "RepeatDataset")
-# Prefixes of the names of `map` functions that treat each row of a batch separately:
-# Keras's function for `class_weight`, and tfdp's for the rows of arrays in files.
-_ROW_BY_ROW = (
-    "keras.src.trainers.data_adapters.tf_dataset_adapter.make_class_weight_map_fn.",
-    "tfdp.training.data.own_rows.StoredArraysAdapter.",
-)
-# Prefix of the name of Keras's `map` function that gathers a batch from arrays.
-_OF_ARRAYS = "keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter."
+# Prefix of the names of tfdp's `map` functions for the rows of arrays in files.
+_STORED_ARRAYS = "tfdp.training.data.own_rows.StoredArraysAdapter."
 
 
 @dataclasses.dataclass
@@ -85,19 +79,19 @@ def stages_after_batch(
 
 
 def is_row_by_row(dataset: tf.data.Dataset) -> bool:
-    """Return whether the last stage is a `map` that treats each row separately."""
-    return _is_map_of(dataset, _ROW_BY_ROW)
+    """Return whether the last stage is a `map` that treats each row separately.
+
+    These are Keras's `map` for `class_weight`, and tfdp's for arrays in files.
+    """
+    return tf_data.kind_of_stage(dataset) in MAPS and (
+        pipelines.applies_class_weight(dataset)
+        or pipelines.name_of_map(dataset).startswith(_STORED_ARRAYS)
+    )
 
 
 def gathers_array_rows(dataset: tf.data.Dataset) -> bool:
     """Return whether the last stage is Keras's `map` that gathers rows of arrays."""
-    return _is_map_of(dataset, _OF_ARRAYS)
-
-
-def _is_map_of(dataset: tf.data.Dataset, names: str | tuple[str, ...]) -> bool:
-    """Return whether the last stage is a `map` of a function with a name prefix."""
-    is_map = tf_data.kind_of_stage(dataset) in MAPS
-    return is_map and pipelines.name_of_map(dataset).startswith(names)
+    return tf_data.kind_of_stage(dataset) in MAPS and pipelines.gathers_rows(dataset)
 
 
 def rebuild_map(dataset: tf.data.Dataset, call: Callable[[Any], Any]) -> Stage:

@@ -17,8 +17,9 @@ import tensorflow as tf
 from tfdp.communication.collectives import end_failed_call
 from tfdp.communication.coordination.worker_group import latest_group
 from tfdp.ground._compat import owners, programs
-from tfdp.ground.base import program_trace, stand_in_seed
+from tfdp.ground.base import program_trace
 from tfdp.training.parameters.gathers import backward_pass, marked_backward_pass
+from tfdp.training.replicas.random_seed import stand_in_seed
 
 
 def all_reduce(
@@ -105,7 +106,7 @@ def seeds_of_operation(original: Callable, op_seed: Any) -> Any:
         op_seed: Int, the operation's own seed, or `None`.
     """
     seeds = original(op_seed)
-    if op_seed is not None and seeds[0] == stand_in_seed.seed():
+    if op_seed is not None and seeds[0] == stand_in_seed():
         return owners.random_seed.DEFAULT_GRAPH_SEED, seeds[1]
     return seeds
 

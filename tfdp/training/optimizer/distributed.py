@@ -135,8 +135,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         own_steps = file_view.pop_accumulation_steps(optimizer)
         steps = arguments.agreed_steps(accumulation_steps, own_steps)
         super().__init__(learning_rate=0.0, name=name)
-        optimizer_state.untrack(self, [self._learning_rate])
-        self._distribution_strategy = keras_optimizer.strategy_of_optimizer(optimizer)
+        optimizer_state.untrack(self, [keras_optimizer.rate_variable(self)])
+        keras_optimizer.share_strategy(optimizer, self)
         scaling = scaling or (outer and file_view.loss_scaling_of(outer))
         self.inner_optimizer = optimizer
         self.features = Features(self, steps, scaling)
@@ -268,7 +268,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             self._traces.record(self._traced_parts, variables)
             record_update(self, lambda: self._step(variables))
             take_step(self._step(variables, loss), gradients)
-            self._iterations.assign_add(1)
+            keras_optimizer.count_update(self, 1)
 
     def flush(self) -> None:
         """Apply an update of the accumulated micro-batches now, outside a step.

@@ -30,7 +30,6 @@ class ShardableOptimizer(OptimizerSettings):
 
     built: bool
     name: str
-    _distribution_strategy: Any
     _model: weakref.ref[Any] | None = None
 
     sharding_options: ShardingOptions
@@ -131,7 +130,8 @@ class ShardableOptimizer(OptimizerSettings):
         The sum over replicas does not change. Afterwards any worker can compute it, and
         write it to a file.
         """
-        accumulation, strategy = self.features.accumulation, self._distribution_strategy
+        accumulation = self.features.accumulation
+        strategy = keras_optimizer.strategy_of_optimizer(self)
         if self.accumulated_steps and not self.accumulates_sums and is_tfdp(strategy):
             assert accumulation is not None
             redistribute_sums(strategy, accumulation.sums)
@@ -235,7 +235,7 @@ class ShardableOptimizer(OptimizerSettings):
 
     def _warn_of_one_replica(self) -> None:
         """Warn if parameters are to be sharded over one replica only."""
-        strategy = self._distribution_strategy
+        strategy = keras_optimizer.strategy_of_optimizer(self)
         # A job that continues after losses is not warned, because other replicas may
         # still join it.
         is_alone = (
@@ -255,7 +255,7 @@ class ShardableOptimizer(OptimizerSettings):
         That is so if `sharding` is set, the state is not sharded yet, and the
         optimizer's strategy is a tfdp strategy with several replicas.
         """
-        strategy = self._distribution_strategy
+        strategy = keras_optimizer.strategy_of_optimizer(self)
         wanted = self.sharding != "none" and self.shards is None
         return wanted and is_tfdp(strategy) and strategy.num_replicas_in_sync > 1
 
@@ -271,7 +271,7 @@ class ShardableOptimizer(OptimizerSettings):
                 "already read them whole. Build it before the first step, in the scope "
                 "of the strategy: `optimizer.build(model.trainable_variables)`."
             )
-        strategy = self._distribution_strategy
+        strategy = keras_optimizer.strategy_of_optimizer(self)
         # Slots may begin as copies of weights, which must be equal on all workers.
         synchronize_new_variables(strategy)
         model = self._model and self._model()
@@ -298,7 +298,7 @@ class ShardableOptimizer(OptimizerSettings):
         count, totals = self.accumulated_steps, []
         if count:
             assert self.features.accumulation is not None
-            strategy = self._distribution_strategy
+            strategy = keras_optimizer.strategy_of_optimizer(self)
             redistribute_sums(strategy, self.features.accumulation.sums)
             replicas = strategy.num_replicas_in_sync
             totals = [
@@ -311,7 +311,7 @@ class ShardableOptimizer(OptimizerSettings):
         self.features.accumulate(self.shards.accumulated_slices)
         # When a strategy's scope ends, its new variables receive the values of worker
         # 0. They are synchronized now instead, so that the shards below are kept.
-        synchronize_new_variables(self._distribution_strategy)
+        synchronize_new_variables(keras_optimizer.strategy_of_optimizer(self))
         accumulation = self.features.accumulation
         if accumulation is None or not count:
             return

@@ -188,12 +188,20 @@ class ShardGroups:
         Returns:
             Tensor like `tensor`, equal on all replicas.
         """
-        if not self.is_first_copy(replica):
-            # Of the copies of a slice only the first one counts: replicas with other
-            # copies add zeros to one sum over all replicas. Separate sums of nodes
-            # could be rounded differently, so that the copies would drift apart.
-            tensor = tf.zeros_like(tensor)
-        return Member(self.group, replica).all_reduce(tensor)
+        counted = self.counted_once(tensor, replica)
+        return Member(self.group, replica).all_reduce(counted)
+
+    def counted_once(self, tensor: tf.Tensor, replica: int) -> tf.Tensor:
+        """Return a replica's tensor, or zeros if its slices are not the first copy.
+
+        A sum over all replicas then counts each slice once. Separate sums of nodes
+        could be rounded differently, so that the copies would drift apart.
+
+        Args:
+            tensor: Tensor that depends on the slices of the replica.
+            replica: Int, index of the calling replica among the local ones.
+        """
+        return tensor if self.is_first_copy(replica) else tf.zeros_like(tensor)
 
 
 def shard_groups_of(

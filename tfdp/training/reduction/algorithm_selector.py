@@ -12,8 +12,8 @@ from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import Bucket, BucketPlan
 from tfdp.ground.plans.cost_model import candidates_for, choose, predict_seconds
 from tfdp.ground.plans.topology import Topology
-from tfdp.ground.plans.traffic import Algorithm
-from tfdp.training.compression.algorithm_choice import RING, AlgorithmChoice, WireFormat
+from tfdp.ground.plans.traffic import HIERARCHICAL, RING, Algorithm
+from tfdp.training.compression.algorithm_choice import AlgorithmChoice, WireFormat
 from tfdp.training.reduction.compressor_choice import LevelCompressors, best_choice
 
 # Least fraction of the predicted time that compression must save to be chosen. It makes
@@ -158,7 +158,7 @@ class AlgorithmSelector:
         if self.topology.num_replicas == 1:
             return AlgorithmChoice()
         if self.combines_means and not may_compress:
-            algorithm = Algorithm("hierarchical") if self.is_hierarchical else RING
+            algorithm = HIERARCHICAL if self.is_hierarchical else RING
             seconds = predict_seconds(algorithm, num_bytes, self.topology, self.links)
             return AlgorithmChoice(algorithm, seconds=seconds)
         plain = self._fastest(num_bytes, None, None)
@@ -222,7 +222,7 @@ class AlgorithmSelector:
             return candidates
         # The links are assumed, not measured. Assumed links suffice to choose between
         # algorithms by their bytes between nodes, but not by the latency of messages.
-        safe = (RING, Algorithm("hierarchical"))
+        safe = (RING, HIERARCHICAL)
         return tuple(algorithm for algorithm in candidates if algorithm in safe)
 
 
@@ -254,7 +254,7 @@ def _fixed_algorithm(
     if option == "auto":
         return None, ""
     if isinstance(option, Mapping):
-        wanted = Algorithm("hierarchical", **option)
+        wanted = Algorithm(HIERARCHICAL.name, **option)
     else:
         wanted = Algorithm(option)
     if not wanted.has_levels:

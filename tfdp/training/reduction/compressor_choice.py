@@ -18,13 +18,10 @@ from tfdp.ground.options import (
 from tfdp.ground.plans.buckets import Entry
 from tfdp.ground.plans.cost_model import predict_seconds
 from tfdp.ground.plans.topology import Topology
-from tfdp.ground.plans.traffic import Algorithm
-from tfdp.training.compression.algorithm_choice import RING, AlgorithmChoice, WireFormat
+from tfdp.ground.plans.traffic import HIERARCHICAL, RING, Algorithm
+from tfdp.training.compression.algorithm_choice import AlgorithmChoice, WireFormat
 from tfdp.training.compression.block_quantized import BlockQuantized
 from tfdp.training.compression.compressor import Compressor, GradientBucket
-
-# The algorithm in which each level, inside and across nodes, has a separate compressor.
-_HIERARCHICAL = Algorithm("hierarchical")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +121,7 @@ def _carriers(
             # factors of a low-rank approximation, by any algorithm.
             carriers[algorithm] = None
         elif is_hierarchical and levels.are_both_compressed:
-            carriers[_HIERARCHICAL] = None
+            carriers[HIERARCHICAL] = None
         elif levels.is_uniform:
             carriers[RING] = None
     yield from carriers

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdp.communication.collectives import ProcessGroup
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground.links import DEFAULT_LINKS, Links
-from tfdp.ground.plans.traffic import FLAT, Algorithm
+from tfdp.ground.plans.traffic import FLAT, HIERARCHICAL, Algorithm
 from tfdp.training.reduction.algorithm_selector import (
     AlgorithmChoice,
     AlgorithmSelector,
@@ -154,7 +154,7 @@ def _measure_samples(
     algorithms = [Algorithm(name) for name in FLAT]
     topology = algorithm_selector.topology
     if topology.has_levels:
-        algorithms.append(Algorithm("hierarchical"))
+        algorithms.append(HIERARCHICAL)
     return [
         Sample(algorithm, size, topology, _measure_seconds(algorithm, size, group))
         for algorithm in algorithms

@@ -1,4 +1,10 @@
-"""Agreement of all workers on the seeds of the global random generators."""
+"""Agreement of all workers on the seeds of the global random generators.
+
+If the user has set no global seed of TensorFlow, it gets a stand-in seed. TensorFlow
+combines a global seed with an operation's seed. So a stand-in seed would change the
+numbers of operations with a seed of their own.
+`tfdp.training.keras_hooks.runtime_hooks.seeds_of_operation` keeps theirs.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tfdp.ground._compat import random_seeds
-from tfdp.ground.base import stand_in_seed
+
+# The last seed of `set_stand_in_seed` in this process; an empty list before the first
+# call.
+_stand_in: list[int] = []
 
 
 def agree_on_seed(strategy: Any) -> None:
@@ -33,10 +43,25 @@ def agree_on_seed(strategy: Any) -> None:
             set_seed(gathered[0]["seed"])
 
 
+def stand_in_seed() -> int | None:
+    """Return the last seed of `set_stand_in_seed`, or `None`."""
+    return _stand_in[-1] if _stand_in else None
+
+
+def set_stand_in_seed(value: int) -> None:
+    """Set TensorFlow's global seed, and record it as not chosen by the user.
+
+    Args:
+        value: Int, the seed.
+    """
+    _stand_in[:] = [value]
+    tf.random.set_seed(value)
+
+
 _SET_SEED: dict[str, Callable] = {
     "python": random.seed,
     "numpy": np.random.seed,
-    "tensorflow": stand_in_seed.set_seed,
+    "tensorflow": set_stand_in_seed,
     "keras": random_seeds.set_keras_global_seed,
 }
 _UNSEEDED = "unseeded"

@@ -197,7 +197,7 @@ class EagerShardCollectives(WholeGradientCollectives):
         """
         joined = tuple(bucket.joined for bucket in plan.buckets)
         placed = [
-            self._counted_once(place_row(bucket, self.owner, piece))
+            self.groups.counted_once(place_row(bucket, self.owner, piece), self.replica)
             for bucket, piece in zip(plan.buckets, slices, strict=True)
             if piece is not None
         ]
@@ -211,12 +211,8 @@ class EagerShardCollectives(WholeGradientCollectives):
         Where several replicas have copies of the same slices, only the first adds its
         tensor; the others add zeros.
         """
-        return self.reducer.sum([self._counted_once(tensor)])[0]
-
-    def _counted_once(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return a tensor, or zeros on a replica whose slices are copies."""
-        is_first = self.groups.is_first_copy(self.replica)
-        return tensor if is_first else tf.zeros_like(tensor)
+        counted = self.groups.counted_once(tensor, self.replica)
+        return self.reducer.sum([counted])[0]
 
 
 def collectives_class(extended: Any) -> type[ShardCollectives]:
