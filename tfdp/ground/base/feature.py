@@ -1,7 +1,8 @@
 """`Feature`: base class of features of training, with the hooks that the core calls.
 
-The core imports no feature. Each feature registers itself when it is imported. The core
-imports `tfdp.features.built_in`, which imports those of tfdp, when it calls hooks.
+The core imports no feature. Each feature registers itself when its module is imported.
+`import tfdp` registers the name of the module that imports those of tfdp, which is
+imported when hooks are first called.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ class Feature:
 
 
 _registered: list[Feature] = []
+_module_names: list[str] = []
 
 
 def register(feature: Feature) -> Feature:
@@ -177,6 +179,15 @@ def register(feature: Feature) -> Feature:
     return feature
 
 
+def register_module(name: str) -> None:
+    """Import a module, which registers features, when hooks are first called.
+
+    Args:
+        name: String, name of the module.
+    """
+    _module_names.append(name)
+
+
 def unregister(feature: Feature) -> None:
     """Stop the calls that `register` has started.
 
@@ -188,7 +199,8 @@ def unregister(feature: Feature) -> None:
 
 def registered() -> tuple[Feature, ...]:
     """Return the features whose hooks are called, in order."""
-    importlib.import_module("tfdp.features.built_in")
+    for name in _module_names:
+        importlib.import_module(name)
     return tuple(_registered)
 
 
