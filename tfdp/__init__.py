@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdp.features.tracking.watch import watch_trackers as _watch_trackers
 from tfdp.ground import user_code
+from tfdp.ground.base.feature import register_module as _register_module
 from tfdp.ground.onednn import enable_onednn as _enable_onednn
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ __all__ = [
 _enable_onednn()
 user_code.watch_start()
 _watch_trackers()
+_register_module("tfdp.features.built_in")
 
 # If type checkers saw `__getattr__`, they would accept any name of this package.
 if not TYPE_CHECKING:

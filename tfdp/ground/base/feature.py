@@ -1,7 +1,8 @@
 """`Feature`: base class of features of training, with the hooks that the core calls.
 
-The core imports no feature. Each feature registers itself when it is imported. The core
-imports `tfdp.features.built_in`, which imports those of tfdp, when it calls hooks.
+The core imports no feature. Each feature registers itself when its module is imported.
+`import tfdp` registers the name of the module that imports those of tfdp, which is
+imported when hooks are first called.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class JobPart:
 
 
 class Feature:
-    """Base class of features of training. By default each hook does nothing.
+    """Base class of features of training.
 
-    Hooks are called for every model; a feature returns immediately for a model that
-    does not use it. Hooks that communicate are called on all workers, in the same
-    order. For a model without a tfdp strategy, hooks of steps and `after_fit` are not
-    called.
+    A feature overrides the hooks that it needs; only these are called. They are called
+    for every model, and return immediately for a model that does not use the feature.
+    Hooks that communicate are called on all workers, in the same order. For a model
+    without a tfdp strategy, hooks of steps and `after_fit` are not called.
 
     Example:
 
@@ -60,8 +61,10 @@ class Feature:
     ...     def before_loop(self, model):
     ...         self.loops += 1
     >>> counter = register(Counter())
-    >>> counter in registered()
+    >>> counter in overriders(Feature.before_loop)
     True
+    >>> counter in overriders(Feature.after_fit)
+    False
     >>> unregister(counter)
     """
 
@@ -171,6 +174,7 @@ class Feature:
 
 
 _registered: list[Feature] = []
+_module_names: list[str] = []
 
 
 def register(feature: Feature) -> Feature:
@@ -186,6 +190,15 @@ def register(feature: Feature) -> Feature:
     return feature
 
 
+def register_module(name: str) -> None:
+    """Import a module, which registers features, when hooks are first called.
+
+    Args:
+        name: String, name of the module.
+    """
+    _module_names.append(name)
+
+
 def unregister(feature: Feature) -> None:
     """Stop the calls that `register` has started.
 
@@ -196,14 +209,26 @@ def unregister(feature: Feature) -> None:
 
 
 def registered() -> tuple[Feature, ...]:
-    """Return the features whose hooks are called, in order."""
-    importlib.import_module("tfdp.features.built_in")
+    """Return the registered features, in the order in which their hooks are called."""
+    for name in _module_names:
+        importlib.import_module(name)
     return tuple(_registered)
+
+
+def overriders(hook: Callable) -> list[Feature]:
+    """Return the registered features that override a hook, in order.
+
+    Args:
+        hook: Function of the class `Feature`, such as `Feature.before_loop`.
+    """
+    name = hook.__name__
+    return [item for item in registered() if getattr(type(item), name) is not hook]
 
 
 def job_part() -> JobPart | None:
     """Return the part of a job that this process trains, or `None` for all of it."""
-    parts = (feature.job_part() for feature in registered())
+    features = overriders(Feature.job_part)
+    parts = (feature.job_part() for feature in features)
     return next(filter(None, parts), None)
 
 
@@ -216,7 +241,7 @@ def equalize_replicas(model: Any) -> None:
     Args:
         model: Keras model.
     """
-    for feature in registered():
+    for feature in overriders(Feature.equalize_replicas):
         feature.equalize_replicas(model)
 
 
@@ -230,6 +255,7 @@ def batches_between_syncs(model: Any) -> int | None:
         Int, 1 without features; or `None` if workers do not synchronize within an
         epoch.
     """
-    intervals = [feature.batches_between_syncs(model) for feature in registered()]
+    features = overriders(Feature.batches_between_syncs)
+    intervals = [feature.batches_between_syncs(model) for feature in features]
     known = [every for every in intervals if every is not None]
     return max(known, default=1) if len(known) == len(intervals) else None

@@ -19,7 +19,7 @@ from tfdp.communication.coordination.progress import progress
 from tfdp.ground._compat import keras_data, keras_model, tf_data, xla_lowering
 from tfdp.ground.base import loops
 from tfdp.ground.base.context import is_tfdp, strategy_of
-from tfdp.ground.base.feature import registered
+from tfdp.ground.base.feature import Feature, overriders
 from tfdp.training.data import checks
 from tfdp.training.data.other_rows import unwrap_other_rows
 from tfdp.training.keras_hooks.logs import merge_logs
@@ -79,7 +79,7 @@ def make_function(
     step: Any = compute
     if is_training:
         step = _with_empty_last_step(model, compute)
-        for feature in registered():
+        for feature in overriders(Feature.wrap_step):
             step = feature.wrap_step(model, step)
     step.made_after = _trace_conditions(model)
     setattr(model, name, step)

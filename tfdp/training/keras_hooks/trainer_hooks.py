@@ -21,7 +21,7 @@ from tfdp.communication.coordination.watch import WorkerLost
 from tfdp.ground._compat import keras_model
 from tfdp.ground.base import activities, loops
 from tfdp.ground.base.context import strategy_of
-from tfdp.ground.base.feature import Fit, registered
+from tfdp.ground.base.feature import Feature, Fit, equalize_replicas, overriders
 from tfdp.ground.base.wrappers import wrapper_of
 from tfdp.training.data import checks
 from tfdp.training.data import position as data_position
@@ -63,7 +63,7 @@ def run_loop(
             except Exception as error:
                 if not any(
                     feature.recover(name, model, arguments, error, stack)
-                    for feature in registered()
+                    for feature in overriders(Feature.recover)
                 ):
                     raise
 
@@ -123,12 +123,10 @@ def _run_loop(
     """
     arguments = bound.arguments
     step_functions.drop_stale_function(model, name)
-    features = registered()
-    for feature in features:
+    for feature in overriders(Feature.before_loop):
         feature.before_loop(model)
     each_batch = _agree_on_loop(name, model, bound, strategy)
-    for feature in features:
-        feature.equalize_replicas(model)
+    equalize_replicas(model)
     if strategy is not None:
         _check_data(strategy, name, model, arguments)
     fit = _begin_fit(strategy, model, arguments) if name == "fit" else None
@@ -171,7 +169,7 @@ def _run_loop(
 
 def _complete_fit(model: Any) -> None:
     """Let each feature finish what its callbacks have begun in a model's `fit`."""
-    for feature in registered():
+    for feature in overriders(Feature.complete_fit):
         feature.complete_fit(model)
 
 
@@ -196,7 +194,7 @@ def _begin_fit(strategy: Any, model: Any, arguments: dict[str, Any]) -> Fit:
     """
     fit = Fit(strategy, model, arguments)
     arguments["callbacks"] = add_optimizer_check(model, arguments.get("callbacks"))
-    for feature in registered():
+    for feature in overriders(Feature.choose_callbacks):
         feature.choose_callbacks(fit)
     return fit
 
@@ -205,7 +203,8 @@ def _gradient_exchange(fit: Fit | None) -> Any:
     """Return the `GradientExchange` of a feature, for steps of `fit`, or `None`."""
     if fit is None:
         return None
-    found = (feature.gradient_exchange(fit) for feature in registered())
+    features = overriders(Feature.gradient_exchange)
+    found = (feature.gradient_exchange(fit) for feature in features)
     return next((exchange for exchange in found if exchange is not None), None)
 
 
@@ -270,7 +269,7 @@ def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
     position = data_position.current()
     if not logs and position is not None and position.last_logs:
         logs = position.last_logs
-    for feature in registered():
+    for feature in overriders(Feature.before_sync):
         feature.before_sync(model)
     results = original(model, logs)
     is_local = (loops.independent_groups() or loops.exchange()) is not None
@@ -329,7 +328,7 @@ def _undo_recording_after(fit: Fit | None) -> Iterator[None]:
         # An exit stack calls every function, even if another one fails.
         with contextlib.ExitStack() as stack:
             stack.callback(_stop_recording, fit.model, recorders, watches)
-            for feature in registered():
+            for feature in overriders(Feature.after_fit):
                 stack.callback(feature.after_fit, fit)
 
 

@@ -21,7 +21,7 @@ from tfdp.ground import user_code
 from tfdp.ground._compat import patches, runtime, tf_distribute
 from tfdp.ground.arguments import check_choice
 from tfdp.ground.base import loops, program_trace
-from tfdp.ground.base.feature import registered
+from tfdp.ground.base.feature import Feature, overriders
 from tfdp.ground.options import CommunicationOptions
 from tfdp.training.data import distribute
 from tfdp.training.keras_hooks import install
@@ -248,7 +248,7 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         worker = start_worker(cluster_resolver, devices, options)
         if cluster_resolver is None:
             _warn_of_processes_apart(worker.cluster or find_cluster())
-        for feature in registered():
+        for feature in overriders(Feature.on_strategy):
             # Rank 0 means the first worker of the job. A process that will join a
             # running job has rank 0 too while it is alone, and passes 1 instead.
             feature.on_strategy(worker.rank + (worker.applies_to is not None))
