@@ -43,7 +43,7 @@ from tfdp.checkpoint.replica_state import (
 )
 from tfdp.checkpoint.residual_state import plan_residuals, residual_tensors
 from tfdp.ground import user_code
-from tfdp.ground.base.feature import registered
+from tfdp.ground.base.feature import Feature, overriders
 from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.keras_hooks.file_view import VariableView
 from tfdp.training.sharding.state_tensors import StateTensor, renamed
@@ -54,7 +54,7 @@ CALLBACKS_PREFIX = f"{RUN_PREFIX}/callbacks/"
 _SUMS = f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}"
 # Name prefixes of tensors that a model may lack, and the warning if a checkpoint has
 # such tensors. A checkpoint may lack them too: a callback may enable loss scaling
-# later. Features have others.
+# later. Features add prefixes of their own by `Feature.optional_tensors`.
 _OPTIONAL = {
     f"{LOSS_SCALE_PREFIX}/": (
         "The loss scale of the checkpoint was not restored: the optimizer has none. "
@@ -96,7 +96,7 @@ def plan_checkpoint(model: keras.Model, index: Index) -> LoadPlan:
         )
     tensors, left_out = _match_other_optimizers(model_state(model), saved)
     optional = dict(_OPTIONAL)
-    for feature in registered():
+    for feature in overriders(Feature.optional_tensors):
         optional |= feature.optional_tensors()
     names, may_miss = set(saved), (*optional, f"{ACCUMULATED_PREFIX}/")
     # Accumulated gradients come last: they are multiplied by the loss scale, which must
