@@ -14,7 +14,7 @@ import tfdp
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import load_cases
 from tests.harness.tiers import full
-from tfdp.training.sharding.options import ShardingOptions
+from tfdp.ground.plans.sharding import ShardingOptions
 
 WITHIN_SECONDS = 10.0
 CASES = load_cases(("optimizer.cases_bad_input",))

@@ -9,6 +9,7 @@ from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
 from tfdp.ground.plans.buckets import Entry
 from tfdp.ground.plans.memory import replica_memory
+from tfdp.ground.plans.sharding import SHARDINGS, ShardingOptions
 from tfdp.ground.plans.shards import plan_element_shards, plan_variable_shards
 
 CASE_MODULES = ("sharding.cases_offload",)
@@ -26,7 +27,8 @@ def test_offload(clusters: ClusterPool, case: Case, setup_name: str):
 
 def test_slices_take_an_nth_of_every_slot():
     plan = plan_element_shards(ENTRIES, 4, bucket_bytes=2**20, first_bucket_bytes=2**20)
-    found = replica_memory(ENTRIES, SLOTS, plan, accumulates=True, stage=2)
+    sharding = ShardingOptions("gradients")
+    found = replica_memory(ENTRIES, SLOTS, plan, accumulates=True, sharding=sharding)
     whole = replica_memory(ENTRIES, SLOTS, accumulates=True)
     assert found.slots == whole.slots / 4
     assert found.gradients == whole.gradients / 4
@@ -70,8 +72,11 @@ def test_memory_of_the_stages_is_as_published():
         entries, replicas, bucket_bytes=25 * 2**20, first_bucket_bytes=2**20
     )
     of_stage = {
-        stage: replica_memory(entries, slots, plan, accumulates=False, stage=stage)
-        for stage in (1, 2, 3)
+        stage: replica_memory(
+            entries, slots, plan, accumulates=False, sharding=ShardingOptions(sharding)
+        )
+        for stage, sharding in enumerate(SHARDINGS)
+        if stage
     }
     # In the paper's first stage each replica keeps whole gradients.
     first = of_stage[1].total + whole.gradients - of_stage[1].gradients

@@ -7,9 +7,9 @@ from typing import Any
 
 from tfdp.callbacks.bases import OptimizerCallback
 from tfdp.ground.arguments import is_integer
+from tfdp.ground.plans.sharding import SHARDINGS, ShardingOptions
 from tfdp.ground.plans.units import UnitOptions, groups_of
 from tfdp.training.optimizer.distributed import DistributedOptimizer
-from tfdp.training.sharding.options import SHARDINGS, ShardingOptions
 
 
 class ShardedOptimizer(OptimizerCallback):

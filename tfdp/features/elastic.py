@@ -29,7 +29,7 @@ from tfdp.ground._compat import keras_optimizer, tensor_reads, tf_data
 from tfdp.ground.base import loops
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import Feature, Fit, register
-from tfdp.ground.base.wrappers import other_optimizers
+from tfdp.ground.base.wrappers import is_sharded, other_optimizers
 from tfdp.ground.text import pluralize, say
 from tfdp.training.data.file_shards import FileShard
 from tfdp.training.keras_hooks import configs
@@ -264,8 +264,8 @@ def _can_begin_again(model: Any, data: Any) -> bool:
         divided among the workers.
     """
     optimizers = [model.optimizer, *other_optimizers(model).values()]
-    is_sharded = any(getattr(each, "is_sharded", False) for each in optimizers)
-    return not is_sharded and not isinstance(data, Iterator) and not _is_divided(data)
+    has_shards = any(map(is_sharded, optimizers))
+    return not (has_shards or isinstance(data, Iterator) or _is_divided(data))
 
 
 def _is_divided(data: Any) -> bool:
@@ -338,7 +338,7 @@ def _renew_optimizers(model: Any, trained: dict[str, list[Any]]) -> None:
     for name, variables in trained.items():
         optimizer = getattr(model, name)
         optimizer.forget_traces()
-        if optimizer.sharding == "none":
+        if not optimizer.sharding_options.shards_state:
             continue
         with strategy.scope():
             renewed = optimizer.renewed()
@@ -347,8 +347,8 @@ def _renew_optimizers(model: Any, trained: dict[str, list[Any]]) -> None:
         if variables and renewed.sharding_options.shards_parameters:
             renewed.register_model(model)
             divides.append((renewed, variables))
-    is_sharded = any(getattr(model, name).sharding != "none" for name in trained)
-    if is_sharded or any(map(sharded_parameter, model.weights)):
+    wanted = any(getattr(model, name).sharding_options.shards_state for name in trained)
+    if wanted or any(map(sharded_parameter, model.weights)):
         _renew_weights(model, divides)
 
 

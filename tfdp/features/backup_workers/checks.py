@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp.ground.base.wrappers import other_optimizers
+from tfdp.ground.base.wrappers import other_optimizers, sharding_of
 from tfdp.ground.text import pluralize
 from tfdp.training.step.step import IndependentGroups
 
@@ -30,7 +30,7 @@ def check_model(strategy: Any, model: Any) -> None:
     found = {
         "`run_eagerly=True`": model.run_eagerly,
         "`tfdp run --rebalance`": strategy.extended.balance is not None,
-        "sharding": any(getattr(o, "sharding", "none") != "none" for o in optimizers),
+        "sharding": any(sharding_of(each).shards_state for each in optimizers),
         "gradient accumulation": any(
             (getattr(o, "accumulation_steps", 1) or 1) != 1
             or getattr(o, "gradient_accumulation_steps", None)

@@ -114,7 +114,7 @@ class LocalSteps(IndependentGroups):
         strategy = tf.distribute.get_strategy()
         is_adasum = is_tfdp(strategy) and strategy.extended.reducer.combines_means
         others = [
-            ("sharded state", optimizer.sharding != "none"),
+            ("sharded state", optimizer.sharding_options.shards_state),
             *((f.label, f.needs_all_replicas) for f in optimizer.features.active),
             ("Adasum", is_adasum),
         ]

@@ -91,7 +91,7 @@ class MicroBatches(RowDivider):
 
     def check(self, optimizer: Any) -> None:
         """Raise `ValueError` if the optimizer shards parameters (ZeRO-3)."""
-        if optimizer.sharding == "parameters":
+        if optimizer.sharding_options.shards_parameters:
             raise ValueError(
                 f'{self.label} is not for `sharding="parameters"`, whose replicas '
                 "gather parameters while they compute. Give the number of batches of "

@@ -19,6 +19,7 @@ from tfdp.communication.coordination.watch import WorkerLost
 from tfdp.features.replay.checked_step import CheckedStep
 from tfdp.features.replay.suspects import Round, suspects
 from tfdp.ground.base.feature import Feature, Fit, register
+from tfdp.ground.base.wrappers import sharding_of
 from tfdp.ground.text import pluralize
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 from tfdp.training.replicas import drift_probe
@@ -206,9 +207,7 @@ def check_replay(strategy: Any, model: Any) -> None:
         f"steps_per_execution={model.steps_per_execution}": (
             model.steps_per_execution > 1
         ),
-        '`sharding="parameters"`': (
-            getattr(model.optimizer, "sharding", "none") == "parameters"
-        ),
+        '`sharding="parameters"`': sharding_of(model.optimizer).shards_parameters,
         '`GradientAccumulation(steps="auto")`': (
             features is not None and features.divider_of_rows is not None
         ),

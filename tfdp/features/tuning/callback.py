@@ -30,6 +30,7 @@ from tfdp.ground._compat import keras_model
 from tfdp.ground.base import loops
 from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.ground.base.param_groups import batches_per_update
+from tfdp.ground.base.wrappers import is_sharded
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan
 from tfdp.ground.plans.traffic import FLAT
@@ -336,7 +337,7 @@ def why_not_tunable(model: Any) -> str:
     optimizer: Any = model.optimizer
     if model.run_eagerly:
         return "with `run_eagerly=True` there is no traced step to try plans with"
-    if getattr(optimizer, "is_sharded", False):
+    if is_sharded(optimizer):
         return "the layout of sharded state depends on its buckets, which cannot change"
     if local_steps.enabled(optimizer) is not None:
         return "with local steps, replicas do not communicate in each step"

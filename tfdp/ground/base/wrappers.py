@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from tfdp.ground.base.param_groups import innermost
+from tfdp.ground.plans.sharding import NOT_SHARDED, ShardingOptions
 
 _ATTRIBUTE = "_tfdp_wrapper"
 
@@ -34,6 +35,16 @@ def wrapper_of(optimizer: Any) -> Any:
     """Return the `DistributedOptimizer` around an optimizer, or `None`."""
     link = None if optimizer is None else vars(optimizer).get(_ATTRIBUTE)
     return None if link is None else link.wrapper
+
+
+def is_sharded(optimizer: Any) -> bool:
+    """Return whether the state of an optimizer, also a plain Keras one, is sharded."""
+    return getattr(optimizer, "is_sharded", False)
+
+
+def sharding_of(optimizer: Any) -> ShardingOptions:
+    """Return the `ShardingOptions` of an optimizer, also of a plain Keras one."""
+    return getattr(optimizer, "sharding_options", NOT_SHARDED)
 
 
 def other_optimizers(model: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Reading order:
     buckets: gradients of each collective
     shards: owner of each element of the optimizer state
     units: sharded parameters that are gathered together, and the owners' ranges
+    sharding: options of sharding, and what they shard
     file_owners: files of each worker, balanced by size
     memory: bytes of training state on a replica
     gathers: tensors that a step gathers for operations that need the whole batch

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from tfdp.ground.plans.buckets import Entry
+from tfdp.ground.plans.sharding import NOT_SHARDED, ShardingOptions
 from tfdp.ground.plans.shards import ShardPlan
 
 _FLOAT32_BYTES = 4
@@ -79,8 +80,7 @@ def replica_memory(
     plan: ShardPlan | None = None,
     *,
     accumulates: bool,
-    stage: int = 1,
-    gathered: int = 0,
+    sharding: ShardingOptions = NOT_SHARDED,
 ) -> ReplicaMemory:
     """Compute the memory of the replica that holds most of the training state.
 
@@ -90,8 +90,8 @@ def replica_memory(
         plan: `ShardPlan` of the variables, or `None` without sharding. Defaults to
             `None`.
         accumulates: Bool, whether gradients are accumulated.
-        stage: Int, the stage of ZeRO. Defaults to 1.
-        gathered: Int, bytes of parameters gathered at a time. Defaults to 0.
+        sharding: `ShardingOptions`, by which the plan also shards accumulated
+            gradients and parameters. Defaults to neither.
 
     Returns:
         `ReplicaMemory`.
@@ -115,17 +115,16 @@ def replica_memory(
     sizes = {entry.dtype: entry.itemsize for entry in entries}
     moved = [(bucket.slice_size, sizes[bucket.dtype]) for bucket in plan.buckets]
     slices = sum(size * itemsize for size, itemsize in moved)
-    if accumulates and stage >= 2:
+    if accumulates and sharding.shards_gradients:
         accumulators = sum(
             size * _accumulated_itemsize(itemsize) for size, itemsize in moved
         )
     owners = range(plan.num_owners)
     return ReplicaMemory(
-        slices if stage == 3 else num_bytes,
+        slices if sharding.shards_parameters else num_bytes,
         slices,
         accumulators,
         max(_owned_slot_bytes(entries, slot_bytes, plan, owner) for owner in owners),
-        gathered,
     )
 
 

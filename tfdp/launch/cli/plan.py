@@ -15,6 +15,7 @@ from tfdp.ground.options import ADASUM, COMPRESSIONS, CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan
 from tfdp.ground.plans.memory import ReplicaMemory
 from tfdp.ground.plans.prediction import BACKWARD_FRACTION
+from tfdp.ground.plans.sharding import SHARDINGS, ShardingOptions
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.units import DEFAULT_UNITS, most_gathered, plan_units
 from tfdp.ground.text import pluralize
@@ -320,7 +321,8 @@ def _predict_memory(
     variables = model.trainable_variables
     frozen, gathered = _frozen_and_gathered(model, options)
     whole = param_group_memory(optimizer, variables, accumulates=accumulates)
-    rows = [("nothing sharded", whole + ReplicaMemory(frozen, 0, 0, 0))]
+    undivided = ReplicaMemory(frozen, 0, 0, 0)
+    rows = [("nothing sharded", whole + undivided)]
     scopes = {"": topology.num_replicas}
     if topology.num_nodes > 1:
         scopes[", in each node"] = topology.replicas_per_node
@@ -328,18 +330,18 @@ def _predict_memory(
         if not 1 < num_owners <= _MOST_OWNERS:
             continue
         plan = shard_plan(optimizer, variables, num_owners, options)
+        divided = ReplicaMemory(-(-frozen // num_owners), 0, 0, 0, gathered)
         for stage in (1, 2, 3) if accumulates else (1, 3):
+            sharding = ShardingOptions(SHARDINGS[stage])
             memory = param_group_memory(
                 optimizer,
                 variables,
                 plan,
                 accumulates=accumulates,
-                stage=stage,
-                gathered=gathered if stage == 3 else 0,
+                sharding=sharding,
             )
-            share = -(-frozen // num_owners) if stage == 3 else frozen
-            total = memory + ReplicaMemory(share, 0, 0, 0)
-            rows.append((f"stage {stage}{where}", total))
+            memory += divided if sharding.shards_parameters else undivided
+            rows.append((f"stage {stage}{where}", memory))
     return tuple(rows)
 
 

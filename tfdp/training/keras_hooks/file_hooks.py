@@ -25,6 +25,7 @@ from tfdp.ground._compat import (
     tf_distribute,
 )
 from tfdp.ground.base.context import num_replicas_of, strategy_of
+from tfdp.ground.base.wrappers import is_sharded
 from tfdp.training.keras_hooks.file_view import loss_scaling_of, sharded_tensors
 from tfdp.training.keras_hooks.saving import (
     is_saving,
@@ -71,12 +72,12 @@ def _save_with_plain_optimizer(
             Worker 0 raises its own error.
     """
     optimizer: Any = getattr(model, "optimizer", None)
-    is_sharded = getattr(optimizer, "is_sharded", False)
+    has_shards = is_sharded(optimizer)
     parameters = parameters_of(model)
-    if not is_sharded and not parameters:
+    if not has_shards and not parameters:
         with plain_optimizer(model):
             return original(model, *args, **kwargs)
-    strategy = keras_optimizer.strategy_of_optimizer(optimizer) if is_sharded else None
+    strategy = keras_optimizer.strategy_of_optimizer(optimizer) if has_shards else None
     extended = (strategy or strategy_of(model)).extended
     worker_group, host_group = extended.worker_group, extended.host_group
     worker_group.all_gather(
@@ -84,7 +85,7 @@ def _save_with_plain_optimizer(
     )
     is_writer = worker_group.is_chief
     whole = None
-    if is_sharded:
+    if has_shards:
         tensors = sharded_tensors(optimizer)
         whole = gather_full_state(tensors, host_group, keep=is_writer)
     result, error = None, None
@@ -125,7 +126,7 @@ def load_with_plain_optimizer(
     Raises:
         ValueError: With sharded state, if only some workers see the file.
     """
-    if getattr(getattr(model, "optimizer", None), "is_sharded", False):
+    if is_sharded(getattr(model, "optimizer", None)):
         _check_file_on_all_workers(
             model.optimizer, args[0] if args else kwargs.get("filepath")
         )

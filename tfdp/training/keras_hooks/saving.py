@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from tfdp.ground.base.feature import job_part
 from tfdp.ground.base.files import replaced
+from tfdp.ground.base.wrappers import is_sharded
 
 # File endings by which Keras selects a format. The name of a temporary file keeps the
 # ending of its target, so that Keras writes the same format.
@@ -84,7 +85,7 @@ def _save(
         # only worker 0 writes. All workers take part if sharded state has to be
         # gathered.
         optimizer = getattr(model, "optimizer", None)
-        takes_part = worker_group.is_chief or getattr(optimizer, "is_sharded", False)
+        takes_part = worker_group.is_chief or is_sharded(optimizer)
         return original(model, path, *rest, **options) if takes_part else None
     part = job_part()
     writers = "worker" if part is None else f"{part.name}.worker"

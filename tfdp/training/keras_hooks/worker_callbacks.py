@@ -10,6 +10,7 @@ import keras
 from tfdp.ground._compat import keras_model
 from tfdp.ground.base.param_groups import innermost
 from tfdp.ground.base.temporary import TemporaryFolder
+from tfdp.ground.base.wrappers import is_sharded, sharding_of
 from tfdp.training.keras_hooks.added_callbacks import (
     BroadcastRestoredState,
     OptimizerProgressCheck,
@@ -58,11 +59,11 @@ def select_callbacks(
         return callbacks
     chosen = []
     given = callback_list(callbacks)
-    is_sharded = _is_sharded(model, given)
+    shards_state = _shards_state(model, given)
     for callback in given:
         if worker_group.is_job_chief or not isinstance(callback, WRITERS):
             chosen.append(callback)
-        elif is_sharded:
+        elif shards_state:
             chosen += _saving_participants(callback)
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             chosen.append(BroadcastRestoredState(strategy))
@@ -212,18 +213,16 @@ def swap_or_restart_averages(name: str, original: Callable, callback: Any) -> An
         callback: `SwapEMAWeights` callback.
     """
     optimizer = callback.model.optimizer
-    is_sharded = getattr(optimizer, "is_sharded", False)
-    if not is_sharded or not any(
+    if not is_sharded(optimizer) or not any(
         part.use_ema for part in innermost(optimizer.inner_optimizer)
     ):
         return original(callback)
     return getattr(optimizer, name)()
 
 
-def _is_sharded(model: Any, callbacks: list) -> bool:
+def _shards_state(model: Any, callbacks: list) -> bool:
     """Return whether the optimizer's state is sharded, or a callback will shard it."""
-    optimizer = getattr(model, "optimizer", None)
-    wanted = getattr(optimizer, "sharding", "none") != "none"
+    wanted = sharding_of(getattr(model, "optimizer", None)).shards_state
     return wanted or any(getattr(item, "shards", False) for item in callbacks)
 
 

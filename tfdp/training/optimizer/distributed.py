@@ -25,6 +25,7 @@ from tfdp.ground.base.param_groups import (
     path_of,
 )
 from tfdp.ground.base.wrappers import register_wrapper
+from tfdp.ground.plans.sharding import ShardingOptions
 from tfdp.ground.plans.units import UnitOptions, groups_of
 from tfdp.training.keras_hooks import file_view, install, scope_checks
 from tfdp.training.optimizer import arguments
@@ -33,7 +34,6 @@ from tfdp.training.optimizer.settings import Traces
 from tfdp.training.optimizer.shardable import ShardableOptimizer
 from tfdp.training.reduction.gradient_reducer import GradientReducer, replica_reducer
 from tfdp.training.sharding.full_state import FullState
-from tfdp.training.sharding.options import ShardingOptions
 from tfdp.training.step.accumulation import (
     Accumulator,
     LocalAccumulation,

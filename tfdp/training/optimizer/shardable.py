@@ -13,6 +13,7 @@ from tfdp.ground._compat import keras_optimizer, tf_distribute
 from tfdp.ground.base.context import is_tfdp
 from tfdp.ground.base.param_groups import ParamGroup, param_groups_of
 from tfdp.ground.plans.memory import MemoryReport
+from tfdp.ground.plans.sharding import ShardingOptions
 from tfdp.ground.text import pluralize
 from tfdp.training.keras_hooks.saving import is_saving
 from tfdp.training.optimizer.settings import OptimizerSettings
@@ -20,7 +21,6 @@ from tfdp.training.parameters.conversion import parameters_in_order
 from tfdp.training.replicas.synchronized_scope import synchronize_new_variables
 from tfdp.training.sharding.full_state import redistribute_sums
 from tfdp.training.sharding.memory_report import memory_report
-from tfdp.training.sharding.options import ShardingOptions
 from tfdp.training.sharding.sharded_layout import ShardedLayout
 from tfdp.training.sharding.sharded_state import ShardedState
 
@@ -99,7 +99,7 @@ class ShardableOptimizer(OptimizerSettings):
         current = self.sharding_options
         if options == current:
             return
-        if current.sharding != "none":
+        if current.shards_state:
             raise ValueError(
                 f"The optimizer is already sharded with other options: {current.text}. "
                 f"Received: {options.text}"
@@ -256,7 +256,7 @@ class ShardableOptimizer(OptimizerSettings):
         optimizer's strategy is a tfdp strategy with several replicas.
         """
         strategy = keras_optimizer.strategy_of_optimizer(self)
-        wanted = self.sharding != "none" and self.shards is None
+        wanted = self.sharding_options.shards_state and self.shards is None
         return wanted and is_tfdp(strategy) and strategy.num_replicas_in_sync > 1
 
     def _create_shards(self, variables: list[Any]) -> ShardedState:

@@ -14,9 +14,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tfdp.ground.base.wrappers import is_sharded
 from tfdp.ground.plans.buckets import Bucket, BucketPlan
 from tfdp.ground.plans.gathers import StepGathers
 from tfdp.ground.plans.memory import MemoryReport
+from tfdp.ground.plans.sharding import ShardingOptions
 from tfdp.ground.text import pluralize
 from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 from tfdp.training.reduction.fusion import make_plan
@@ -104,6 +106,11 @@ class CommunicationPlan:
         """Sum of the predicted times of all buckets, in seconds."""
         return sum(route.seconds for route in self.routes)
 
+    @property
+    def _sharding(self) -> ShardingOptions:
+        """`ShardingOptions`, which say what is sharded."""
+        return ShardingOptions(self.sharding)
+
     def _gathers_of(self, order: int) -> int:
         """Return how often a step gathers the parameters of a bucket.
 
@@ -113,7 +120,7 @@ class CommunicationPlan:
         first bucket, that of the last unit, is gathered once: the backward pass begins
         with this unit.
         """
-        return 2 if self.sharding == "parameters" and order else 1
+        return 2 if self._sharding.shards_parameters and order else 1
 
     def _wire_bytes(
         self, bucket: Bucket, route: AlgorithmChoice, num_gathers: int
@@ -133,7 +140,7 @@ class CommunicationPlan:
         outer = (1 - node_size / num_replicas) / node_size
         factor = inner * route.inner.byte_ratio(itemsize)
         factor += outer * route.outer.byte_ratio(itemsize)
-        if self.sharding == "none":
+        if not self._sharding.shards_state:
             return 2 * factor * bucket.num_bytes
         # With sharded state, gradients are sent in wire formats once, and the updated
         # parameters are gathered without rounding.
@@ -146,7 +153,7 @@ class CommunicationPlan:
         """Title of the printed plan: collectives, bytes, replicas and backend."""
         count = len(self.buckets)
         what = pluralize(count, "all-reduce")
-        if self.sharding != "none":
+        if self._sharding.shards_state:
             gathers = sum(map(self._gathers_of, range(count)))
             is_adasum = any(route.algorithm.is_adasum for route in self.routes)
             reduction = "all-reduce" if is_adasum else "reduce-scatter"
@@ -244,7 +251,7 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
     optimizer: Any = getattr(model, "optimizer", None)
     others: dict[str, Any] = {}
     sparse: list[str] = []
-    if getattr(optimizer, "is_sharded", False):
+    if is_sharded(optimizer):
         # A step of a sharded optimizer may skip buckets of variables without gradients.
         # The plan shows all buckets.
         plan, traced = BucketPlan(optimizer.shards.buckets), optimizer.was_traced

@@ -1,6 +1,5 @@
 """Sharded optimizer state (ZeRO-1 to 3): each replica owns and updates a shard.
 
-- `options`: the options of sharding: the stage, the scope, offload, units.
 - `sharded_state`: builds the state and gives steps and files access to it.
 - `sharded_param_group`, `element_shards`, `variable_shards`: the state of one inner
   optimizer, in flat shards or in whole variables.

@@ -7,6 +7,7 @@ from typing import Any
 from tfdp.ground._compat import keras_optimizer, optimizer_state
 from tfdp.ground.base.param_groups import entry_of, innermost
 from tfdp.ground.plans.memory import MemoryReport, ReplicaMemory, replica_memory
+from tfdp.ground.plans.sharding import NOT_SHARDED, ShardingOptions
 from tfdp.ground.plans.shards import ShardPlan
 from tfdp.training.parameters.sharded_parameter import sharded_parameter
 from tfdp.training.sharding.state_tensors import slot_names
@@ -30,7 +31,7 @@ def memory_report(distributed: Any) -> MemoryReport:
             variables,
             None if shards is None else shards.parts[id(part)].plan,
             accumulates=accumulates,
-            stage=distributed.sharding_options.stage,
+            sharding=distributed.sharding_options,
         )
     return MemoryReport(sharded, whole)
 
@@ -50,8 +51,7 @@ def param_group_memory(
     plan: ShardPlan | None = None,
     *,
     accumulates: bool = False,
-    stage: int = 1,
-    gathered: int = 0,
+    sharding: ShardingOptions = NOT_SHARDED,
 ) -> ReplicaMemory:
     """Compute a replica's memory for the variables of one inner optimizer.
 
@@ -61,8 +61,8 @@ def param_group_memory(
         plan: `ShardPlan` of the variables, or `None` without sharding. Defaults to
             `None`.
         accumulates: Bool, whether gradients are accumulated. Defaults to `False`.
-        stage: Int, the ZeRO stage, from 1 to 3. Defaults to 1.
-        gathered: Int, bytes of parameters gathered at a time. Defaults to 0.
+        sharding: `ShardingOptions`, by which the plan also shards accumulated
+            gradients and parameters. Defaults to neither.
 
     Returns:
         `ReplicaMemory`.
@@ -72,8 +72,7 @@ def param_group_memory(
         _slot_bytes(optimizer, variables),
         plan,
         accumulates=accumulates,
-        stage=stage,
-        gathered=gathered,
+        sharding=sharding,
     )
 
 

@@ -20,6 +20,7 @@ from tfdp.ground.base.context import in_replica_thread, replica_context
 from tfdp.ground.base.param_groups import entry_of, innermost, is_elementwise
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import Bucket, Entry
+from tfdp.ground.plans.sharding import ShardingOptions
 from tfdp.ground.plans.shards import (
     ShardBucket,
     ShardPlan,
@@ -49,7 +50,6 @@ from tfdp.training.sharding.optimizer_state import (
     param_group_state,
     shard_full_slots,
 )
-from tfdp.training.sharding.options import ShardingOptions
 from tfdp.training.sharding.shard_collectives import collectives_class
 from tfdp.training.sharding.sharded_layout import ShardedLayout
 from tfdp.training.sharding.sharded_param_group import ShardedParamGroup

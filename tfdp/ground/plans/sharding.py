@@ -44,7 +44,7 @@ class ShardingOptions:
         check_choice("sharding", self.sharding, SHARDINGS)
         check_choice("shard_scope", self.shard_scope, ("all", "node"))
         check_choice("offload", self.offload, (None, "cpu"))
-        if self.offload and not self.stage:
+        if self.offload and not self.shards_state:
             raise ValueError(
                 "`offload` needs sharded state. Set `sharding`. Received: "
                 f"offload={self.offload!r}, sharding={self.sharding!r}"
@@ -65,19 +65,19 @@ class ShardingOptions:
             )
 
     @property
-    def stage(self) -> int:
-        """Int, the stage of ZeRO, 0 without sharding."""
-        return SHARDINGS.index(self.sharding)
+    def shards_state(self) -> bool:
+        """Bool, whether the state of the optimizer is sharded (ZeRO-1 to 3)."""
+        return self.sharding != "none"
 
     @property
     def shards_gradients(self) -> bool:
-        """Bool, whether accumulated gradients are sharded too."""
-        return self.stage >= 2
+        """Bool, whether accumulated gradients are sharded too (ZeRO-2 and 3)."""
+        return self.sharding in ("gradients", "parameters")
 
     @property
     def shards_parameters(self) -> bool:
-        """Bool, whether the variables are sharded too."""
-        return self.stage == 3
+        """Bool, whether the variables are sharded too (ZeRO-3)."""
+        return self.sharding == "parameters"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -95,3 +95,7 @@ class ShardingOptions:
             f"offload={offload}"
         )
         return f"{text}, {self.units.text}" if self.shards_parameters else text
+
+
+# The options of an optimizer that shards nothing, such as one of Keras.
+NOT_SHARDED = ShardingOptions()
