@@ -41,8 +41,8 @@ from tfdp.callbacks import BackupAndRestore
 from tfdp.checkpoint import background, copies, files, writer
 from tfdp.checkpoint.backups import Backups
 from tfdp.checkpoint.index_file import load_index
-from tfdp.checkpoint.on_all_workers import worker_group_of
 from tfdp.checkpoint.training_state import checkpoint_tensors
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground._compat import tf_distribute

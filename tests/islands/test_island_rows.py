@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import pathlib
-import types
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.harness import common
 from tfdp.callbacks import DiLoCo
-from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.features.islands.island import Island
 from tfdp.features.islands.training import IslandTraining
 from tfdp.training.data.distribute import rows_of_part
@@ -71,8 +70,7 @@ def test_what_islands_cannot_do_is_refused_by_its_name(options, name):
 
 
 def test_islands_that_save_at_one_path_write_files_of_their_own(tmp_path, monkeypatch):
-    group = types.SimpleNamespace(worker_group=WorkerGroup(0, 1))
-    strategy, written = types.SimpleNamespace(extended=group), []
+    model, written = keras.Sequential(), []
 
     def save(model: object, filepath: str) -> None:
         written.append(filepath)
@@ -84,7 +82,7 @@ def test_islands_that_save_at_one_path_write_files_of_their_own(tmp_path, monkey
     for index in range(2):
         island = Island(index, 2, "a:1", "0123456789abcdef")
         monkeypatch.setattr(Island, "from_environment", lambda island=island: island)
-        saving.save_atomically(strategy, save, None, str(tmp_path / "model.keras"))
+        saving.save_atomically(save, model, str(tmp_path / "model.keras"))
     assert len(set(written)) == 2
     # What is not an island's own may be under way.
     assert sorted(os.listdir(tmp_path)) == [of_others, "model.keras"]

@@ -19,10 +19,10 @@ from tfdp.checkpoint.callback_state import from_json
 from tfdp.checkpoint.host_memory import HostMemory
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.memory_backups import MemoryBackups
-from tfdp.checkpoint.on_all_workers import worker_group_of
 from tfdp.checkpoint.places import Place, find_newest
 from tfdp.checkpoint.reader import LoadPlan
 from tfdp.communication.cluster import cpu_kernels
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.communication.coordination.preemption import PreemptionNotice, PreemptionWatch
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.watch import WorkerLost, WorkersJoin

@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from tfdp.callbacks.bases import MeasuringCallback
 from tfdp.checkpoint.files import error_text
-from tfdp.communication.coordination.worker_group import Mailbox, WorkerGroup
+from tfdp.communication.coordination.model_group import worker_group_of
+from tfdp.communication.coordination.worker_group import Mailbox
 from tfdp.features.monitor.advice import facts_of, loss_scale_of, settings_of
 from tfdp.features.monitor.device_meter import meter_for
 from tfdp.features.monitor.meter import Meter
@@ -148,7 +149,7 @@ class CommunicationMonitor(MeasuringCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Have steps traced with time stamps, and start the reporting thread."""
         strategy = strategy_of(self.model)
-        worker_group = strategy.extended.worker_group if strategy else WorkerGroup(0, 1)
+        worker_group = worker_group_of(self.model)
         self._recent.clear()
         self._window = []
         self.meter = meter_for(self.model, strategy, norm_every=self.every)

@@ -6,6 +6,7 @@ from typing import Any
 
 from tfdp.callbacks.bases import StrategyCallback
 from tfdp.communication.coordination.facts import compare
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.features import local_steps
 from tfdp.features.replay.training import REPLAYS, check_replay
 from tfdp.ground import user_code
@@ -135,7 +136,7 @@ class ConsistencyCheck(StrategyCallback):
         self._check("before the first step")
         self._probe = DriftProbe(strategy, self.model, self.every)
         self._probe.start()
-        self._labels = self._shared_label_record(strategy)
+        self._labels = self._shared_label_record()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Restart the count of batches, which Keras begins at 0 in each epoch."""
@@ -181,20 +182,17 @@ class ConsistencyCheck(StrategyCallback):
             self._probe = None
             self._check("after the last step")
         replays = REPLAYS.of_model.get(self.model)
-        if (
-            replays is not None
-            and strategy_of(self.model).extended.worker_group.is_chief
-        ):
+        if replays is not None and worker_group_of(self.model).is_chief:
             say(f"{replays.cost()}.")
 
-    def _shared_label_record(self, strategy: Any) -> LabelRecord | None:
+    def _shared_label_record(self) -> LabelRecord | None:
         """Begin to keep the class labels of this worker's batches. All workers call it.
 
         Returns:
             `LabelRecord` of this `fit`, which keeps the labels from now on; `None` with
             one worker, or if a worker has no record.
         """
-        worker_group, loop = strategy.extended.worker_group, loops.current()
+        worker_group, loop = worker_group_of(self.model), loops.current()
         record = None if loop is None else loop.label_record
         if worker_group.num_workers == 1:
             return None
@@ -205,7 +203,7 @@ class ConsistencyCheck(StrategyCallback):
 
     def _check_labels(self, labels: LabelRecord) -> None:
         """Compare the last batch's labels between workers; raise if they differ."""
-        worker_group = strategy_of(self.model).extended.worker_group
+        worker_group = worker_group_of(self.model)
         number = self._last_batch + 1 if labels.restarts else self._step
         arrays = labels.labels_of(number)
         values = ArrayValues(

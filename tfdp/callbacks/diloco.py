@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from tfdp.callbacks.local_sgd import LocalStepsCallback
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.features.islands.island import Island
 from tfdp.features.islands.training import IslandTraining
 from tfdp.features.local_steps import (
@@ -253,7 +254,7 @@ class DiLoCo(LocalStepsCallback):
         if local_steps is None:
             return
         strategy, pace = self.model.distribute_strategy, local_steps.pace
-        worker_group = strategy.extended.worker_group
+        worker_group = worker_group_of(self.model)
         seconds = worker_group.all_gather(
             "seconds of an inner step", pace.take_seconds()
         )

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from tfdp.callbacks.bases import OptimizerCallback
-from tfdp.checkpoint.on_all_workers import worker_group_of
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.features.spikes.report import (
     NAMES,
     SkippedUpdate,

@@ -27,12 +27,13 @@ from tfdp.checkpoint.index import Index, TensorMetadata
 from tfdp.checkpoint.index_file import from_text, load_index, to_text, versions
 from tfdp.checkpoint.model_state import model_state
 from tfdp.checkpoint.object_store import open_storage
-from tfdp.checkpoint.on_all_workers import run_on_all_workers, worker_group_of
+from tfdp.checkpoint.on_all_workers import run_on_all_workers
 from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.checkpoint.training_state import checkpoint_tensors, plan_checkpoint
 from tfdp.communication.cluster import cpu_kernels
 from tfdp.communication.coordination.checks import check_same_variables
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.ground.arguments import checked_bool
 from tfdp.ground.base import activities
 from tfdp.ground.base.context import strategy_of

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from tfdp.checkpoint.copies import copied_state, copy_bytes, copy_to_host
-from tfdp.checkpoint.on_all_workers import worker_group_of
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.ground import forks, user_code
 from tfdp.ground._compat import runtime
 from tfdp.ground.base import process_identity

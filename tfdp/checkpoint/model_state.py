@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdp.checkpoint.on_all_workers import worker_group_of
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.ground._compat import keras_optimizer, optimizer_state, tf_distribute
 from tfdp.ground.base.param_groups import innermost, is_multi
 from tfdp.ground.base.wrappers import other_optimizers

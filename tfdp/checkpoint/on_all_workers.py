@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-import keras
-
 from tfdp.checkpoint import files
-from tfdp.communication.coordination.worker_group import WorkerGroup
-from tfdp.ground.base.context import strategy_of
 
 # Least timeout in seconds of exchanges that wait for file operations: the worker
 # group's own timeout is meant for messages, and a slow disk or store may take longer.
 _STORAGE_SECONDS = 3600.0
-# Worker groups of a single worker, for models without a strategy, by model.
-_alone: weakref.WeakKeyDictionary[keras.Model, WorkerGroup]
-_alone = weakref.WeakKeyDictionary()
 
 
 def run_on_all_workers(
@@ -75,11 +67,3 @@ def storage_timeout(worker_group: Any) -> float | None:
     """
     seconds = worker_group.timeout_seconds
     return seconds and max(seconds, _STORAGE_SECONDS)
-
-
-def worker_group_of(model: keras.Model) -> WorkerGroup:
-    """Return the worker group of a model's strategy, or one of a single worker."""
-    strategy = strategy_of(model)
-    if strategy is None:
-        return _alone.setdefault(model, WorkerGroup(0, 1))
-    return strategy.extended.worker_group

@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.coordination.facts import digest
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.communication.coordination.watch import ClusterChanges, WorkerLost
 from tfdp.features.attempts import (
     continue_callbacks,
@@ -190,7 +191,7 @@ def change_cluster(model: Any, change: ClusterChanges, continuation: str) -> str
         WorkerLost: If the others have declared this worker lost meanwhile.
     """
     strategy, begin = model.distribute_strategy, time.monotonic()
-    before = strategy.extended.worker_group.num_workers
+    before = worker_group_of(model).num_workers
     trained = {
         name: keras_optimizer.trained_by(optimizer)
         for name, optimizer in _optimizers(model).items()
@@ -206,7 +207,7 @@ def change_cluster(model: Any, change: ClusterChanges, continuation: str) -> str
                 raise
             change = further
     what, _, _ = str(change).partition(" The other workers cannot")
-    group = strategy.extended.worker_group
+    group = worker_group_of(model)
     # The number of workers is the same as before if a worker has joined in the place of
     # the lost one.
     former = f" instead of {before}" if before != group.num_workers else ""

@@ -19,13 +19,13 @@ from tfdp.checkpoint.callback_state import check_value, from_json, to_json
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.memory_backups import MemoryBackups
 from tfdp.checkpoint.model_state import model_state
-from tfdp.checkpoint.on_all_workers import worker_group_of
 from tfdp.checkpoint.places import find_newest
 from tfdp.checkpoint.random_state import gather_random_states, restore_random_states
 from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.run_schema import FACTS, RANDOM_STATES
 from tfdp.checkpoint.training_state import backup_tensors, plan_backup, run_facts
 from tfdp.communication.coordination.facts import SharedFact, compare, digest
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.communication.coordination.preemption import PreemptionNotice, PreemptionWatch
 from tfdp.communication.coordination.watch import (
     ClusterChanges,

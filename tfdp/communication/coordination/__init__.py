@@ -7,6 +7,7 @@ Reading order:
     flight_steps: steps whose collectives TensorFlow runs, for flight records
     data_wait: time that this worker has waited for a batch of its data
     worker_group: all-gather of texts over the job's store, and a mailbox
+    model_group: the worker group of a model
     join: start-up checks, and joining the cluster
     tensorflow_server: TensorFlow's server, where its collectives are used
     facts: what must be the same on all workers, compared in one all-gather

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.features.backup_workers.checks import check_workers
 from tfdp.features.backup_workers.exchange import FirstGradients
 from tfdp.ground.base.context import strategy_of
@@ -60,7 +61,7 @@ class BackupWorkers(Feature):
         Called before `fit` begins; it changes nothing without `backup_workers`.
         """
         if (exchange := self.gradient_exchange(fit)) is not None:
-            _check_steps(fit.strategy, exchange.counts.steps)
+            _check_steps(fit.model, exchange.counts.steps)
             exchange.counts.steps = 0
             exchange.counts.without.clear()
             callbacks = fit.arguments.get("callbacks")
@@ -74,25 +75,25 @@ class BackupWorkers(Feature):
 
     def after_fit(self, fit: Fit) -> None:
         """Print on worker 0 how many steps lack the gradients of each late worker."""
-        if not _is_on(fit.strategy) or not fit.strategy.extended.worker_group.is_chief:
+        if not _is_on(fit.strategy) or not worker_group_of(fit.model).is_chief:
             return
         if text := self._exchanges[fit.model].counts.describe():
             say(text)
 
 
-def _check_steps(strategy: Any, steps: int) -> None:
+def _check_steps(model: Any, steps: int) -> None:
     """Raise on all workers if their last `fit` has made different numbers of steps.
 
     All workers call it together, before the next `fit` begins.
 
     Args:
-        strategy: A tfdp strategy.
+        model: The Keras model.
         steps: Int, steps of the last `fit` on this worker.
 
     Raises:
         RuntimeError: If the numbers differ: then the workers' weights differ.
     """
-    made = strategy.extended.worker_group.all_gather("the steps of the last fit", steps)
+    made = worker_group_of(model).all_gather("the steps of the last fit", steps)
     if len(set(made)) > 1:
         raise RuntimeError(
             "An error has ended `fit` after different numbers of steps, since with "

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.communication.transport.communicator import Array
 from tfdp.communication.transport.rounds import Reply
 from tfdp.features.islands.hub_clients import HubClient, HubGone
@@ -80,7 +81,7 @@ class Islands(Feature):
             )
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return
-        writes = fit.strategy.extended.worker_group.is_job_chief
+        writes = worker_group_of(fit.model).is_job_chief
         chosen = [c for c in given if writes or not isinstance(c, WRITERS)]
         # `DiLoCo` exchanges at the end of an epoch. It is called first, so that later
         # callbacks, such as checkpoints, see the common weights.

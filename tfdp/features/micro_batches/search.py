@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.coordination.facts import digest
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.communication.coordination.watch import PeerStepFailed
 from tfdp.features.micro_batches.division import MicroBatches
 from tfdp.features.micro_batches.memory_search import MemorySearch
@@ -123,7 +124,7 @@ def _halve_if_it_fits(model: Any, division: MicroBatches) -> None:
     """
     assert division.memory_search is not None
     own = min(division.number, division.kept.num_rows() or 1)
-    found = model.distribute_strategy.extended.worker_group.all_gather(
+    found = worker_group_of(model).all_gather(
         "memory of a step", [own, division.memory_search.can_halve()]
     )
     number = max(number for number, _ in found)
@@ -237,7 +238,7 @@ def _obstacle(
             "a single row does not fit either. Use a smaller model, shorter rows, or a "
             "device with more memory."
         )
-    if strategy.extended.worker_group.num_workers > 1 and backend != "direct":
+    if worker_group_of(model).num_workers > 1 and backend != "direct":
         return (
             f'the collectives of `backend="{backend}"` between workers cannot continue '
             f"after an error. Use {_FIXED}."
@@ -265,7 +266,7 @@ def _store(model: Any, division: MicroBatches, text: str) -> None:
         division: `MicroBatches` with the number that was found.
         text: String for the log, a sentence without its full stop.
     """
-    if model.distribute_strategy.extended.worker_group.is_chief:
+    if worker_group_of(model).is_chief:
         _log.warning("tfdp: %s.", text)
         store_entry(cache_path(_FILE), _key(model), division.number)
 

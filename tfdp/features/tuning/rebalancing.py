@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.features.monitor.device_meter import meter_for
 from tfdp.features.monitor.meter import TimedSteps
 from tfdp.features.monitor.readings import Reading
@@ -78,7 +79,7 @@ class Rebalance(TimedSteps):
 
         All workers call it. Nothing changes if one has measured too few steps.
         """
-        worker_group = self._strategy.extended.worker_group
+        worker_group = worker_group_of(self.model)
         measured = worker_group.all_gather("the speed of workers", self._measured())
         self._interrupt()
         if None in measured:
@@ -121,7 +122,7 @@ class _Rebalancing(Feature):
     def choose_callbacks(self, fit: Fit) -> None:
         """Add `Rebalance` to the callbacks if the strategy rebalances rows."""
         strategy, callbacks = fit.strategy, fit.arguments["callbacks"]
-        if strategy is None or strategy.extended.worker_group.num_workers == 1:
+        if strategy is None or worker_group_of(fit.model).num_workers == 1:
             return
         is_list = isinstance(callbacks, keras.callbacks.CallbackList)
         balance = strategy.extended.balance

@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.ground._compat import keras_model, tf_distribute
-from tfdp.ground.base.context import is_tfdp
 from tfdp.ground.base.feature import batches_between_syncs, equalize_replicas
 from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.replicas.synchronized_scope import broadcast_variables
@@ -38,15 +38,10 @@ class TensorBoardParticipant(keras.callbacks.Callback):
 
 
 class SyncStopTraining(keras.callbacks.Callback):
-    """Stop all workers at the end of an epoch in which any worker requested a stop.
+    """Stop all workers at the end of an epoch in which any worker requested a stop."""
 
-    Args:
-        strategy: A tfdp strategy.
-    """
-
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._strategy = strategy
         self._stop_requested = False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -55,7 +50,7 @@ class SyncStopTraining(keras.callbacks.Callback):
 
     def _synchronize(self) -> None:
         """Set `model.stop_training` on all workers if any worker requested a stop."""
-        worker_group = self._strategy.extended.worker_group
+        worker_group = worker_group_of(self.model)
         stop = self._stop_requested or bool(self.model.stop_training)
         self.model.stop_training = worker_group.any("stop_training", stop)
         self._stop_requested = False
@@ -86,19 +81,11 @@ class SyncStopTrainingEachBatch(SyncStopTraining):
 
 
 class BroadcastRestoredState(keras.callbacks.Callback):
-    """Broadcast the state that worker 0's `BackupAndRestore` has restored.
-
-    Args:
-        strategy: A tfdp strategy.
-    """
-
-    def __init__(self, strategy: Any) -> None:
-        super().__init__()
-        self._strategy = strategy
+    """Broadcast the state that worker 0's `BackupAndRestore` has restored."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Set the initial epoch and all replicated variables to those of worker 0."""
-        worker_group = self._strategy.extended.worker_group
+        worker_group = worker_group_of(self.model)
         local_epoch = keras_model.initial_epoch(self.model)
         epoch = worker_group.all_gather("a backup", local_epoch)[0]
         keras_model.set_initial_epoch(self.model, epoch)
@@ -111,7 +98,7 @@ class BroadcastRestoredState(keras.callbacks.Callback):
         }
         variables = [v for v in variables if id(v) not in per_replica_ids]
         values_by_id = {id(v.value): v.value for v in variables if _is_replicated(v)}
-        broadcast_variables(self._strategy, list(values_by_id.values()))
+        broadcast_variables(self.model.distribute_strategy, list(values_by_id.values()))
 
 
 class OptimizerProgressCheck(keras.callbacks.Callback):
@@ -131,16 +118,12 @@ class OptimizerProgressCheck(keras.callbacks.Callback):
         """Check for overflows, and give all replicas the state that is to be saved."""
         self._check()
         equalize_replicas(self.model)
-        strategy = self.model.distribute_strategy
         # A save computes the sum of accumulated gradients from local replicas alone.
         # With several workers, all replicas first get equal parts of the sum.
-        has_several_workers = (
-            is_tfdp(strategy) and strategy.extended.worker_group.num_workers > 1
-        )
-        if has_several_workers and getattr(
-            self.model.optimizer, "accumulated_steps", 0
-        ):
-            self.model.optimizer.redistribute_accumulated()
+        optimizer: Any = self.model.optimizer
+        has_several_workers = worker_group_of(self.model).num_workers > 1
+        if has_several_workers and getattr(optimizer, "accumulated_steps", False):
+            optimizer.redistribute_accumulated()
 
     def _check(self) -> None:
         """Call the optimizer's `check_progress`, which raises if all steps overflow."""

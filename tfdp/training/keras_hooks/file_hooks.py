@@ -57,7 +57,7 @@ def save_file(
     # `keras.saving.save_model` does not call `model.save`, whose replacement is atomic.
     # So its own save is made atomic here.
     with local_variables(strategy):
-        return save_atomically(strategy, save, model, filepath, *args, **kwargs)
+        return save_atomically(save, model, filepath, *args, **kwargs)
 
 
 def _save_with_plain_optimizer(

@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfdp.communication.coordination.facts import SharedFact, compare, digest, explain
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.training.data.checks import describe_arrays, named_arrays
 from tfdp.training.data.fingerprints import ArrayValues
@@ -85,7 +86,7 @@ def agree_on_loop(
     extra: dict[str, Any] = {}
     if name == "fit":
         callbacks = callback_list(arguments.get("callbacks"))
-        if strategy.extended.worker_group.is_chief:
+        if worker_group_of(model).is_chief:
             extra["problem"] = find_callback_problem(callbacks, arguments)
         own["callbacks"] = tfdp_callback_names(callbacks)
         extra["each_batch"] = decide_per_batch(callbacks)
@@ -114,7 +115,7 @@ def agree_on_batch(
     Raises:
         ValueError: The message names the first difference.
     """
-    if strategy.extended.worker_group.num_workers == 1:
+    if worker_group_of(model).num_workers == 1:
         return
     arrays = describe_arrays({part: arguments.get(part) for part in _DATA_ARGUMENTS})
     calls = _batch_calls.setdefault(model, {})
@@ -228,7 +229,7 @@ def _compare_workers(
     Returns:
         List of dicts, `extra` of each worker.
     """
-    worker_group: WorkerGroup = strategy.extended.worker_group
+    worker_group = worker_group_of(model)
     topic = f"the settings of {name}"
     created = strategy.extended.new_variables.take()
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.ground.base.feature import job_part
 from tfdp.ground.base.files import replaced
 from tfdp.ground.base.wrappers import is_sharded
@@ -38,12 +39,11 @@ def is_saving() -> bool:
 
 
 def save_atomically(
-    strategy: Any, original: Callable, model: Any, path: Any, *rest: Any, **options: Any
+    original: Callable, model: Any, path: Any, *rest: Any, **options: Any
 ) -> Any:
     """Save by a function of Keras to a temporary path, and move the file to `path`.
 
     Args:
-        strategy: The model's tfdp strategy.
         original: Callable, a saving function such as `keras.Model.save`.
         model: The Keras model.
         path: String or path-like, the target.
@@ -55,20 +55,18 @@ def save_atomically(
     """
     _thread_state.is_saving = True
     try:
-        return _save(strategy, original, model, path, *rest, **options)
+        return _save(original, model, path, *rest, **options)
     finally:
         _thread_state.is_saving = False
 
 
-def _save(
-    strategy: Any, original: Callable, model: Any, path: Any, *rest: Any, **options: Any
-) -> Any:
+def _save(original: Callable, model: Any, path: Any, *rest: Any, **options: Any) -> Any:
     """Save to a temporary path, and move the file; `is_saving` stays as it is.
 
     Arguments and result are those of `save_atomically`, which sets it for its thread
     around the call.
     """
-    worker_group = strategy.extended.worker_group
+    worker_group = worker_group_of(model)
     target = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     arguments = (
         inspect.signature(original).bind(model, path, *rest, **options).arguments

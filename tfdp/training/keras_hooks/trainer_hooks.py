@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfdp.communication.collectives import timing
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.watch import WorkerLost
 from tfdp.ground._compat import keras_model
@@ -88,7 +89,7 @@ def _begin_loop(
     """
     strategy = strategy_of(model)
     if strategy is not None:
-        strategy.extended.worker_group.owner.check(f"`{name}`")
+        worker_group_of(model).owner.check(f"`{name}`")
     resuming = (
         backup_callbacks(bound.arguments.get("callbacks")) if name == "fit" else []
     )
@@ -139,11 +140,10 @@ def _run_loop(
         if fit is not None:
             _complete_fit(model)
         return result
-    worker_group = strategy.extended.worker_group
+    worker_group = worker_group_of(model)
     if not worker_group.is_job_chief:
         arguments["verbose"] = 0
     chosen = select_callbacks(
-        strategy,
         model,
         arguments.get("callbacks"),
         is_fit=name == "fit",
@@ -277,7 +277,7 @@ def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
         # Keras returns the object `logs` itself only if the step is overridden. It then
         # holds values of this worker, whose mean over workers is returned. Metrics need
         # no mean, since reading a metric merges its states.
-        return mean_over_workers(model.distribute_strategy.extended.worker_group, logs)
+        return mean_over_workers(worker_group_of(model), logs)
     return results
 
 
@@ -299,8 +299,7 @@ def _agree_on_loop(
     """
     if keras_model.is_within_fit(bound.arguments):
         return False
-    worker_group = None if strategy is None else strategy.extended.worker_group
-    if worker_group is not None and worker_group.num_workers > 1:
+    if strategy is not None and worker_group_of(model).num_workers > 1:
         return loop_agreement.agree_on_loop(strategy, name, model, bound)
     if name == "fit":
         arguments = bound.arguments
@@ -362,7 +361,7 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
         if name == "train_on_batch":
             scope_checks.warn_of_separate_training(model, name)
         return original(model, *args, **kwargs)
-    strategy.extended.worker_group.owner.check(f"`{name}`")
+    worker_group_of(model).owner.check(f"`{name}`")
     arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
     with progress.looping(name), strategy.extended.explaining():
         _register_model(model)
@@ -389,7 +388,7 @@ def save(
     is_export = original.__name__ == "export"
     whole = whole_variables(model) if is_export else contextlib.nullcontext()
     with whole, local_variables(strategy):
-        return save_atomically(strategy, original, model, filepath, *args, **kwargs)
+        return save_atomically(original, model, filepath, *args, **kwargs)
 
 
 def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:

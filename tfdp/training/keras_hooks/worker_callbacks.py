@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.ground._compat import keras_model
 from tfdp.ground.base.param_groups import innermost
 from tfdp.ground.base.temporary import TemporaryFolder
@@ -37,13 +38,12 @@ _BATCH_HOOKS = (
 
 
 def select_callbacks(
-    strategy: Any, model: Any, callbacks: Any, *, is_fit: bool, each_batch: bool
+    model: Any, callbacks: Any, *, is_fit: bool, each_batch: bool
 ) -> Any:
     """Select the callbacks that this worker runs, and add those that synchronize it.
 
     Args:
-        strategy: A tfdp strategy.
-        model: The Keras model.
+        model: The Keras model, under a tfdp strategy.
         callbacks: Callback, list of callbacks or `CallbackList` from the user.
         is_fit: Bool, whether the callbacks are for `fit`.
         each_batch: Bool, whether a callback of any worker may stop training after a
@@ -52,7 +52,7 @@ def select_callbacks(
     Returns:
         List of callbacks, or `callbacks` unchanged with one worker or a `CallbackList`.
     """
-    worker_group = strategy.extended.worker_group
+    worker_group = worker_group_of(model)
     if worker_group.num_workers == 1 or isinstance(
         callbacks, keras.callbacks.CallbackList
     ):
@@ -66,13 +66,9 @@ def select_callbacks(
         elif shards_state:
             chosen += _saving_participants(callback)
         if isinstance(callback, keras.callbacks.BackupAndRestore):
-            chosen.append(BroadcastRestoredState(strategy))
+            chosen.append(BroadcastRestoredState())
     if is_fit:
-        chosen.append(
-            SyncStopTrainingEachBatch(strategy)
-            if each_batch
-            else SyncStopTraining(strategy)
-        )
+        chosen.append(SyncStopTrainingEachBatch() if each_batch else SyncStopTraining())
     return chosen
 
 
