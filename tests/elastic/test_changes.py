@@ -26,7 +26,10 @@ def change(*further: WorkerLost) -> tuple[Any, list[int]]:
     extended = SimpleNamespace(change_cluster=change_cluster, worker_group=group)
     model = mock.MagicMock()
     model.distribute_strategy.extended = extended
-    with mock.patch.object(elastic, "other_optimizers", return_value={}):
+    with (
+        mock.patch.object(elastic, "other_optimizers", return_value={}),
+        mock.patch.object(elastic, "worker_group_of", return_value=group),
+    ):
         text = elastic.change_cluster(model, WorkerLost("One was lost.", 0), "It runs")
     return text, seen
 

@@ -80,7 +80,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Variable for two numbers of each step, such as the times of its begin and end.
+    """Variable for two numbers of each step, such as its begin and its forward's end.
 
     Args:
         name: String, such as `"times"`, see

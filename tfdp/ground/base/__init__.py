@@ -10,7 +10,7 @@ Reading order:
     batch_weight: weight of a replica's rows in the sums over a global batch
     program_trace: trace of a step as the program of one device
     param_groups: variables by optimizer, and properties of Keras's optimizers
-    wrappers: wrappers of optimizers, and a model's additional optimizers
+    wrappers: wrappers and sharding of optimizers, and a model's further ones
     xla, deferred_updates: compilation of a step, and updates that run after it
     threads, finalizers: calls on separate threads, and finalizers that run on one
     intervals: confidence intervals of a median

@@ -1,4 +1,4 @@
-"""Wrappers of optimizers, and a model's optimizers other than `model.optimizer`."""
+"""Optimizers of a model: wrappers, sharding, and those beside `model.optimizer`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Agreement of all workers on the seeds of the global random generators.
 
-If the user has set no global seed of TensorFlow, it gets a stand-in seed. TensorFlow
-combines a global seed with an operation's seed. So a stand-in seed would change the
-numbers of operations with a seed of their own.
-`tfdp.training.keras_hooks.runtime_hooks.seeds_of_operation` keeps theirs.
+With several workers, the global seed of TensorFlow becomes a stand-in seed, unless the
+user has set the same one on all workers. TensorFlow combines a global seed with an
+operation's own seed, so that a stand-in seed would change the numbers of operations
+that have one.
+`tfdp.training.keras_hooks.runtime_hooks.seeds_of_operation` keeps their numbers.
 """
 
 from __future__ import annotations
