@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import keras
 import numpy as np
 import pytest
@@ -81,26 +83,26 @@ def test_an_optimizer_that_accumulates_no_gradients_cannot_take_waiting_ones(tmp
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_a_loss_scale_that_nobody_takes_is_left_out_with_a_warning(tmp_path):
-    saved = trained(2, loss_scale="dynamic")
-    tfdp.checkpoint.save(saved, tmp_path)
+def check_left_out(saved: keras.Model, warning: str, folder: pathlib.Path) -> None:
+    """Restores a checkpoint into a model that lacks a part of it, which is said."""
+    tfdp.checkpoint.save(saved, folder)
     model = trained(0)
-    with pytest.warns(UserWarning, match="the optimizer has none"):
-        tfdp.checkpoint.restore(model, tmp_path)
+    with pytest.warns(UserWarning, match=warning):
+        tfdp.checkpoint.restore(model, folder)
     for found, wanted in zip(model.get_weights(), saved.get_weights(), strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_loss_scale_that_nobody_takes_is_left_out_with_a_warning(tmp_path):
+    saved = trained(2, loss_scale="dynamic")
+    check_left_out(saved, "the optimizer has none", tmp_path)
 
 
 def test_an_outer_optimizer_that_nobody_takes_is_left_out_with_a_warning(tmp_path):
     saved = trained(0)
     diloco = tfdp.callbacks.DiLoCo(sync_every=2, scope="replica")
     common.fit(saved, X[:16], Y[:16], batch_size=8, epochs=1, callbacks=[diloco])
-    tfdp.checkpoint.save(saved, tmp_path)
-    model = trained(0)
-    with pytest.warns(UserWarning, match="the model does not use `DiLoCo`"):
-        tfdp.checkpoint.restore(model, tmp_path)
-    for found, wanted in zip(model.get_weights(), saved.get_weights(), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    check_left_out(saved, "the model does not use `DiLoCo`", tmp_path)
 
 
 def plain() -> keras.Model:

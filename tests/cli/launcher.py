@@ -22,7 +22,7 @@ from tests.harness.timing import wait_until
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 60
 
 # The grace of 5 seconds, and room for a slow machine.
 STOPS_WITHIN_SECONDS = 15
@@ -121,9 +121,11 @@ class Launcher:
             },
         )
 
-    def run(self, *arguments: str, **options) -> subprocess.CompletedProcess:
+    def run(
+        self, *arguments: str, deadline_seconds: float = DEADLINE_SECONDS, **options
+    ) -> subprocess.CompletedProcess:
         process = self.start(*arguments, **options)
-        output, errors = process.communicate(timeout=DEADLINE_SECONDS)
+        output, errors = process.communicate(timeout=deadline_seconds)
         return subprocess.CompletedProcess(
             process.args, process.returncode, output, errors
         )

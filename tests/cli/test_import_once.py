@@ -360,7 +360,8 @@ def test_two_forked_workers_train_as_two_that_import_for_themselves(launcher):
     )
     told = []
     for option in ("--fork", "--no-fork"):
-        done = launcher.run("-n", "2", option, "script.py")
+        # Two workers that each import TensorFlow take long beside other tests.
+        done = launcher.run("-n", "2", option, "script.py", deadline_seconds=120)
         assert done.returncode == 0, done.stdout
         told.append([line for line in lines_of(done.stdout, 0) if "loss" in line])
     assert told[0] == told[1] != []
