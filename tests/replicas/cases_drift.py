@@ -14,7 +14,7 @@ from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 from tests.reduction.cases_plans import collectives, step_of, traced_step
-from tfdp.training.replicas import drift_probe
+from tfdp.training.step.step import active
 
 layers = keras.layers
 KINDS = ("all_reduce", "all_gather", "scatter")
@@ -29,7 +29,7 @@ class Seen(keras.callbacks.Callback):
         self.checks: dict[int, list[float]] = {}
 
     def on_train_batch_end(self, batch, logs=None):
-        for probe in drift_probe.probes.active():
+        for probe in active.active():
             step, numbers = probe.read()
             self.checks[step] = numbers
 
@@ -57,7 +57,7 @@ def checked(model: keras.Model, every: int, *data: typing.Any, **options) -> See
     check = tfdp.callbacks.ConsistencyCheck(every=every)
     callbacks = [*options.pop("callbacks", ()), seen, check]
     common.fit(model, *data, callbacks=callbacks, **options)
-    assert not drift_probe.probes.active()
+    assert not active.active()
     return seen
 
 
@@ -138,7 +138,7 @@ def raised(model: keras.Model, every: int, *callbacks: typing.Any, **options) ->
     data = common.regression_data()
     with pytest.raises(RuntimeError) as caught:
         common.fit(model, *data, callbacks=[*callbacks, check], **options)
-    assert not drift_probe.probes.active()
+    assert not active.active()
     return str(caught.value)
 
 

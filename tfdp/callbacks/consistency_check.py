@@ -8,6 +8,7 @@ from tfdp.callbacks.bases import StrategyCallback
 from tfdp.communication.coordination.facts import compare
 from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.features import local_steps
+from tfdp.features.drift_probe import DriftProbe
 from tfdp.features.replay.training import REPLAYS, check_replay
 from tfdp.ground import user_code
 from tfdp.ground.arguments import checked_integer, checked_number
@@ -23,7 +24,6 @@ from tfdp.training.replicas.drift import (
     compared_weights,
     raise_difference,
 )
-from tfdp.training.replicas.drift_probe import DriftProbe
 
 
 class ConsistencyCheck(StrategyCallback):

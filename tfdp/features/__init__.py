@@ -10,6 +10,7 @@ To add one, see `tfdp.ground.base.feature` and "Add a feature" in CONTRIBUTING.m
 - `elastic`: training that continues after the loss of workers, and takes in others.
 - `backup_workers`: steps that drop the gradients of late workers.
 - `micro_batches`: a batch computed in as many parts as its memory needs.
+- `drift_probe`: checksums of each replica's weights, in steps of `fit`.
 - `replay`: steps that two replicas compute, compared before the update.
 - `spikes`: updates that are left out since the loss or the gradient spikes.
 - `attempts`: further attempts of a call of `fit`, from the newest backup.

@@ -22,7 +22,6 @@ from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.ground.base.wrappers import sharding_of
 from tfdp.ground.text import pluralize
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
-from tfdp.training.replicas import drift_probe
 from tfdp.training.replicas.drift import replica_names
 from tfdp.training.step.step import active
 
@@ -116,7 +115,7 @@ class ReplayedSteps:
         self._checked.is_stand_in = is_stand_in
         with contextlib.ExitStack() as stack:
             if is_stand_in:
-                stack.enter_context(drift_probe.probes.suspended())
+                stack.enter_context(active.suspended())
                 stack.enter_context(timing.recorders.suspended())
             stack.enter_context(_activated(self._checked))
             stack.enter_context(_unoptimized())

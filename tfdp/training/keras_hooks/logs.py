@@ -12,9 +12,9 @@ from tfdp.communication.collectives import timing
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground.base import loops
 from tfdp.training.reduction.training_group import merging_group
-from tfdp.training.replicas import drift_probe
 from tfdp.training.replicas.state_merge import merge_states
 from tfdp.training.replicas.variables import MetricVariable
+from tfdp.training.step.step import active
 
 
 def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
@@ -97,20 +97,19 @@ def metric_states(model: Any) -> list[Any]:
 
 
 def _sum_over_replicas(strategy: Any, model: Any, states: list) -> list[tf.Tensor]:
-    """Sum states over all replicas, and pending drift probes in the same all-reduce.
-
-    A drift probe is a checksum of each replica's weights.
+    """Sum states over all replicas, and values of features in the same all-reduce.
 
     Args:
         strategy: A tfdp strategy.
-        model: The Keras model whose drift probes are included.
+        model: The Keras model that is trained or evaluated.
         states: List with, for each state, its tensors on the local replicas.
     """
-    probes = drift_probe.pending(model)
-    parts = [*states, *(probe.rows for probe in probes)]
+    found = [(feature, feature.values_to_sum(model)) for feature in active.active()]
+    summed = [(feature, values) for feature, values in found if values]
+    parts = [*states, *(values for _, values in summed)]
     merged = merge_states(parts, ["sum"] * len(parts), merging_group(strategy))
-    for probe, row in zip(probes, merged[len(states) :], strict=True):
-        probe.record(row)
+    for (feature, _), total in zip(summed, merged[len(states) :], strict=True):
+        feature.take_sum(total)
     return merged[: len(states)]
 
 

@@ -45,8 +45,8 @@ from tfdp.training.keras_hooks.worker_callbacks import (
 )
 from tfdp.training.parameters.conversion import whole_variables
 from tfdp.training.reduction import link_measure
-from tfdp.training.replicas import drift_probe
 from tfdp.training.replicas.synchronized_scope import local_variables
+from tfdp.training.step.step import active
 
 
 def run_loop(
@@ -311,44 +311,44 @@ def _agree_on_loop(
 
 @contextlib.contextmanager
 def _undo_recording_after(fit: Fit | None) -> Iterator[None]:
-    """Deactivate after `fit` the recorders and drift probes of its callbacks.
+    """Deactivate after `fit` the recorders and `LoopFeature`s of its callbacks.
 
-    A recorder measures a step's collectives; a drift probe adds a checksum of weights.
-    A loop without a `Fit`, such as `evaluate`, suspends them if it runs within `fit`.
+    A recorder measures a step's collectives; a `LoopFeature` takes part in the step. A
+    loop without a `Fit`, such as `evaluate`, suspends them if it runs within `fit`.
     """
     if fit is None:
         with _suspend_recording():
             yield
         return
-    recorders, watches = timing.recorders.active(), drift_probe.probes.active()
+    recorders, features = timing.recorders.active(), active.active()
     try:
         yield
     finally:
         # An exit stack calls every function, even if another one fails.
         with contextlib.ExitStack() as stack:
-            stack.callback(_stop_recording, fit.model, recorders, watches)
+            stack.callback(_stop_recording, fit.model, recorders, features)
             for feature in overriders(Feature.after_fit):
                 stack.callback(feature.after_fit, fit)
 
 
-def _stop_recording(model: Any, recorders: Any, watches: Any) -> None:
-    """Deactivate the recorders and probes of `fit`; retrace the step if there were any.
+def _stop_recording(model: Any, recorders: Any, features: Any) -> None:
+    """Deactivate recorders and features of `fit`; retrace the step if there were any.
 
     Args:
         model: The Keras model.
         recorders: The recorders that were active before `fit`, which stay active.
-        watches: The drift probes that were active before `fit`, which stay active.
+        features: The `LoopFeature`s that were active before `fit`, which stay active.
     """
     was_recorded = timing.recorders.deactivate_since(recorders)
-    if drift_probe.probes.deactivate_since(watches) or was_recorded:
+    if active.deactivate_since(features) or was_recorded:
         model.train_function = None
 
 
 @contextlib.contextmanager
 def _suspend_recording() -> Iterator[None]:
-    """Suspend recorders and drift probes in a loop that a callback of `fit` runs."""
+    """Suspend recorders and `LoopFeature`s in a loop that a callback of `fit` runs."""
     if loops.is_nested():
-        with timing.recorders.suspended(), drift_probe.probes.suspended():
+        with timing.recorders.suspended(), active.suspended():
             yield
     else:
         yield

@@ -7,5 +7,5 @@ Reading order:
     state_merge: merge of metric states and statistics over all replicas
     checksum: checksums of weights
     assigned_values: record of assignments to sharded parameters outside of steps
-    drift, drift_probe: detection of replicas with different weights
+    drift: detection of replicas with different weights
 """

@@ -270,6 +270,26 @@ class LoopFeature(StepFeature):
         """
         return args
 
+    def begin_batch(self, model: Any, batch: list) -> None:
+        """Run before a step of a model, for all local replicas at once.
+
+        Args:
+            model: The Keras model.
+            batch: List of nests, the arguments of the step of each local replica.
+        """
+
+    def values_to_sum(self, model: Any) -> list[tf.Tensor]:
+        """Return values of a step to sum over all replicas, together with its logs.
+
+        Returns:
+            List of one tensor for each local replica, whose sum `take_sum` receives; by
+            default empty, for none.
+        """
+        return []
+
+    def take_sum(self, total: tf.Tensor) -> None:
+        """Receive the sum of `values_to_sum` over all replicas."""
+
     def regroup(self, group: TrainingGroup) -> TrainingGroup:
         """Return the group with which the running replica's step is built.
 

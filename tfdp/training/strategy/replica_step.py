@@ -25,7 +25,6 @@ from tfdp.training.program.divisions import name_of_count
 from tfdp.training.program.eager import EagerStep
 from tfdp.training.program.step import DividedStep, rows_of_replica
 from tfdp.training.reduction.training_group import merging_group, training_group
-from tfdp.training.replicas import drift_probe
 from tfdp.training.step.empty_step import record_changes_without_data
 from tfdp.training.step.step import RowDivider, active
 from tfdp.training.strategy.compiled_step import CompiledStep
@@ -78,7 +77,8 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
     parts = batch_weights.weigh_batches(
         local, merging_group(strategy), strategy.num_replicas_in_sync, total
     )
-    drift_probe.begin_step(loop.model, local)
+    for feature in active.active():
+        feature.begin_batch(loop.model, local)
     step_events.record_batch(
         parts[0].num_samples if parts else _local_samples(local[0])
     )

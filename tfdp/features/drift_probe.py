@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.ground._compat import graphs, runtime
-from tfdp.ground.base.step_context import ActiveHooks
 from tfdp.training.replicas.assigned_values import (
     checksum_of_text,
     num_assigned,
@@ -23,12 +22,13 @@ from tfdp.training.replicas.assigned_values import (
 )
 from tfdp.training.replicas.checksum import checksums, combined
 from tfdp.training.replicas.drift import replicated_weights
+from tfdp.training.step.step import LoopFeature, active
 
 # The dtype in which logs are reduced; it holds each checksum, of 33 bits, exactly.
 _DTYPE = tf.float64
 
 
-class DriftProbe:
+class DriftProbe(LoopFeature):
     """Comparison of the replicas' weights of a model at a regular interval of steps.
 
     Args:
@@ -38,7 +38,7 @@ class DriftProbe:
     """
 
     def __init__(self, strategy: Any, model: Any, every: int) -> None:
-        self.model = model
+        self._model = model
         self._extended = strategy.extended
         self._num_replicas = strategy.num_replicas_in_sync
         self._every = every
@@ -55,11 +55,11 @@ class DriftProbe:
         self._is_due: tf.Tensor | None = None
         # One tensor `[num_replicas]` for each local replica, in a step that is being
         # traced: zeros, except for the checksum at the replica's rank.
-        self.rows: list[tf.Tensor] = []
+        self._rows: list[tf.Tensor] = []
 
     def start(self) -> None:
         """Activate the probe for steps that are traced from now on."""
-        probes.activate(self)
+        active.activate(self)
 
     def update_assigned(self) -> None:
         """Let the next check cover what this worker assigned outside of steps so far.
@@ -71,7 +71,7 @@ class DriftProbe:
         if self._num_assigned == num_assigned():
             return
         self._num_assigned = num_assigned()
-        records = [weight.value.assigned for weight in recorded_weights(self.model)]
+        records = [weight.value.assigned for weight in recorded_weights(self._model)]
         digest = "".join(record.digest for record in records)
         self._assigned.assign(checksum_of_text(digest))
 
@@ -87,21 +87,23 @@ class DriftProbe:
         result = tf.raw_ops.ReadVariableOp(resource=handle, dtype=_DTYPE).numpy()
         return int(result[0]), result[1:].tolist()
 
-    def begin_step(self, data: list[tf.Tensor]) -> None:
-        """Add the check to the beginning of a traced step.
+    def begin_batch(self, model: Any, batch: list) -> None:
+        """Implements `LoopFeature.begin_batch`: add the check to the step of the model.
 
-        It checks the weights that the previous step left. A check at the end of the
-        step would delay the logs of every step until the update.
-
-        Args:
-            data: List of the batch's tensors; the check runs after they are available.
+        It checks the weights that the previous step left, as soon as the batch is
+        available. A check at the end of the step would delay the logs of every step
+        until the update.
         """
+        if model is not self._model:
+            return
+        parts = tf.nest.flatten(batch, expand_composites=True)
+        data = [part for part in parts if tf.is_tensor(part)]
         with tf.device(self._host), tf.control_dependencies(data):
             self._step = self._steps.assign_add(1).read_value()
             self._is_due = tf.equal(self._step % self._every, 0)
         values = tf.cond(self._is_due, self._checksums, self._no_checksums)
         with tf.device(self._host):
-            self.rows = [
+            self._rows = [
                 tf.one_hot(
                     self._extended.first_rank + replica,
                     self._num_replicas,
@@ -111,39 +113,41 @@ class DriftProbe:
                 for replica in range(self._extended.num_local)
             ]
 
-    @property
-    def is_pending(self) -> bool:
-        """Bool, whether the step being traced has checksums to pass to `record`."""
-        if not self.rows:
+    def values_to_sum(self, model: Any) -> list[tf.Tensor]:
+        """Implements `LoopFeature.values_to_sum`: the checksums of the model's step."""
+        return self._rows if model is self._model and self._is_pending() else []
+
+    def _is_pending(self) -> bool:
+        """Return whether the step being traced has checksums for `take_sum`."""
+        if not self._rows:
             return False
-        # A step outside of Keras's loops has no logs, with which `rows` are reduced and
-        # cleared. So `rows` may be left from an earlier graph or from eager execution.
-        in_graph = tf.is_symbolic_tensor(self.rows[0])
+        # A step outside of Keras's loops has no logs, with which `_rows` are reduced
+        # and cleared. They may be left from an earlier graph or from eager execution.
+        in_graph = tf.is_symbolic_tensor(self._rows[0])
         if tf.executing_eagerly():
             return not in_graph
-        return in_graph and self.rows[0].graph is tf.compat.v1.get_default_graph()
+        return in_graph and self._rows[0].graph is tf.compat.v1.get_default_graph()
 
-    def record(self, row: tf.Tensor) -> None:
-        """Store the result of a check in a variable on the host, and clear `rows`.
+    def take_sum(self, total: tf.Tensor) -> None:
+        """Implements `LoopFeature.take_sum`: store a check's result on the host.
 
         In a step without a check, the previous result stays.
 
         Args:
-            row: Tensor of shape `[num_replicas]` with the checksums of all replicas,
-                the sum of `rows` over replicas.
+            total: Tensor of shape `[num_replicas]`, the checksums of all replicas.
         """
         with tf.device(self._host):
-            result = tf.concat([tf.cast(self._step, _DTYPE)[tf.newaxis], row], axis=0)
+            result = tf.concat([tf.cast(self._step, _DTYPE)[tf.newaxis], total], axis=0)
             before = self._result.read_value()
             self._result.assign(tf.where(self._is_due, result, before))
-        self.rows = []
+        self._rows = []
 
     def _checksums(self) -> tf.Tensor:
         """Compute a float64 checksum of each local replica's weights: `[num_local]`.
 
         The checksum of assignments outside of steps is added to each.
         """
-        weights = [weight.value for weight in replicated_weights(self.model)]
+        weights = [weight.value for weight in replicated_weights(self._model)]
         numbers = []
         for replica, device in enumerate(self._extended.group.devices):
             parts = [weight.values[replica] for weight in weights]
@@ -165,25 +169,3 @@ class DriftProbe:
 def _checksum(parts: list[tf.Variable]) -> tf.Tensor:
     """Compute the checksum of one replica's weights, plus 1: zero means no check."""
     return combined(checksums([part.read_value() for part in parts])) + 1
-
-
-probes: ActiveHooks[DriftProbe] = ActiveHooks()
-
-
-def begin_step(model: Any, batch: Any) -> None:
-    """Add the checks of active probes to the beginning of a model's step."""
-    if not probes:
-        return
-    data = tf.nest.flatten(batch, expand_composites=True)
-    data = [item for item in data if tf.is_tensor(item)]
-    # A `strategy.run` without data, such as an optimizer's flush, is not a step.
-    for probe in probes.active() if data else ():
-        if probe.model is model:
-            probe.begin_step(data)
-
-
-def pending(model: Any) -> list[DriftProbe]:
-    """Return the model's probes whose checksums are reduced with this step's logs."""
-    return [
-        probe for probe in probes.active() if probe.model is model and probe.is_pending
-    ]
