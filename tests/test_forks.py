@@ -216,7 +216,7 @@ def test_a_fork_ends_by_sigterm_while_its_parent_saves_first():
         assert in_fork(is_default) == 1
         assert in_fork(lambda: notice.stop() or is_default()) == 1
         os.kill(os.getpid(), signal.SIGTERM)
-        assert notice.is_given
+        assert notice.is_received
         with pytest.raises(SystemExit):
             notice.exit("saved", prints=False)
     finally:

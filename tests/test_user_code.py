@@ -119,7 +119,7 @@ def test_a_warning_of_a_thread_is_at_the_line_that_warns():
 )
 def test_code_in_no_file_is_named_as_what_it_is(name, expected):
     names = {"user_code": user_code, "sys": sys}
-    text = "place = user_code.place_of(sys._getframe())"
+    text = "place = user_code.describe_user_line(sys._getframe())"
     exec(compile(text, name, "exec"), names)
     assert names["place"] == expected
 

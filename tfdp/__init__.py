@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tfdp.features.tracking.watch import watch_trackers as _watch_trackers
+from tfdp.features.tracking.watch import disable_trackers as _watch_trackers
 from tfdp.ground import user_code
 from tfdp.ground.base.feature import register_module as _register_module
 from tfdp.ground.onednn import enable_onednn as _enable_onednn

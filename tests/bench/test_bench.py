@@ -35,9 +35,9 @@ from tfdp.launch.bench.sides import (
     Ratio,
     Side,
     alternate,
+    calibrate_steps,
     paired_ratio,
     started,
-    steps_that_take,
     worker_commands,
 )
 from tfdp.launch.cli import main
@@ -155,9 +155,9 @@ def test_sides_take_turns_in_an_order_that_is_reversed_every_other_block():
 
 
 def test_a_block_is_as_long_as_asked_and_has_at_least_one_step():
-    assert steps_that_take(0.1, [(Recorder(0.01), "a")]) == 10
-    assert steps_that_take(0.1, [(Recorder(5.0), "a")]) == 1
-    assert steps_that_take(0.1, [(Recorder(1e-9), "a")], most=50) == 50
+    assert calibrate_steps(0.1, [(Recorder(0.01), "a")]) == 10
+    assert calibrate_steps(0.1, [(Recorder(5.0), "a")]) == 1
+    assert calibrate_steps(0.1, [(Recorder(1e-9), "a")], most=50) == 50
 
 
 def test_only_the_all_reduce_has_algorithms_and_all_results_are_checked():

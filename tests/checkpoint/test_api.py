@@ -296,7 +296,7 @@ def test_a_restore_reads_each_byte_that_a_worker_needs_once(tmp_path, count):
 def test_where_memory_is_short_tensors_are_restored_some_at_a_time(
     tmp_path, small_parts, monkeypatch, room
 ):
-    monkeypatch.setattr(api, "memory_room", lambda group: room)
+    monkeypatch.setattr(api, "memory_budget", lambda group: room)
     save(values(), tmp_path, 3)
     for count in (1, 2, 4):
         assert holds(values(), tmp_path, count)
@@ -305,7 +305,7 @@ def test_where_memory_is_short_tensors_are_restored_some_at_a_time(
 def test_a_file_that_changes_before_its_tensors_are_assigned_is_named(
     tmp_path, small_parts, monkeypatch
 ):
-    monkeypatch.setattr(api, "memory_room", lambda group: 0)
+    monkeypatch.setattr(api, "memory_budget", lambda group: 0)
     save(values(), tmp_path, 1)
     assign = reading.assign_values
 

@@ -403,7 +403,7 @@ def test_a_notice_that_came_when_all_was_done_is_passed_on():
         notice = PreemptionNotice()
         notice.listen()
         signal.raise_signal(signal.SIGTERM)
-        assert notice.is_given
+        assert notice.is_received
         assert not got
         notice.stop()
         assert got
@@ -428,7 +428,7 @@ def test_workers_ask_each_other_for_notices_more_and_more_seldom():
     worker_group = Pair([False, 1000.0, []])
     watch = PreemptionWatch(PreemptionNotice(), worker_group)
     watch._rate = lambda step: 1000.0
-    assert not any(watch.is_given(step) for step in range(1, 1001))
+    assert not any(watch.any_worker_notified(step) for step in range(1, 1001))
     assert worker_group.count <= 12
     worker_group.other = [True, 1000.0, []]
-    assert watch.is_given(1001, must_ask=True)
+    assert watch.any_worker_notified(1001, must_gather=True)

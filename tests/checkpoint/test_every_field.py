@@ -27,7 +27,7 @@ from tfdp.features.tuning.plan_cache import KeptPlan, PlanChoice, load_plan
 from tfdp.ground.links import DEFAULT_LINKS
 from tfdp.launch.cli.convert import convert
 from tfdp.launch.cli.remote_line import banner, version_of
-from tfdp.launch.cli.screen import Entry
+from tfdp.launch.cli.screen import OutputEntry
 from tfdp.training.reduction.cache_file import load_links
 
 Read = Callable[[Any], Any]
@@ -104,12 +104,12 @@ def sagemaker_of(folder: Path) -> tuple[Any, Read]:
 
 def log_line_of(folder: Path) -> tuple[Any, Read]:
     def read(fields: Any) -> None:
-        entry = Entry.from_line(json.dumps(fields))
+        entry = OutputEntry.from_line(json.dumps(fields))
         if entry is not None:
-            assert Entry.from_line(entry.to_line()) is not None
+            assert OutputEntry.from_line(entry.to_line()) is not None
             assert {entry.rank, entry.node}  # they are keys of the screen's tables
 
-    return json.loads(Entry("Epoch 1", "worker", node=0, rank=1).to_line()), read
+    return json.loads(OutputEntry("Epoch 1", "worker", node=0, rank=1).to_line()), read
 
 
 def banner_of(folder: Path) -> tuple[Any, Read]:
@@ -139,7 +139,7 @@ def test_junk_in_any_field_is_refused_in_one_sentence_or_passed_over(name, tmp_p
 
 def test_deep_json_of_another_program_is_no_line_of_ours():
     deep = "[" * 100_000
-    assert Entry.from_line(deep) is None
+    assert OutputEntry.from_line(deep) is None
     assert version_of(deep) is None
 
 

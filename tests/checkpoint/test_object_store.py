@@ -272,7 +272,7 @@ def test_a_store_that_is_away_is_no_damage(store, verb, after):
 def test_a_store_that_vanishes_while_tensors_are_read_says_what_that_leaves(
     store, monkeypatch
 ):
-    monkeypatch.setattr(api, "memory_room", lambda group: 0)
+    monkeypatch.setattr(api, "memory_budget", lambda group: 0)
     save(values(), URL, 1)
     num_files = 2 * len(load_index(URL).shards)
     # The index, and each file for its checksum.

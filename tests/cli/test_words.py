@@ -47,11 +47,11 @@ def test_the_start_of_a_job_is_told(monkeypatch, workers, cores, words):
 def test_a_job_of_one_worker_is_stopped_and_started_as_one():
     restarts = Restarts(2, max_restarts=3, min_workers=1)
     failure = Failure(rank=1, code=1, reason="failed")
-    line = restarts.after(failure, 3.0).line
+    line = restarts.decide(failure, 3.0).line
     assert line.endswith("; 2 workers start again in 0.1 s")
-    line = restarts.after(failure, 3.0).line
+    line = restarts.decide(failure, 3.0).line
     assert "; 1 worker (without slot 1) starts again" in line
-    line = restarts.after(None, 700.0, saved_to_grow=True).line
+    line = restarts.decide(None, 700.0, saved_to_grow=True).line
     assert "with 1 worker; 2 workers start again" in line
 
 

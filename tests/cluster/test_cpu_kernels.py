@@ -103,7 +103,7 @@ def test_a_run_that_goes_on_with_other_kernels_is_told_of_its_last_digits(kernel
 )
 def test_kernels_are_named_with_the_vectors_of_the_processor(kernels, flags, expected):
     kernels.setattr(cpu_kernels, "cpu_flags", lambda: frozenset(flags.split()))
-    for said in (cpu_kernels.chosen(), cpu_kernels.describe()):
+    for said in (cpu_kernels.describe_kernels(), cpu_kernels.describe()):
         assert said.startswith(expected)
 
 

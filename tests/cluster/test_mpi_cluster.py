@@ -22,7 +22,7 @@ from tfdp.communication.cluster import (
     mpi_cluster,
     mpi_start,
 )
-from tfdp.communication.cluster.gpus import own_gpus
+from tfdp.communication.cluster.gpus import gpu_environment
 from tfdp.communication.cluster.launchers import LaunchedRank, mpi_rank
 from tfdp.communication.cluster.mpi_cluster import ProcessPlacement, choose_hosts
 from tfdp.communication.cluster.own_addresses import (
@@ -269,7 +269,7 @@ def test_the_gpus_of_a_host_are_divided_between_its_ranks(environ):
         chosen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
     # The rank that is alone on its host keeps all.
     assert chosen == ["0,1", None, "2,3"]
-    assert own_gpus(0, 3, ("0", "1")) == {}
+    assert gpu_environment(0, 3, ("0", "1")) == {}
 
 
 def test_gpus_that_the_launcher_has_divided_stay_so(environ):

@@ -12,9 +12,9 @@ SENTENCE = "MPI did not start within 1 s: one of its processes has ended."
 
 START = """
 import sys, time
-from tfdp.communication.cluster.mpi_guard import start_deadline
+from tfdp.communication.cluster.mpi_guard import kill_after_deadline
 
-with start_deadline(sys.argv[2], float(sys.argv[1])):
+with kill_after_deadline(sys.argv[2], float(sys.argv[1])):
     print("starting", flush=True)
     time.sleep(float(sys.stdin.readline()))
 print("started", flush=True)
@@ -24,9 +24,9 @@ sys.stdin.read()
 # A process that is forked meanwhile keeps what it inherits open.
 FORKED = """
 import os, signal, time
-from tfdp.communication.cluster.mpi_guard import start_deadline
+from tfdp.communication.cluster.mpi_guard import kill_after_deadline
 
-with start_deadline("too late", 10.0):
+with kill_after_deadline("too late", 10.0):
     child = os.fork()
     if not child:
         os.closerange(0, 3)

@@ -37,7 +37,7 @@ def step_of(env: Env) -> Step:
     @tf.function(autograph=False)
     def traced(number: tf.Tensor, places: tf.Tensor) -> list:
         def work(replica: int, rank: int) -> tf.Tensor:
-            with graphs.ordered_by_itself():
+            with graphs.independent_side_effects():
                 return _sums(group, replica, number * (rank + 1.0), places[rank])
 
         return each_replica(env, work)

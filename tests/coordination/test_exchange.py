@@ -109,12 +109,12 @@ def test_a_scope_is_left_by_who_has_passed_its_line_once_more_since_the_last_cal
     own, other = ProgressRecorder(), ProgressRecorder()
     assert not own.has_left_scope(other.current, "a")
     for recorder in own, other:
-        recorder.scope_left("a")
+        recorder.record_scope_left("a")
     assert not own.has_left_scope(other.current, "a")  # in a loop, the time before
-    other.scope_left("a")
+    other.record_scope_left("a")
     assert own.has_left_scope(other.current, "a")
     assert not own.has_left_scope(other.current, "b")
-    own.texts_gathered()  # what is known of the other one is from before
+    own.record_texts_gathered()  # what is known of the other one is from before
     assert not own.has_left_scope(other.current, "a")
-    other.texts_gathered()
+    other.record_texts_gathered()
     assert not own.has_left_scope(other.current, "a")

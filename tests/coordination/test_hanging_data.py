@@ -14,7 +14,7 @@ import pytest
 from tests.cli.launcher import Launcher
 from tests.harness.tiers import full
 from tfdp.communication.coordination import data_wait as module
-from tfdp.communication.coordination.data_wait import DataWait, ReadCounts
+from tfdp.communication.coordination.data_wait import BatchWait, ReadCounts
 from tfdp.communication.coordination.progress import ProgressRecorder
 from tfdp.communication.coordination.watch.data_watch import DataWatch
 
@@ -112,7 +112,7 @@ class Time:
 
 
 def test_a_wait_is_for_one_batch_and_ends_with_it(monkeypatch):
-    clock, wait, recorder = Time(monkeypatch), DataWait(), ProgressRecorder()
+    clock, wait, recorder = Time(monkeypatch), BatchWait(), ProgressRecorder()
     monkeypatch.setattr(module, "progress", recorder)
     counts = ReadCounts(3, 2)
     wait.read_counts = lambda: counts
@@ -137,7 +137,7 @@ def test_a_wait_is_for_one_batch_and_ends_with_it(monkeypatch):
 
 
 def test_a_source_lives_while_it_uses_a_processor(monkeypatch):
-    clock, wait = Time(monkeypatch), DataWait()
+    clock, wait = Time(monkeypatch), BatchWait()
     monkeypatch.setattr(
         "tfdp.communication.coordination.watch.data_watch.data_wait", wait
     )

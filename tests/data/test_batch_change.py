@@ -17,7 +17,7 @@ from tfdp.callbacks import BackupAndRestore, resumed_batches
 from tfdp.features import warmup
 from tfdp.training.data.batch_change import (
     BatchChange,
-    Batches,
+    BatchSettings,
     change_for_replicas,
     change_for_updates,
     convert_position,
@@ -57,18 +57,30 @@ def test_epochs_that_are_over_are_read_to_their_end_and_a_kept_iterator_is_not()
     ("then", "now", "text"),
     [
         (
-            Batches(4, 128, None),
-            Batches(2, 128, None),
+            BatchSettings(4, 128, None),
+            BatchSettings(2, 128, None),
             "with 2 replicas the batch size must be 64, and is",
         ),
         (
-            Batches(3, 32, None),
-            Batches(2, 21, None),
+            BatchSettings(3, 32, None),
+            BatchSettings(2, 21, None),
             "with 2 replicas the batch size must be 21.3333, and is 21",
         ),
-        (Batches(4, None, None), Batches(2, None, None), "of the data is unknown"),
-        (Batches(4, 32, 9), Batches(2, 16, 9), "`steps_per_epoch` was 9 with batches"),
-        (Batches(4, 32, 9), Batches(2, 16, None), "was 9 with batches of 32, and is N"),
+        (
+            BatchSettings(4, None, None),
+            BatchSettings(2, None, None),
+            "of the data is unknown",
+        ),
+        (
+            BatchSettings(4, 32, 9),
+            BatchSettings(2, 16, 9),
+            "`steps_per_epoch` was 9 with batches",
+        ),
+        (
+            BatchSettings(4, 32, 9),
+            BatchSettings(2, 16, None),
+            "was 9 with batches of 32, and is N",
+        ),
     ],
 )
 def test_batches_that_do_not_fit_the_replicas_are_named(then, now, text):
@@ -77,21 +89,25 @@ def test_batches_that_do_not_fit_the_replicas_are_named(then, now, text):
 
 
 def test_as_many_replicas_change_nothing():
-    assert change_for_replicas(Batches(2, 8, 3), Batches(2, 9, 4)) is None
-    change = change_for_replicas(Batches(4, 32, 9), Batches(2, 16, 18))
+    assert change_for_replicas(BatchSettings(2, 8, 3), BatchSettings(2, 9, 4)) is None
+    change = change_for_replicas(BatchSettings(4, 32, 9), BatchSettings(2, 16, 18))
     assert change == BatchChange(32, 16)
-    assert change_for_replicas(Batches(4, 32, 9), Batches(2, 16, 19)) == change
+    assert (
+        change_for_replicas(BatchSettings(4, 32, 9), BatchSettings(2, 16, 19)) == change
+    )
 
 
 def test_updates_of_as_many_samples_may_accumulate_more_or_fewer_batches():
-    then = Batches(4, 64, 9, accumulated=2)
-    assert change_for_updates(then, Batches(2, 64, 9, 2), 1, 5) is None
-    assert change_for_updates(then, Batches(2, 32, 18, 2), 1, 5) is None  # refused
-    change = change_for_updates(then, Batches(2, 32, 18, 4), 1, 5)
+    then = BatchSettings(4, 64, 9, accumulated=2)
+    assert change_for_updates(then, BatchSettings(2, 64, 9, 2), 1, 5) is None
+    assert (
+        change_for_updates(then, BatchSettings(2, 32, 18, 2), 1, 5) is None
+    )  # refused
+    change = change_for_updates(then, BatchSettings(2, 32, 18, 4), 1, 5)
     assert change == BatchChange(64, 32, keeps_updates=True)
     assert change.ratio == 1.0
     assert change.can_carry(1)
-    more = Batches(8, 128, 4, 1)
+    more = BatchSettings(8, 128, 4, 1)
     assert not change_for_updates(then, more, 1, 5).can_carry(1)
     with pytest.raises(ValueError, match="1 batch of size 64 waited for an update"):
         change_for_updates(then, more, 1, 0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.training.data.other_rows import places_of_other_rows
+from tfdp.training.data.other_rows import indices_of_other_rows
 
 Dataset = tf.data.Dataset
 
@@ -73,14 +73,14 @@ DATASETS = {
 @pytest.mark.parametrize("name", DATASETS)
 def test_parts_with_other_rows_are_found(name: str):
     make, expected = DATASETS[name]
-    assert places_of_other_rows(make()) == expected
+    assert indices_of_other_rows(make()) == expected
 
 
 def test_the_order_of_a_dataset_stays():
     def orders(*, looks: bool) -> np.ndarray:
         dataset = pairs(12).shuffle(12, seed=1).batch(12).map(lambda x, y: (x, y[::2]))
         if looks:
-            assert places_of_other_rows(dataset) == {1}
+            assert indices_of_other_rows(dataset) == {1}
         return np.array([x.numpy() for _ in range(2) for x, _ in dataset])
 
     np.testing.assert_array_equal(orders(looks=True), orders(looks=False))

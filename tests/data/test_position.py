@@ -393,4 +393,6 @@ def test_the_order_of_a_dataset_that_depends_on_a_seed_nobody_set_is_named():
     tf.random.set_seed(123)
     dataset = rows().shuffle(20, seed=1).batch(4)
     assert nondeterminism_of(dataset, is_ordered=True) is None
-    assert "was not set" in nondeterminism_of(dataset, is_ordered=True, chosen_seed=123)
+    assert "was not set" in nondeterminism_of(
+        dataset, is_ordered=True, stand_in_seed=123
+    )

@@ -285,7 +285,7 @@ def test_a_long_attempt_is_written_less_often(tmp_path):
     now = ledger.Moment.now()
     for age, interval in ((0, 1.0), (3600, 3.6), (10**6, 10.0)):
         since = ledger.Moment(now.time - age, now.up - age, now.boot)
-        found = recorder.Recorder(file, None, since)
+        found = recorder.GoodputRecorder(file, None, since)
         found.write()
         assert found._due - found._at == pytest.approx(interval, rel=0.05)
 

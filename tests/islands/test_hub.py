@@ -18,7 +18,7 @@ import pytest
 from tests.harness.timing import wait_until, within
 from tfdp.communication.connection.acceptor import Acceptor
 from tfdp.features.islands.hub import Hub
-from tfdp.features.islands.hub_clients import HubClient, HubGone, LauncherLink, connect
+from tfdp.features.islands.hub_clients import HubClient, HubLost, LauncherLink, connect
 from tfdp.features.islands.hub_connection import SERVICE, HubConnection
 from tfdp.features.islands.island import Island
 
@@ -324,7 +324,7 @@ def test_an_island_that_gives_no_sign_of_life_has_gone(open_hub, monkeypatch):
     second._is_closed.set()  # as if it stood still: its connection stays open
     with within(DEADLINE_SECONDS / 2):
         assert bring(first, 1, 1.0).participants == 1
-    with pytest.raises(HubGone):
+    with pytest.raises(HubLost):
         bring(second, 1, 1.0)
 
 
@@ -475,10 +475,10 @@ def test_a_hub_that_stands_still_is_gone_for_its_islands_and_launchers(monkeypat
         member, link = HubClient(address), LauncherLink(address, [0])
         wait_until(lambda: len(kept) == 2)
         with within(DEADLINE_SECONDS):
-            with pytest.raises(HubGone, match="is suspended, or is cut off"):
+            with pytest.raises(HubLost, match="is suspended, or is cut off"):
                 member.join(SETTINGS, [np.zeros(2, "f4")])
             # More than the kernels hold between them, which nobody takes.
-            with pytest.raises(HubGone):
+            with pytest.raises(HubLost):
                 member.keep(1, [np.zeros(1 << 24, "f4")])
             link.close()
         member.close()

@@ -15,7 +15,7 @@ import tfdp
 from tfdp.features.local_steps import (
     LocalStepsOptions,
     OuterOptions,
-    shares,
+    step_fractions,
     workers_by_node,
 )
 from tfdp.features.local_steps.pace import Pace
@@ -127,22 +127,22 @@ def test_a_step_takes_what_is_between_exchanges(monkeypatch):
         return {}
 
     numbers = itertools.count(1)
-    assert pace.take_seconds() is None
+    assert pace.pop_mean_seconds() is None
     for share in 1.0, 0.4:
         pace.share = share
         for _ in range(24):
             pace.step(model, compute, numbers)
-        assert pace.take_seconds() == 0.25
-    assert pace.take_seconds() is None
+        assert pace.pop_mean_seconds() == 0.25
+    assert pace.pop_mean_seconds() is None
 
 
 def test_who_is_slower_makes_fewer_steps():
     alone = [[0], [1], [2], [3]]
-    assert shares([0.2, 0.2, 0.2, 0.2], alone) == [1, 1, 1, 1]
-    assert shares([0.2, 0.1, 0.105, 0.4], alone) == [0.5, 1, 1, 0.25]
+    assert step_fractions([0.2, 0.2, 0.2, 0.2], alone) == [1, 1, 1, 1]
+    assert step_fractions([0.2, 0.1, 0.105, 0.4], alone) == [0.5, 1, 1, 0.25]
     # Who trains with a slower one is as slow.
-    assert shares([0.1, 0.2, 0.4, 0.1], [[0, 1], [2, 3]]) == [1, 1, 0.5, 0.5]
-    assert shares([0.2, None], [[0], [1]]) is None
+    assert step_fractions([0.1, 0.2, 0.4, 0.1], [[0, 1], [2, 3]]) == [1, 1, 0.5, 0.5]
+    assert step_fractions([0.2, None], [[0], [1]]) is None
 
 
 @pytest.mark.parametrize(

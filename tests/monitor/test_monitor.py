@@ -27,7 +27,7 @@ from tfdp.features.monitor.device_meter import DeviceEvent, device_times, read_e
 from tfdp.features.monitor.readings import (
     KINDS,
     Reading,
-    Replica,
+    ReplicaTimes,
     Sample,
     replicas_of,
     sample_of,
@@ -42,8 +42,8 @@ from tfdp.features.monitor.trace import (
 )
 from tfdp.features.monitor.windows import (
     Row,
+    RunTotals,
     Straggler,
-    Totals,
     Window,
     find_straggler,
     merge,
@@ -292,7 +292,9 @@ def random_worker(rng: random.Random, rank: int, num_local: int) -> WorkerTrace:
         for _ in range(num_local):
             times = [sorted((stamp(), stamp())) for _ in range(rng.randrange(30))]
             timed = [(collective(f"bucket {i}"), *t) for i, t in enumerate(times)]
-            local.append(Replica(stamp(), stamp(), rng.choice((stamp(), None)), timed))
+            local.append(
+                ReplicaTimes(stamp(), stamp(), rng.choice((stamp(), None)), timed)
+            )
         readings.append((step, Reading(np.zeros((0, 3)), begin, now, now - begin, 1)))
         replicas.append(local)
     return trace_of_worker(rank, "host", readings, replicas, 2 * num_local)
@@ -319,7 +321,7 @@ def test_no_slice_of_a_trace_is_dropped_or_misplaced(seed: int):
 def test_two_hundred_collectives_at_once_stay_with_their_replica():
     """They have a row each, which is none of the next replica's."""
     timed = [(collective(f"bucket {i}"), 1.0 + 1e-4 * i, 9.0) for i in range(200)]
-    local = [Replica(0.5, 1.0, 1.0, timed), Replica(0.5, 1.0, 1.0, timed[:1])]
+    local = [ReplicaTimes(0.5, 1.0, 1.0, timed), ReplicaTimes(0.5, 1.0, 1.0, timed[:1])]
     part = trace_of_worker(0, "host", [(5, reading())], [local], 2)
     bars = read_bars(trace_of_workers(part))
     lanes = collections.Counter(bar.lane for bar in bars)
@@ -495,7 +497,7 @@ def test_a_silent_worker_leaves_the_norm_unknown():
 
 
 def test_totals_leave_out_what_is_unknown():
-    totals = Totals()
+    totals = RunTotals()
     totals.add(merge({0: window(norm=4.0)}, 1))
     known = window(norm=math.nan)
     mean = dataclasses.replace(known.mean, samples=math.nan)

@@ -139,7 +139,7 @@ class Replicas:
         def replica(*inputs: Any) -> Any:
             group = training_group(strategy)
             rows = rows_of_replica(group, inputs, None, {}, are_alike=False)
-            with graphs.ordered_by_itself():  # as in Keras's loops
+            with graphs.independent_side_effects():  # as in Keras's loops
                 return divided(inputs, group, rows)
 
         kinds = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in batch(1)]

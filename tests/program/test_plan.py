@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdp.ground._compat import programs
 from tfdp.training.program.facts import Fact, Form, static_sizes, with_rows
-from tfdp.training.program.plan import Plan, Scope, make_plan
+from tfdp.training.program.plan import Plan, ProgramProperties, make_plan
 
 INPUTS = {
     "x": ([None, 3, 4], tf.float32),
@@ -41,7 +41,9 @@ def plan_of(function: Callable[[dict[str, Any]], Any]) -> tuple[Plan, Any]:
             facts[id(tensor)] = Fact(Form.WHOLE, sizes=sizes)
         else:
             facts[id(tensor)] = Fact(Form.ROWS, sizes=with_rows(sizes, 0, 1))
-    return make_plan(graph, facts, [result], Scope(lambda _: False, {})), result
+    return make_plan(
+        graph, facts, [result], ProgramProperties(lambda _: False, {})
+    ), result
 
 
 def held(function: Callable) -> tuple[str, set[str]]:

@@ -23,7 +23,11 @@ from tfdp.launch.rendezvous import server as server_module
 from tfdp.launch.rendezvous.address import listen, own_address
 from tfdp.launch.rendezvous.coordinator import Coordinator
 from tfdp.launch.rendezvous.failure import RendezvousError
-from tfdp.launch.rendezvous.link import MOST_BYTES, MOST_REPORT_BYTES, Link
+from tfdp.launch.rendezvous.link import (
+    MOST_BYTES,
+    MOST_REPORT_BYTES,
+    HeartbeatConnection,
+)
 from tfdp.launch.rendezvous.node_0_connection import Node0Connection
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import Hello
@@ -70,7 +74,7 @@ def next_of(member: Node0Connection, kind: str) -> dict[str, Any]:
     """The next message of a kind."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while True:
-        if (message := member.take()) is not None:
+        if (message := member.pop_message()) is not None:
             if message["type"] == kind:
                 return message
             continue
@@ -140,7 +144,7 @@ def test_who_listens_without_the_secret_is_not_believed(reply, words):
         threading.Thread(target=answers, args=(listener, reply), daemon=True).start()
         member = Node0Connection(own_address(listener), SECRET, HELLO, 0.5)
         with contextlib.closing(member):
-            message = wait_until(member.take, "a message", DEADLINE_SECONDS)
+            message = wait_until(member.pop_message, "a message", DEADLINE_SECONDS)
         listener.shutdown(socket.SHUT_RDWR)
     assert re.search(words, message["text"]), message
 
@@ -160,7 +164,7 @@ def test_a_node_0_that_is_not_there_is_waited_for_and_then_named():
 def test_a_node_may_come_before_node_0(monkeypatch):
     dial, num_attempts = Node0Connection._dial, 0
 
-    def counted(member: Node0Connection) -> Link:
+    def counted(member: Node0Connection) -> HeartbeatConnection:
         nonlocal num_attempts
         num_attempts += 1
         return dial(member)
@@ -318,14 +322,14 @@ def test_a_node_0_that_has_gone_is_known_at_once(bed):
 
 def make_impatient(monkeypatch, thread: str) -> None:
     """Let the end in a thread of this name wait for two seconds, and none beat."""
-    tick = Link.tick
+    tick = HeartbeatConnection.tick
 
-    def impatient(link: Link) -> None:
+    def impatient(link: HeartbeatConnection) -> None:
         if threading.current_thread().name == thread:
             link.most_silent_seconds = 2.0
         tick(link)
 
-    monkeypatch.setattr(Link, "tick", impatient)
+    monkeypatch.setattr(HeartbeatConnection, "tick", impatient)
     monkeypatch.setattr("tfdp.launch.rendezvous.link.BEAT_SECONDS", 1000.0)
 
 
@@ -343,7 +347,7 @@ def test_a_node_that_says_nothing_is_given_up(bed, monkeypatch):
 
     def stop_order() -> dict[str, Any] | None:
         members[0].send({"type": "still here"})
-        message = members[0].take()
+        message = members[0].pop_message()
         return message if message and message["type"] == "stop" else None
 
     text = wait_until(stop_order, "an order to stop", DEADLINE_SECONDS)["text"]
@@ -385,7 +389,7 @@ def test_who_waits_hears_of_an_error_that_nobody_has_foreseen(bed, monkeypatch):
     member._thread.join(DEADLINE_SECONDS)
 
 
-def full_of(link: Link) -> None:
+def full_of(link: HeartbeatConnection) -> None:
     """Send more than the kernel holds on a connection whose other end does not read."""
     for _ in range(500):
         link.send({"type": "notice", "text": "x" * 60_000})
@@ -404,7 +408,7 @@ def test_node_0_ends_though_a_node_reads_nothing(bed, monkeypatch):
     is_deaf = threading.Event()
     proceed = Node0Connection._proceed
 
-    def deaf(member: Node0Connection, link: Link) -> None:
+    def deaf(member: Node0Connection, link: HeartbeatConnection) -> None:
         time.sleep(0.05) if is_deaf.is_set() else proceed(member, link)
 
     monkeypatch.setattr(Node0Connection, "_proceed", deaf)

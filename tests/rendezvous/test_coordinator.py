@@ -23,7 +23,7 @@ JOIN_SECONDS = 60.0
 HELLO = Hello("1.0", "3.11", 2, 2, "train.py", False, "host", node_rank=0)
 
 
-class Link:
+class HeartbeatConnection:
     """A node at the other end, which keeps what it is told."""
 
     def __init__(self, peer: str = "10.0.0.2", local: str = "10.0.0.1"):
@@ -52,14 +52,17 @@ class Course:
             HELLO, JOIN_SECONDS, self.make_restarts, clock=lambda: self.now
         )
         self.num_workers = 0
-        self.links = [Link("127.0.0.1", "127.0.0.1"), Link()]
+        self.links = [
+            HeartbeatConnection("127.0.0.1", "127.0.0.1"),
+            HeartbeatConnection(),
+        ]
         self.attempt = 0
 
     def make_restarts(self, num_workers):
         self.num_workers = num_workers
         return self
 
-    def after(self, failure, seconds):
+    def decide(self, failure, seconds):
         self.asked.append((failure, seconds, self.num_workers))
         if len(self.asked) > self.restarts:
             return None
@@ -135,7 +138,7 @@ def test_the_job_is_done_once_all_nodes_are():
 
 def test_nodes_of_one_machine_stay_on_its_loopback():
     course = Course()
-    course.links[1] = Link("127.0.0.1", "127.0.0.1")
+    course.links[1] = HeartbeatConnection("127.0.0.1", "127.0.0.1")
     course.start()
     hosts = [host for host, _ in course.links[0].last("start")["nodes"]]
     assert hosts == ["127.0.0.1", "127.0.0.1"]
@@ -143,7 +146,7 @@ def test_nodes_of_one_machine_stay_on_its_loopback():
 
 def test_two_nodes_that_have_found_the_same_port_are_asked_again():
     course = Course()
-    course.links[1] = Link("127.0.0.1", "127.0.0.1")
+    course.links[1] = HeartbeatConnection("127.0.0.1", "127.0.0.1")
     for node in range(2):
         course.join(node)
     course.pass_time()
@@ -167,7 +170,7 @@ def test_a_message_holds_what_the_largest_job_says(nodes, workers):
     course = Course()
     hello = dataclasses.replace(HELLO, nodes=nodes, num_workers=workers, node_rank=None)
     coordinator = Coordinator(hello, 60.0, course.make_restarts, clock=lambda: 0.0)
-    links = [Link(IPV6, IPV6) for _ in range(nodes)]
+    links = [HeartbeatConnection(IPV6, IPV6) for _ in range(nodes)]
     for link in links:
         coordinator.join(link, hello)
     coordinator.tick()
@@ -188,7 +191,7 @@ def test_of_many_nodes_that_came_the_first_are_named():
     coordinator = Coordinator(
         hello, 60.0, course.make_restarts, clock=lambda: course.now
     )
-    links = [Link() for _ in range(19)]
+    links = [HeartbeatConnection() for _ in range(19)]
     for link in links:
         coordinator.join(link, hello)
     course.now += 60.0
@@ -203,7 +206,7 @@ def test_ranks_that_are_wished_are_given_and_the_others_as_nodes_come():
     course = Course()
     hello = dataclasses.replace(HELLO, nodes=4)
     coordinator = Coordinator(hello, 60.0, course.make_restarts, clock=lambda: 0.0)
-    links = [Link() for _ in range(4)]
+    links = [HeartbeatConnection() for _ in range(4)]
     for link, rank in zip(links, (None, 1, 0, None), strict=True):
         coordinator.join(link, dataclasses.replace(hello, node_rank=rank))
     coordinator.tick()
@@ -238,7 +241,9 @@ def test_one_node_too_many_is_told_so():
     course = Course()
     course.start()
     with pytest.raises(RendezvousError, match="has all of its 2 nodes already: node 0"):
-        course.coordinator.join(Link(), dataclasses.replace(HELLO, node_rank=None))
+        course.coordinator.join(
+            HeartbeatConnection(), dataclasses.replace(HELLO, node_rank=None)
+        )
 
 
 def test_nodes_that_do_not_come_are_counted():
@@ -260,14 +265,14 @@ def test_a_node_that_leaves_before_the_start_makes_room_for_another():
     course.join(1)
     course.say(1, "leaving", why="SIGINT received", code=130, signal=2)
     assert course.links[1].last("end")["code"] == 130
-    course.links[1] = Link()
+    course.links[1] = HeartbeatConnection()
     course.join(1, num_workers=2)
     course.pass_time()
     # And one that goes while ports are asked for.
     course.coordinator.register_disconnect(course.links[1], "has closed its connection")
     course.pass_time()
     assert course.coordinator.phase is Phase.GATHERING
-    course.links[1] = Link()
+    course.links[1] = HeartbeatConnection()
     course.join(1, num_workers=2)
     course.prepare()
     assert course.coordinator.phase is Phase.RUNNING
@@ -336,7 +341,7 @@ def test_a_node_that_does_not_stop_its_workers_is_not_waited_for_for_ever(restar
     course.say(1, "stopped", code=7)
     course.pass_time(2.1)
     assert course.coordinator.phase is Phase.GATHERING
-    course.links[1] = Link()
+    course.links[1] = HeartbeatConnection()
     course.join(1)
     course.prepare()
     assert course.coordinator.phase is Phase.RUNNING
@@ -408,7 +413,7 @@ def test_a_node_that_comes_back_joins_at_the_next_start():
         .last("notice")["text"]
         .startswith("waiting for node 1 (host, 10.0.0.2) to come back")
     )
-    course.links[1] = Link()
+    course.links[1] = HeartbeatConnection()
     with pytest.raises(RendezvousError, match="had 2 workers and comes back with 3"):
         course.join(1, num_workers=3)
     course.join(1)
@@ -435,7 +440,7 @@ def test_a_node_that_comes_back_before_its_silence_was_noticed_takes_its_place()
     course = Course(restarts=1)
     course.start()
     hello = {"node_rank": 1}
-    again = Link()
+    again = HeartbeatConnection()
     with pytest.raises(RendezvousError, match="Two nodes have the same rank"):
         course.coordinator.join(again, dataclasses.replace(HELLO, **hello))
     course.links[1].silent_seconds = 5.0

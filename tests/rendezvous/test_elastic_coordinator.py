@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.rendezvous.test_coordinator import Link
+from tests.rendezvous.test_coordinator import HeartbeatConnection
 from tfdp.launch.rendezvous.coordinator import Phase
 from tfdp.launch.rendezvous.elastic_coordinator import ElasticCoordinator
 from tfdp.launch.rendezvous.failure import NODE_LOST, Failure, RendezvousError
@@ -40,30 +40,30 @@ class Course:
         self.coordinator = ElasticCoordinator(
             self.hello, 60.0, lambda _: self, self.workers, lambda: self.now
         )
-        self.links: list[Link] = []
+        self.links: list[HeartbeatConnection] = []
 
-    def after(self, failure, seconds):
+    def decide(self, failure, seconds):
         self.failure = failure
         return RestartDecision(2.0, "restart")
 
-    def join(self, **said: Any) -> Link:
-        link = Link(f"10.0.0.{len(self.links) + 1}")
+    def join(self, **said: Any) -> HeartbeatConnection:
+        link = HeartbeatConnection(f"10.0.0.{len(self.links) + 1}")
         rank = None if self.links else 0
         hello = dataclasses.replace(self.hello, node_rank=rank, **said)
         self.coordinator.join(link, hello)
         self.links.append(link)
         return link
 
-    def rejoin(self, rank: int, **said: Any) -> Link:
+    def rejoin(self, rank: int, **said: Any) -> HeartbeatConnection:
         """A node whose workers train has lost the former node 0."""
         running = {"node_rank": rank, "attempt": 3, "attempt_id": "id"}
-        link = Link(f"10.0.0.{rank + 1}")
+        link = HeartbeatConnection(f"10.0.0.{rank + 1}")
         hello = dataclasses.replace(self.hello, ports=[1000, 2000], **running | said)
         self.coordinator.join(link, hello)
         self.links.append(link)
         return link
 
-    def say(self, link: Link, kind: str, **said: Any) -> None:
+    def say(self, link: HeartbeatConnection, kind: str, **said: Any) -> None:
         attempt = link.last("prepare")["attempt"] if "prepare" in link.kinds() else 0
         message = {"type": kind, "attempt": attempt, **said}
         self.coordinator.receive(link, message)
@@ -72,12 +72,16 @@ class Course:
         self.now += seconds
         self.coordinator.tick()
 
-    def answer(self, *links: Link, ports: tuple[int, ...] = (100, 200)) -> None:
+    def answer(
+        self, *links: HeartbeatConnection, ports: tuple[int, ...] = (100, 200)
+    ) -> None:
         for link in links:
             self.say(link, "ports", ports=list(ports))
         self.pass_time()
 
-    def start(self, nodes: int = 2, *, trains: bool = True) -> list[Link]:
+    def start(
+        self, nodes: int = 2, *, trains: bool = True
+    ) -> list[HeartbeatConnection]:
         for _ in range(nodes):
             self.join()
         self.pass_time(6.0)

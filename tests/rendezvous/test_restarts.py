@@ -13,14 +13,14 @@ from tfdp.launch.rendezvous.restarts import RestartDecision, Restarts
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """End of an attempt, which `Restarts.after` is told."""
+    """End of an attempt, which `Restarts.decide` is told."""
 
     failure: Failure | None
     seconds: float
     saved_to_grow: bool = False
 
     def of(self, restarts: Restarts) -> RestartDecision | None:
-        return restarts.after(
+        return restarts.decide(
             self.failure, self.seconds, saved_to_grow=self.saved_to_grow
         )
 

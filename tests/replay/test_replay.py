@@ -11,7 +11,7 @@ from tests.harness import common
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
 from tests.replay import left_out
-from tfdp.features.replay.suspects import Round, suspects
+from tfdp.features.replay.suspects import ReplayDigests, suspects
 
 CASE_MODULES = ("replay.cases_replay",)
 
@@ -43,13 +43,13 @@ def test_a_replica_that_is_always_wrong_is_named(wrong: int):
     own = np.arange(4)[:, np.newaxis]
     computed = np.stack([own, np.roll(own, -1, axis=0)])
     computed[:, wrong] += 10
-    found = Round(computed, np.full(4, 9))
+    found = ReplayDigests(computed, np.full(4, 9))
     assert not found.is_right
     assert suspects([found, found]) == [wrong]
     received = np.full(4, 9)
     received[wrong] = 8
     computed[:, wrong] -= 10
-    assert suspects([Round(computed, received)] * 2) == [wrong]
+    assert suspects([ReplayDigests(computed, received)] * 2) == [wrong]
 
 
 def test_one_replica_has_nothing_to_compare():

@@ -11,7 +11,7 @@ import tfdp
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
 from tests.harness.tiers import full
-from tfdp.training.replicas.checksum import MODULUS, checksums, combined
+from tfdp.training.replicas.checksum import MODULUS, checksums, combine_checksums
 from tfdp.training.replicas.drift import describe_drift, outliers
 
 CASE_MODULES = ("replicas.cases_drift",)
@@ -95,11 +95,14 @@ def test_a_checksum_is_the_same_in_a_graph_and_of_a_view():
 
 def test_weights_that_change_places_are_another_sum():
     sums = checksums([tf.constant([1.0]), tf.constant([2.0]), tf.constant([3.0])])
-    found = {int(combined(tf.gather(sums, order))) for order in ([0, 1, 2], [1, 0, 2])}
+    found = {
+        int(combine_checksums(tf.gather(sums, order)))
+        for order in ([0, 1, 2], [1, 0, 2])
+    }
     assert len(found) == 2
-    assert int(combined(checksums([]))) == 0
+    assert int(combine_checksums(checksums([]))) == 0
     many = tf.range(10**4, dtype=tf.int64)
-    assert int(combined(many)) != int(combined(many[::-1]))
+    assert int(combine_checksums(many)) != int(combine_checksums(many[::-1]))
 
 
 def test_nothing_is_a_checksum_too():

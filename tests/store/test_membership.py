@@ -75,7 +75,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cluster, int], Any]:
     def create(cluster: Cluster, rank: int) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(module, "listen", lambda address: [])
-            patch.setattr(module, "local_name", lambda _: f"\0{os.urandom(8)!r}")
+            patch.setattr(module, "unix_socket_name", lambda _: f"\0{os.urandom(8)!r}")
             return member_of_this(Membership(of_rank(cluster, rank)))
 
     return create

@@ -238,17 +238,19 @@ def members_only(rank: int, size: int) -> Any:
 
 
 def same_worker(rank: int, size: int) -> Any:
-    return error_of(lambda: mpi_communicator.check_job(size, 0, TIMEOUT_SECONDS))
+    return error_of(
+        lambda: mpi_communicator.start_and_check_job(size, 0, TIMEOUT_SECONDS)
+    )
 
 
 def too_few(rank: int, size: int) -> Any:
-    return error_of(lambda: mpi_communicator.check_job(size + 1, rank))
+    return error_of(lambda: mpi_communicator.start_and_check_job(size + 1, rank))
 
 
 def renumbered(rank: int, size: int) -> Any:
     """Workers numbered the other way round than MPI's ranks."""
     own = size - 1 - rank
-    mpi_communicator.check_job(size, own, TIMEOUT_SECONDS)
+    mpi_communicator.start_and_check_job(size, own, TIMEOUT_SECONDS)
     comm = MpiCommunicator(range(size), "renumbered")
     bounds = list(range(size + 1))
     array = np.full(size, own, np.int32)
@@ -291,7 +293,7 @@ def main() -> None:
         del names[0]
     job = mpi_start.start_job(TIMEOUT_SECONDS)
     if names[0] != "renumbered":
-        mpi_communicator.check_job(job.size, job.rank, TIMEOUT_SECONDS)
+        mpi_communicator.start_and_check_job(job.size, job.rank, TIMEOUT_SECONDS)
     for name in names:
         seen = globals()[name](job.rank, job.size)
         line = json.dumps({"case": name, "rank": job.rank, "seen": seen})

@@ -85,7 +85,7 @@ def test_debians_entry_for_the_own_name_does_not_hide_the_host(
     monkeypatch, own, expected
 ):
     resolving(monkeypatch, "127.0.1.1")
-    monkeypatch.setattr(addresses, "own_addresses", lambda: own)
+    monkeypatch.setattr(addresses, "interface_addresses", lambda: own)
     found = listening_address("a-host", None)
     assert found == (expected if len(own) > 1 else "127.0.1.1")
 
@@ -93,7 +93,7 @@ def test_debians_entry_for_the_own_name_does_not_hide_the_host(
 def test_of_several_interfaces_none_is_guessed(monkeypatch):
     resolving(monkeypatch, "127.0.1.1")
     own = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.5"], "eth1": ["10.1.0.5"]}
-    monkeypatch.setattr(addresses, "own_addresses", lambda: own)
+    monkeypatch.setattr(addresses, "interface_addresses", lambda: own)
     with pytest.raises(TransportError, match=r"several other .*10\.1\.0\.5 \(eth1\)"):
         listening_address("a-host", None)
 

@@ -162,7 +162,7 @@ def test_workers_that_are_not_the_ranks_of_the_job_are_refused():
 def test_outside_of_an_mpi_job_there_is_no_backend():
     assert not mpi_communicator.is_mpi_job()
     with pytest.raises(ValueError, match='`backend="mpi"` needs processes that MPI'):
-        mpi_communicator.check_job(2, 0)
+        mpi_communicator.start_and_check_job(2, 0)
     with pytest.raises(TransportError, match="MPI is not running in this process"):
         mpi_communicator.MpiCommunicator([0], "lane")
 

@@ -19,7 +19,7 @@ from tfdp.checkpoint.callback_state import from_json
 from tfdp.checkpoint.host_memory import HostMemory
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.memory_backups import MemoryBackups
-from tfdp.checkpoint.places import Place, find_newest
+from tfdp.checkpoint.places import BackupTarget, find_newest
 from tfdp.checkpoint.reader import LoadPlan
 from tfdp.communication.cluster import cpu_kernels
 from tfdp.communication.coordination.model_group import worker_group_of
@@ -146,13 +146,13 @@ class BackupAndRestore(StrategyCallback):
         self.memory_every = memory_every
         self._others: list[Any] = []
         # The backups, in the directory or in memory, from which this run has resumed.
-        self._source: Place
+        self._source: BackupTarget
         self._pending_load: tuple[Index, LoadPlan] | None = None
         self._change: BatchChange | None = None
-        # `is_again`: this is a later attempt of `fit` within one call of the user.
+        # `is_retry`: this is a later attempt of `fit` within one call of the user.
         # `_has_state`: an attempt has saved or loaded a state. Later attempts must then
         # find a state, since the weights may be those of an interrupted step.
-        self.is_again = self._has_state = False
+        self.is_retry = self._has_state = False
         # Whether `on_train_begin` has run in this attempt of `fit`. Since `fit` calls
         # this callback last, the other callbacks have then begun, too.
         self.has_begun = False
@@ -204,7 +204,7 @@ class BackupAndRestore(StrategyCallback):
         )
         self.has_begun = True
         is_empty = self.model in elastic.FEATURE.discarded
-        self._has_state = must_resume = self.is_again and (self._has_state or is_empty)
+        self._has_state = must_resume = self.is_retry and (self._has_state or is_empty)
         strategy = strategy_of(self.model)
         if strategy is not None and strategy.extended.is_applicant:
             # This worker joins a running job, and begins `fit` again together with the
@@ -237,13 +237,13 @@ class BackupAndRestore(StrategyCallback):
                 "No worker has found a state from which to continue. Start the job "
                 "again."
             )
-        goes_back = bool(self._reason_to_go_back())
+        goes_back = bool(self._recovery_option())
         if goes_back or self.save_freq != "epoch" or self.memory_every is not None:
             self._warn_about_position(self._position.nondeterminism)
         if goes_back:
             # The loss of a worker or a rollback may require a backup from step 1 on,
             # and no file has the initial weights yet.
-            self._save_to_continue(0, 0, {})
+            self._save_for_recovery(0, 0, {})
             self._has_state = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -277,14 +277,14 @@ class BackupAndRestore(StrategyCallback):
             self.model, is_delayed=False
         )
         asks = ask_every and self._total // ask_every > before // ask_every
-        if asks and self._watch.is_given(self._total):
-            self._answer_notice(self._epoch, batch + 1, logs)
+        if asks and self._watch.any_worker_notified(self._total):
+            self._save_and_exit(self._epoch, batch + 1, logs)
             return
         if asks and self._watch.joining:
-            self._save_to_continue(self._epoch, batch + 1, logs)
+            self._save_for_recovery(self._epoch, batch + 1, logs)
             raise WorkersJoin(self._watch.joining)
         every = self.save_freq
-        places: list[Place] = []
+        places: list[BackupTarget] = []
         # With local steps, a save in memory waits until the replicas have exchanged,
         # since the save must not synchronize the replicas.
         waits = asks or loops.exchange() is not None
@@ -297,12 +297,12 @@ class BackupAndRestore(StrategyCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Save if a backup is due; save and exit on a preemption notice."""
-        is_preempted = self._watch.is_given(self._total, must_ask=True)
+        is_preempted = self._watch.any_worker_notified(self._total, must_gather=True)
         if is_preempted:
-            self._answer_notice(epoch + 1, 0, {})
+            self._save_and_exit(epoch + 1, 0, {})
             return
-        places: list[Place] = []
-        if self._memory is not None and self._memory.is_on:
+        places: list[BackupTarget] = []
+        if self._memory is not None and self._memory.is_enabled:
             places.append(self._memory)
         if self.save_freq == "epoch":
             places.append(self._backups)
@@ -335,7 +335,7 @@ class BackupAndRestore(StrategyCallback):
         These are the states in memory and, with `delete_at_end`, the backups in the
         directory. A worker is preempted if it has received a preemption notice.
         """
-        is_preempted = self._watch.is_given(self._total, must_ask=True)
+        is_preempted = self._watch.any_worker_notified(self._total, must_gather=True)
         if self._memory is not None and not is_preempted:
             self._memory.delete()
         if self.delete_at_end and not is_preempted:
@@ -345,7 +345,7 @@ class BackupAndRestore(StrategyCallback):
 
     @activities.during(activities.BACKUP)
     def _save(
-        self, epoch: int, batches: int, logs: Any, places: Sequence[Place]
+        self, epoch: int, batches: int, logs: Any, places: Sequence[BackupTarget]
     ) -> None:
         """Save the present state in the directory, in the memory of hosts, or in both.
 
@@ -375,7 +375,7 @@ class BackupAndRestore(StrategyCallback):
             self.memory_every,
             self._worker_group,
             None if strategy is None else strategy.extended.connect_workers,
-            reads_when_off=self._continues_after_loss(),
+            reads_when_disabled=self._continues_after_loss(),
         )
         self._position.exit_stack.callback(memory.close)
         return memory
@@ -385,15 +385,15 @@ class BackupAndRestore(StrategyCallback):
         strategy = strategy_of(self.model)
         return strategy is not None and strategy.extended.continues_after_loss
 
-    def _reason_to_go_back(self) -> str:
+    def _recovery_option(self) -> str:
         """Return the option by which `fit` may go back to a backup without a restart.
 
         It is quoted in messages; `""` if no such option is set.
         """
         if self._continues_after_loss():
             return '`on_loss="continue"`'
-        reasons = (getattr(other, "rollback_name", "") for other in self._others)
-        return next(filter(None, reasons), "")
+        options = (getattr(other, "rollback_name", "") for other in self._others)
+        return next(filter(None, options), "")
 
     def _folder(self) -> str:
         """Return the backup directory; each job of `tfdp run --islands` has its own."""
@@ -402,7 +402,7 @@ class BackupAndRestore(StrategyCallback):
             return self.directory
         return f"{self.directory.rstrip('/')}/island-{island.index}"
 
-    def _save_to_continue(self, epoch: int, batches: int, logs: Any) -> None:
+    def _save_for_recovery(self, epoch: int, batches: int, logs: Any) -> None:
         """Add a backup to which this `fit` itself can go back, without a restart.
 
         It is saved in memory, or in the directory if saves in memory are off or fail.
@@ -413,12 +413,12 @@ class BackupAndRestore(StrategyCallback):
             logs: Dict, the logs of the last batch.
         """
         memory = self._memory
-        if memory is not None and memory.is_on:
+        if memory is not None and memory.is_enabled:
             self._save(epoch, batches, logs, [memory])
-        if memory is None or not memory.is_on:
+        if memory is None or not memory.is_enabled:
             self._save(epoch, batches, logs, [self._backups])
 
-    def _answer_notice(self, epoch: int, batches: int, logs: Any) -> None:
+    def _save_and_exit(self, epoch: int, batches: int, logs: Any) -> None:
         """Save on a preemption notice, print a line, and exit with code 75.
 
         All workers call it, once any of them has a notice. With `on_loss="continue"`,
@@ -430,12 +430,12 @@ class BackupAndRestore(StrategyCallback):
             logs: Dict, the logs of the last batch.
         """
         continues = self._continues_after_loss()
-        if continues and not self._watch.is_given_to_all(self._total):
-            self._save_to_continue(epoch, batches, logs)
+        if continues and not self._watch.all_workers_notified(self._total):
+            self._save_for_recovery(epoch, batches, logs)
             # All workers wait here until the save has ended. Otherwise those that
             # continue would wait in the next step for those that exit.
             self._backups.finish()
-            if self._notice.is_given:
+            if self._notice.is_received:
                 self._notice.exit("the other workers continue", prints=True)
             return
         # An error of an earlier save is only printed, and does not prevent this backup.
@@ -524,10 +524,10 @@ class BackupAndRestore(StrategyCallback):
         Raises:
             ValueError: Instead, if `fit` may go back to a backup without a restart.
         """
-        reason = self._reason_to_go_back()
-        if difficulty is not None and reason:
+        option = self._recovery_option()
+        if difficulty is not None and option:
             raise ValueError(
-                f"{reason} continues at the same position in the data, which cannot be "
+                f"{option} continues at the same position in the data, which cannot be "
                 f"restored: {difficulty}."
             )
         if difficulty is not None:

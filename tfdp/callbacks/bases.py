@@ -30,9 +30,9 @@ class StrategyCallback(keras.callbacks.Callback):
 class OptimizerCallback(keras.callbacks.Callback):
     """Callback that enables a feature of its model's `DistributedOptimizer`.
 
-    A subclass enables the feature in `switch_on`. `set_model` calls it, which `fit`
-    calls before it traces the step. This class does not disable the feature when `fit`
-    ends.
+    A subclass enables the feature in `enable_feature`. `set_model` calls it, which
+    `fit` calls before it traces the step. This class does not disable the feature when
+    `fit` ends.
 
     Attributes:
         is_in_fit: Bool, whether `fit` is running: from `on_train_begin` to
@@ -61,7 +61,7 @@ class OptimizerCallback(keras.callbacks.Callback):
         check_strategy(model.distribute_strategy)
         is_new = not isinstance(model.optimizer, DistributedOptimizer)
         self._warn_about_other_optimizers(model)
-        self.switch_on(distributed_optimizer(model))
+        self.enable_feature(distributed_optimizer(model))
         if is_new or model.optimizer.needs_trace:
             model.train_function = None
 
@@ -80,7 +80,7 @@ class OptimizerCallback(keras.callbacks.Callback):
                 "these a `tfdp.DistributedOptimizer`, which has the same settings."
             )
 
-    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+    def enable_feature(self, optimizer: DistributedOptimizer) -> None:
         """Enable the callback's feature in an optimizer; each subclass implements this.
 
         Args:

@@ -24,7 +24,7 @@ from tfdp.features.monitor.windows import Window, fraction, mean_of, window_of
 from tfdp.ground import user_code
 from tfdp.ground.arguments import checked_bool, checked_integer
 from tfdp.ground.base.context import strategy_of
-from tfdp.ground.base.files import problem_of_folder
+from tfdp.ground.base.files import try_create_folder
 from tfdp.ground.base.finalizers import finalizers
 
 # Number of the latest steps of this worker whose readings are kept, for
@@ -144,7 +144,7 @@ class CommunicationMonitor(MeasuringCallback):
             num_steps: Int, steps of the training, or `None` if unknown. Not used.
         """
         del num_steps
-        return problem_of_folder(self.log_dir, "log_dir")
+        return try_create_folder(self.log_dir, "log_dir")
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Have steps traced with time stamps, and start the reporting thread."""

@@ -14,7 +14,7 @@ from tfdp.features.local_steps import (
     LocalSteps,
     LocalStepsOptions,
     OuterOptions,
-    shares,
+    step_fractions,
     workers_by_node,
 )
 from tfdp.ground import user_code
@@ -153,10 +153,10 @@ class DiLoCo(LocalStepsCallback):
             self._island = IslandTraining(model, self.options, self.settings, island)
         super().set_model(model)
 
-    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+    def enable_feature(self, optimizer: DistributedOptimizer) -> None:
         """Create the state of local steps, except on an island, which has none."""
         if self._island is None:
-            super().switch_on(optimizer)
+            super().enable_feature(optimizer)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Start local steps unless they are active; on an island, join the others.
@@ -256,12 +256,12 @@ class DiLoCo(LocalStepsCallback):
         strategy, pace = self.model.distribute_strategy, local_steps.pace
         worker_group = worker_group_of(self.model)
         seconds = worker_group.all_gather(
-            "seconds of an inner step", pace.take_seconds()
+            "seconds of an inner step", pace.pop_mean_seconds()
         )
         nodes = workers_by_node(strategy, self.options.scope)
-        if step_shares := shares(seconds, nodes):
-            pace.share = step_shares[worker_group.rank]
-            self._least_share = min(step_shares)
+        if fractions := step_fractions(seconds, nodes):
+            pace.share = fractions[worker_group.rank]
+            self._least_share = min(fractions)
 
     @property
     def settings(self) -> dict[str, Any]:

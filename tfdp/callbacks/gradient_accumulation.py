@@ -62,7 +62,7 @@ class GradientAccumulation(OptimizerCallback):
         )
         self.flush = flush
 
-    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+    def enable_feature(self, optimizer: DistributedOptimizer) -> None:
         """Create accumulators if an epoch needs any; with `"auto"`, divide batches.
 
         Since the accumulators exist from the start, no later epoch needs a new trace.

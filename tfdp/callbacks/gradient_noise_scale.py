@@ -43,7 +43,7 @@ class GradientNoiseScale(OptimizerCallback):
         smoothing = checked_number("smoothing", smoothing, bounds, least=0, below=1)
         self.smoothing = float(smoothing)
 
-    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+    def enable_feature(self, optimizer: DistributedOptimizer) -> None:
         """Measure gradient norms in each update; raise for a single replica."""
         if self.model.distribute_strategy.num_replicas_in_sync == 1:
             raise ValueError(

@@ -86,7 +86,7 @@ class LearningRateWarmup(OptimizerCallback):
         self._has_trained = False
         self._updates = 0
 
-    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+    def enable_feature(self, optimizer: DistributedOptimizer) -> None:
         """Install a warmup, whose start and length `on_train_batch_begin` sets."""
         if optimizer is not self._optimizer:
             # Each optimizer has its own warmup, so a new optimizer begins another one.
@@ -162,7 +162,7 @@ class LearningRateWarmup(OptimizerCallback):
         options = state["options"]
         if options is not None:
             warmup.start(self.optimizer, WarmupOptions(**options))
-        # Without `options`, `switch_on` has installed the warmup in the optimizer.
+        # Without `options`, `enable_feature` has installed the warmup in the optimizer.
         restored = self.optimizer.features.installed[Warmup]
         restored.is_over |= self._stage == _OVER
         if options is None:

@@ -31,7 +31,7 @@ class LocalStepsCallback(OptimizerCallback):
         self._left = 0
         self._last_batch = -1
 
-    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+    def enable_feature(self, optimizer: DistributedOptimizer) -> None:
         """Create the variables of local steps; start these if `start_step` is 0."""
         enable(optimizer, self.options, now=self.start_step == 0)
         self._left = 0

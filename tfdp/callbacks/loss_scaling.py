@@ -52,7 +52,7 @@ class LossScaling(OptimizerCallback):
             min_scale=min_scale,
         )
 
-    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+    def enable_feature(self, optimizer: DistributedOptimizer) -> None:
         """Set the optimizer's loss scale; an equal one keeps its state."""
         optimizer.features.set_scaling(self.scaling)
 

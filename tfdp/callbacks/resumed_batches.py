@@ -17,7 +17,7 @@ from tfdp.ground.plans.schedules import steps_at_epoch
 from tfdp.ground.text import pluralize
 from tfdp.training.data.batch_change import (
     BatchChange,
-    Batches,
+    BatchSettings,
     change_for_replicas,
     change_for_updates,
     convert_position,
@@ -174,14 +174,14 @@ class ResumedBatches:
             `BatchChange`, or `None` if the batch size is the same.
         """
         accumulation = run.get("accumulation", {"steps": 1, "waiting": 0})
-        then = Batches(
+        then = BatchSettings(
             run["facts"]["replicas"],
             run["identity"]["batch_size"],
             run["identity"]["steps_per_epoch"],
             accumulation["steps"],
         )
         identity = self._identity()
-        now = Batches(
+        now = BatchSettings(
             self._model.distribute_strategy.num_replicas_in_sync,
             identity["batch_size"],
             identity["steps_per_epoch"],
@@ -244,7 +244,7 @@ def restore_rate_factors(model: Any, saved: dict[str, Any] | None) -> None:
         saved: Dict, the result of `rate_factors` in the interrupted run; with `None`,
             nothing is changed.
     """
-    if saved and saved["warmup"] and not _are_rates_variables(model):
+    if saved and saved["warmup"] and not _has_rate_variables(model):
         _set_warmup(model, WarmupOptions(**saved["warmup"]))
 
 
@@ -261,7 +261,7 @@ def scale_rates(model: Any, ratio: float, saved: dict[str, Any] | None) -> bool:
         that of the interrupted run: the script has adapted it itself.
     """
     options = warmup.options_of(model.optimizer)
-    if not _are_rates_variables(model):
+    if not _has_rate_variables(model):
         if saved and saved["schedules"] != rate_factors(model)["schedules"]:
             return False
         options = options or WarmupOptions(1, 1.0, 1.0, momentum_correction=False)
@@ -293,7 +293,7 @@ def _inner_optimizers(model: Any) -> list:
     return innermost(optimizer)
 
 
-def _are_rates_variables(model: Any) -> bool:
+def _has_rate_variables(model: Any) -> bool:
     """Return whether all learning rates are variables, and no schedules."""
     return all(
         keras_optimizer.has_rate_variable(optimizer)

@@ -101,7 +101,7 @@ class RunState:
         if run is None:
             raise IncompatibleBackup("it is a checkpoint without the state of a run")
         if not isinstance(run, dict):
-            schema.refuse(run, "run", "an object")
+            schema.raise_malformed(run, "run", "an object")
         if "values" in run:
             raise IncompatibleBackup("it is the state of a loop, of `ElasticState`")
         schema.check(run.get("format"), schema.COUNT, "run.format")

@@ -8,7 +8,7 @@ from typing import Any
 from tfdp.callbacks.bases import OptimizerCallback
 from tfdp.ground.arguments import is_integer
 from tfdp.ground.plans.sharding import SHARDINGS, ShardingOptions
-from tfdp.ground.plans.units import UnitOptions, groups_of
+from tfdp.ground.plans.units import UnitOptions, resolve_gather_groups
 from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 
@@ -82,7 +82,7 @@ class ShardedOptimizer(OptimizerCallback):
         if not is_integer(stage) or stage not in (1, 2, 3):
             raise ValueError(f"`stage` must be 1, 2 or 3. Received: stage={stage!r}")
         unit_options = UnitOptions(
-            groups_of(gather_groups, units),
+            resolve_gather_groups(gather_groups, units),
             reshard_after_forward,
             prefetch,
             gather_compression,
@@ -96,7 +96,7 @@ class ShardedOptimizer(OptimizerCallback):
         """Dict, the options as keyword arguments of a `DistributedOptimizer`."""
         return self.options.config
 
-    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+    def enable_feature(self, optimizer: DistributedOptimizer) -> None:
         """Shard the optimizer, unless it is already sharded with these options."""
         optimizer.register_model(self.model)
         optimizer.shard(self.options)

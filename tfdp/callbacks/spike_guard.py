@@ -119,7 +119,7 @@ class SpikeGuard(OptimizerCallback):
             f"window={self.window}, and {pluralize(num_steps, 'step')} of `fit`"
         )
 
-    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+    def enable_feature(self, optimizer: DistributedOptimizer) -> None:
         """Install the `StepGuard` that decides on each update of the optimizer."""
         optimizer.features.install(
             StepGuard,

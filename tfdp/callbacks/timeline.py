@@ -17,7 +17,7 @@ from tfdp.features.monitor.trace import WorkerTrace, chrome_trace
 from tfdp.ground import user_code
 from tfdp.ground.arguments import is_integer
 from tfdp.ground.base.context import strategy_of
-from tfdp.ground.base.files import problem_of_folder
+from tfdp.ground.base.files import try_create_folder
 from tfdp.ground.text import pluralize
 
 # How long the first worker waits for the trace of each other worker.
@@ -83,7 +83,7 @@ class Timeline(MeasuringCallback):
                 f"Received: steps={self.steps}, and {pluralize(num_steps, 'step')} of "
                 "training"
             )
-        return problem_of_folder(self.path.parent, "path")
+        return try_create_folder(self.path.parent, "path")
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Have steps traced with time stamps."""

@@ -21,7 +21,7 @@ from tfdp.checkpoint.background import (
     PendingSave,
     Read,
     background_saves,
-    memory_room,
+    memory_budget,
 )
 from tfdp.checkpoint.index import Index, TensorMetadata
 from tfdp.checkpoint.index_file import from_text, load_index, to_text, versions
@@ -326,7 +326,7 @@ def restore_state(
     """
     path = os.fspath(directory)
 
-    room = memory_room(worker_group)
+    room = memory_budget(worker_group)
 
     def find() -> tuple[Index, LoadPlan]:
         """Read the index, plan what to load, and read this worker's shards."""

@@ -257,7 +257,7 @@ class BackgroundSaves:
         self._wait()
         waited = time.monotonic() - begin
         is_long = reports and waited > _LEAST_REPORTED_SECONDS
-        if is_long and user_code.is_first_time("slow", self):
+        if is_long and user_code.record_if_new("slow", self):
             _log.warning(
                 "tfdp: a save waited %.0f s for the one before: writing takes longer "
                 "than the time between two saves. Save less often.",
@@ -276,7 +276,7 @@ class BackgroundSaves:
         lack = lack_of_memory(needs, MEMORY_SHARE)
         if lack is None:
             return True
-        if reports and user_code.is_first_time("memory", self):
+        if reports and user_code.record_if_new("memory", self):
             _log.warning(
                 "tfdp: training waits for each save: copies of the state of all "
                 "workers of a host take %.0f MB, and %.0f MB are free.",
@@ -344,7 +344,7 @@ def lack_of_memory(answers: Sequence[Need], share: float) -> MemoryLack | None:
     return None
 
 
-def memory_room(worker_group: Any) -> int:
+def memory_budget(worker_group: Any) -> int:
     """Return the bytes of its host's free memory that this worker may take.
 
     It is half of the free memory, divided equally among the workers of the host. All

@@ -15,7 +15,7 @@ from typing import Any
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint.api import save_state
-from tfdp.checkpoint.background import background_saves, memory_room
+from tfdp.checkpoint.background import background_saves, memory_budget
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.index_file import INDEX_FILE, UnknownFormat, load_index
 from tfdp.checkpoint.object_store import open_storage
@@ -322,7 +322,7 @@ class Backups:
             ValueError: On every worker, if the backup is incompatible with the run.
             OSError: On every worker, if one of them cannot read it.
         """
-        backup, room = self._storage.below(name), memory_room(self._worker_group)
+        backup, room = self._storage.below(name), memory_budget(self._worker_group)
 
         def find() -> tuple[Index, LoadPlan]:
             """Read the index, plan what to load, and read this worker's shards."""
@@ -337,7 +337,7 @@ class Backups:
             reading.read_shards(load_plan, index, folder, room)
             return index, load_plan
 
-        return find_together(self._worker_group, backup.path, find)
+        return agree_on_backup(self._worker_group, backup.path, find)
 
     def _rename_damaged(self, damaged: list[tuple[str, str]], used: str) -> None:
         """Rename damaged backups, so that later ones can take their names.
@@ -374,7 +374,7 @@ class Backups:
                     remove_checkpoint(self._storage.below(name))
 
 
-def find_together(
+def agree_on_backup(
     worker_group: Any, path: str, find: Callable[[], tuple[Index, LoadPlan]]
 ) -> tuple[tuple[Index, LoadPlan] | None, str]:
     """Have workers agree that a backup is intact on each of them, or on its fault.

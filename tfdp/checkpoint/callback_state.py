@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 
 from tfdp.checkpoint.index import DTYPES, Index
-from tfdp.checkpoint.schema import COUNT, check, list_of, mapping, optional, refuse
+from tfdp.checkpoint.schema import (
+    COUNT,
+    check,
+    list_of,
+    mapping,
+    optional,
+    raise_malformed,
+)
 from tfdp.ground._compat import keras_model
 
 # Attributes of callbacks that are lists of arrays, which a backup holds as tensors.
@@ -79,7 +86,7 @@ def check_value(value: Any, where: str) -> Any:
     try:
         return from_json(value)
     except (ValueError, TypeError, KeyError, IndexError, OverflowError):
-        refuse(value, where, "a value as a callback keeps it")
+        raise_malformed(value, where, "a value as a callback keeps it")
 
 
 def check_callback_states(states: Any, where: str) -> None:
@@ -105,7 +112,7 @@ def _check_state(state: Any, where: str) -> None:
     check(state, {"values": mapping(check_value), "arrays": mapping(_SPECS)}, where)
     for name, value in state["values"].items():
         if not _is_allowed_value(name, from_json(value)):
-            refuse(value, f"{where}.{name}", "a value of such a callback")
+            raise_malformed(value, f"{where}.{name}", "a value of such a callback")
     for name in state["arrays"]:
         check(name, _ARRAY_LISTS, where)
 
@@ -149,7 +156,7 @@ def check_arrays(states: dict[str, Any], index: Index, prefix: str) -> None:
     saved = {entry.name: (entry.shape, entry.dtype) for entry in index.tensors}
     for name, shape, dtype in _array_entries(states):
         if saved.get(f"{prefix}{name}") != (tuple(shape), dtype):
-            refuse(name, "run.callbacks", "of arrays that it holds")
+            raise_malformed(name, "run.callbacks", "of arrays that it holds")
 
 
 def empty_arrays(states: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -243,7 +243,7 @@ class HostMemory:
         return os.path.join(self.path, f"{_stem(rank, slot)}.{ending}")
 
 
-def room_bytes() -> int:
+def host_memory_budget() -> int:
     """Return how many bytes of this host's memory the parts of its workers may take."""
     try:
         system = os.statvfs(ROOT)

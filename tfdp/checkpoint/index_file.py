@@ -54,14 +54,14 @@ def is_folder_name(name: str) -> bool:
 def _check_folder_name(value: Any, where: str) -> None:
     """Raise `Malformed` unless a value is the name of a data folder."""
     if type(value) is not str or not is_folder_name(value):
-        schema.refuse(value, where, "the name of a folder of data")
+        schema.raise_malformed(value, where, "the name of a folder of data")
 
 
 def _check_shape(value: Any, where: str) -> None:
     """Raise `Malformed` unless a value is the shape of a tensor."""
     _SIZES(value, where)
     if math.prod(value) >= 2**63:
-        schema.refuse(value, where, "a shape")
+        schema.raise_malformed(value, where, "a shape")
 
 
 # Schemas of the content of an index file, in the format of `tfdp.checkpoint.schema`.

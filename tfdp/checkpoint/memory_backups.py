@@ -21,9 +21,9 @@ import numpy as np
 
 from tfdp.checkpoint import files
 from tfdp.checkpoint.background import lack_of_memory, lower_priority
-from tfdp.checkpoint.backups import OWNER_FILE, find_together
+from tfdp.checkpoint.backups import OWNER_FILE, agree_on_backup
 from tfdp.checkpoint.copies import copy_to_host
-from tfdp.checkpoint.host_memory import HostMemory, room_bytes
+from tfdp.checkpoint.host_memory import HostMemory, host_memory_budget
 from tfdp.checkpoint.index import Extent, Index
 from tfdp.checkpoint.index_file import versions
 from tfdp.checkpoint.memory_parts import (
@@ -61,11 +61,11 @@ class MemoryBackups:
         worker_group: `WorkerGroup` between the workers.
         connect: Callable, from a name to a `Communicator` of all workers; or `None` for
             a single process.
-        reads_when_off: Bool, whether `find_newest` reads a state even if this run
+        reads_when_disabled: Bool, whether `find_newest` reads a state even if this run
             cannot save any. Defaults to `False`.
 
     Attributes:
-        is_on: Bool, whether states are saved in memory; false after a fault.
+        is_enabled: Bool, whether states are saved in memory; false after a fault.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class MemoryBackups:
         worker_group: Any,
         connect: Callable[[str], Communicator] | None,
         *,
-        reads_when_off: bool = False,
+        reads_when_disabled: bool = False,
     ) -> None:
         self._directory = directory
-        self._reads_when_off = reads_when_off
+        self._reads_when_disabled = reads_when_disabled
         self._every, self._saved_step = every, 0
         self._group = worker_group
         self._connect = connect
         self._memory = HostMemory(directory)
         self._communicator: Communicator | None = None
-        self.is_on = True
+        self.is_enabled = True
         self._slot, self._num_saves = 0, 0
         # Sizes of all workers' parts when the memory was last checked.
         self._sizes: list[int] = []
@@ -109,7 +109,7 @@ class MemoryBackups:
         self._host_keys = [answer[0] for answer in answers]
         self._keepers = keepers_of_copies(self._host_keys)
         # A state of an earlier run is read even if this run cannot save any.
-        self._turn_off_if([answer[1] for answer in answers])
+        self._disable_on_fault([answer[1] for answer in answers])
         if not self._keepers:
             return
         assert self._connect is not None
@@ -117,7 +117,7 @@ class MemoryBackups:
             self._communicator = self._connect(f"memory {self._group.new_prefix()}")
         except (ValueError, RuntimeError) as error:
             fault = str(error)
-        self._turn_off_if(self._group.all_gather("connections of hosts", fault))
+        self._disable_on_fault(self._group.all_gather("connections of hosts", fault))
 
     def find_newest(
         self, make_plan: Callable[[Index], LoadPlan], at_least: tuple[int, bool]
@@ -137,7 +137,7 @@ class MemoryBackups:
         Raises:
             ValueError: On every worker, if the run cannot resume from the state.
         """
-        if not (self.is_on or self._reads_when_off):
+        if not (self.is_enabled or self._reads_when_disabled):
             return None
         own = self._memory.headers(self._owner)
         answers = self._group.all_gather("states in memory", list(own))
@@ -147,20 +147,20 @@ class MemoryBackups:
         is_near = complete is not None and complete.is_everywhere(
             self._group.num_workers
         )
-        if complete is not None and not self.is_on and not is_near:
+        if complete is not None and not self.is_enabled and not is_near:
             complete = None  # the workers have no connection to exchange the parts
         if complete is not None and complete.name.order >= at_least:
             headers = self._gather_headers(complete, own)
             path = f"{self._directory} (in memory)"
             find = functools.partial(self._find, headers, complete.name.step, make_plan)
-            newest, fault = find_together(self._group, path, find)
+            newest, fault = agree_on_backup(self._group, path, find)
             if newest is None and self._group.is_chief:
                 user_code.warn(f"The state in memory is not used: {fault}.")
         self._complete_save = complete if newest else None
         self._slot = 1 - self._complete_save.name.slot if self._complete_save else 0
         self._saved_step = self._complete_save.name.step if self._complete_save else 0
         token = self._complete_save.name.token if self._complete_save else None
-        if self.is_on:
+        if self.is_enabled:
             self._memory.remove_others(token, self._kept_on_host())
         return newest
 
@@ -226,14 +226,14 @@ class MemoryBackups:
         Args:
             step: Int, number of batches so far.
         """
-        return self.is_on and step // self._every > self._saved_step // self._every
+        return self.is_enabled and step // self._every > self._saved_step // self._every
 
     def save(
         self, step: int, state: Sequence[StateTensor], run: dict[str, Any]
     ) -> None:
         """Copy this worker's part of a state into memory, and send it to its keeper.
 
-        Only called while `is_on` is true.
+        Only called while `is_enabled` is true.
 
         Args:
             step: Int, number of batches so far.
@@ -270,7 +270,7 @@ class MemoryBackups:
             group, "a state in memory", entries, "saves", own, timeout
         )
         sizes, lengths, faults = zip(*answers, strict=True)
-        if self._turn_off_if(faults) or not self._has_room(list(sizes)):
+        if self._disable_on_fault(faults) or not self._fits_or_disable(list(sizes)):
             return
         data = self._copy(header, state)
         if self._keepers is not None:
@@ -308,7 +308,7 @@ class MemoryBackups:
         """Free the memory: the run is complete, or a newer backup is on the disk."""
         self.finish()
         self._group.all_gather("the end of the states in memory")
-        self.is_on = False
+        self.is_enabled = False
         self._memory.remove()
         if self._group.is_chief:
             # The file may remain, since it has no effect without states in memory.
@@ -346,8 +346,8 @@ class MemoryBackups:
         )
         return self._group.all_gather("the identity of the directory", own)[0]
 
-    def _turn_off_if(self, faults: Sequence[str]) -> bool:
-        """Stop saving in memory on all workers if one has a fault.
+    def _disable_on_fault(self, faults: Sequence[str]) -> bool:
+        """Disable saves in memory on all workers if one has a fault.
 
         Args:
             faults: Sequence of strings, `""` for a worker without a fault.
@@ -363,11 +363,11 @@ class MemoryBackups:
                 "Nothing is saved in memory any more; backups in the directory "
                 f"continue. Worker {rank}: {faults[rank].rstrip('.')}."
             )
-        self.is_on = False
+        self.is_enabled = False
         return True
 
-    def _has_room(self, sizes: list[int]) -> bool:
-        """Return whether all hosts have memory for the slots; stop saving if not.
+    def _fits_or_disable(self, sizes: list[int]) -> bool:
+        """Return whether all hosts have memory for the slots; disable saves if not.
 
         Args:
             sizes: List of ints, the size of each worker's part in bytes.
@@ -378,7 +378,7 @@ class MemoryBackups:
             self._memory.missing_bytes(rank, sizes[rank])
             for rank in self._kept_by(self._group.rank)
         )
-        own = [self._host_keys[self._group.rank], missing, room_bytes()]
+        own = [self._host_keys[self._group.rank], missing, host_memory_budget()]
         lack = lack_of_memory(self._group.all_gather("room in memory", own), share=1.0)
         self._sizes = sizes
         if lack is None:
@@ -388,7 +388,7 @@ class MemoryBackups:
             f"the parts of its host take {lack.needed / 1e6:.0f} MB more, and "
             f"{lack.free / 1e6:.0f} MB of its memory are free for them"
         )
-        return not self._turn_off_if(faults)
+        return not self._disable_on_fault(faults)
 
     def _kept_by(self, worker: int) -> list[int]:
         """Return the ranks whose parts a worker writes: its own, then kept copies."""

@@ -169,7 +169,7 @@ def _param_group_state(
     prefix = f"optimizer{number}"
     yield replicated(model, f"{prefix}/iterations", _update_counter(group), COUNTER)
     if keras_optimizer.has_rate_variable(group):
-        rate = keras_optimizer.rate_variable(group)
+        rate = keras_optimizer.rate_or_schedule(group)
         yield replicated(model, f"{prefix}/learning_rate", rate)
     if slots is not None:
         yield from (renamed(tensor, f"{prefix}/{tensor.name}") for tensor in slots)

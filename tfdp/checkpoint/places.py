@@ -11,7 +11,7 @@ from tfdp.checkpoint.memory_backups import MemoryBackups
 from tfdp.checkpoint.reader import LoadPlan
 
 # Where the states of a run are saved: in a directory, or in the memory of hosts.
-Place: TypeAlias = Backups | MemoryBackups
+BackupTarget: TypeAlias = Backups | MemoryBackups
 
 
 def find_newest(
@@ -20,7 +20,7 @@ def find_newest(
     make_plan: Callable[[Index], LoadPlan],
     *,
     is_end_of_epoch: bool,
-) -> tuple[Place, Index, LoadPlan] | None:
+) -> tuple[BackupTarget, Index, LoadPlan] | None:
     """Open a run's backup directory and memory, and find its newest saved state.
 
     All workers call this together.

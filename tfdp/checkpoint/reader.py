@@ -91,7 +91,7 @@ def read_shards(load_plan: LoadPlan, index: Index, folder: Storage, room: int) -
         load_plan: `LoadPlan`, which gets the values.
         index: `Index` of the checkpoint.
         folder: `Storage`, the subdirectory of the checkpoint.
-        room: Int, bytes of memory that the values may take, from `memory_room`.
+        room: Int, bytes of memory that the values may take, from `memory_budget`.
 
     Raises:
         ValueError: If a file is wrong, as `files.read_data` raises it.

@@ -75,7 +75,7 @@ def _check_description(value: Any, where: str) -> None:
 def _check_logs(value: Any, where: str) -> None:
     """Raise `Malformed` unless a value encodes a dict, such as the logs of a batch."""
     if not isinstance(check_value(value, where), dict):
-        schema.refuse(value, where, "the logs of a batch")
+        schema.raise_malformed(value, where, "the logs of a batch")
 
 
 # Schema of the random states by worker, and of what a backup's tensors depend on: the
@@ -124,11 +124,11 @@ def check_run(run: Any) -> None:
     """
     schema.check(run, _RUN, "run")
     if run["batches"] > run["steps"]:
-        schema.refuse(
+        schema.raise_malformed(
             run["batches"], "run.batches", f"at most {run['steps']}, its steps"
         )
     if run["batches"] and run["is_stopped"]:
-        schema.refuse(True, "run.is_stopped", "false within an epoch")
+        schema.raise_malformed(True, "run.is_stopped", "false within an epoch")
     # A resumed run skips the batches that `taken` counts, so a damaged number would
     # make the run skip without end. `taken` has an entry for each iterator, and an
     # epoch may have two iterators.
@@ -136,4 +136,6 @@ def check_run(run: Any) -> None:
     per_epoch = run["identity"]["steps_per_epoch"]
     taken = run["data"]["taken"]
     if len(taken) > epochs or (per_epoch and sum(taken) > epochs * (per_epoch + 1)):
-        schema.refuse(taken, "run.data.taken", "what earlier epochs can have taken")
+        schema.raise_malformed(
+            taken, "run.data.taken", "what earlier epochs can have taken"
+        )

@@ -33,7 +33,7 @@ class Malformed(ValueError):
     """Error: a value in a file violates the schema, so tfdp cannot have written it."""
 
 
-def refuse(value: Any, where: str, wanted: str) -> None:
+def raise_malformed(value: Any, where: str, wanted: str) -> None:
     """Raise `Malformed` with a message of one line.
 
     Args:
@@ -64,17 +64,21 @@ def check(value: Any, schema: Any, where: str) -> None:
     elif isinstance(schema, range):
         if type(value) is not int or value not in schema:
             most = "" if schema.stop == _NO_BOUND else f" to {schema.stop - 1}"
-            refuse(value, where, f"an integer from {schema.start}{most}")
+            raise_malformed(value, where, f"an integer from {schema.start}{most}")
     elif isinstance(schema, set):
         if type(value) is not str or value not in schema:
-            refuse(value, where, "one of " + ", ".join(map(repr, sorted(schema))))
+            raise_malformed(
+                value, where, "one of " + ", ".join(map(repr, sorted(schema)))
+            )
     elif isinstance(schema, dict):
         _check_fields(value, schema, where)
     elif type(value) is not list:
-        refuse(value, where, "a list")
+        raise_malformed(value, where, "a list")
     elif isinstance(schema, tuple):
         if len(value) != len(schema):
-            refuse(value, where, f"a list of {pluralize(len(schema), 'value')}")
+            raise_malformed(
+                value, where, f"a list of {pluralize(len(schema), 'value')}"
+            )
         _check_items(zip(value, schema, strict=True), where)
     else:
         (each,) = schema
@@ -84,15 +88,15 @@ def check(value: Any, schema: Any, where: str) -> None:
 def _check_fields(value: Any, schema: dict[str, Any], where: str) -> None:
     """Raise `Malformed` unless a value is an object with the fields of a schema."""
     if type(value) is not dict:
-        refuse(value, where, "an object")
+        raise_malformed(value, where, "an object")
     fields = {key.removesuffix("?"): each for key, each in schema.items()}
     for key, item in value.items():
         if key not in fields:
-            refuse(key, f"field in {where}", "a known one")
+            raise_malformed(key, f"field in {where}", "a known one")
         check(item, fields[key], f"{where}.{key}")
     for key in schema:
         if key not in value and not key.endswith("?"):
-            refuse(value, where, f"an object with {key!r}")
+            raise_malformed(value, where, f"an object with {key!r}")
 
 
 def _check_items(pairs: Iterable[tuple[Any, Any]], where: str) -> None:
@@ -110,26 +114,26 @@ def number(value: Any, where: str) -> None:
     """Raise `Malformed` unless a value is a finite number and not a bool."""
     is_number = type(value) in (int, float) and abs(value) < 2**1023
     if not is_number or not math.isfinite(value):
-        refuse(value, where, "a finite number")
+        raise_malformed(value, where, "a finite number")
 
 
 def boolean(value: Any, where: str) -> None:
     """Raise `Malformed` unless a value is a bool."""
     if type(value) is not bool:
-        refuse(value, where, "true or false")
+        raise_malformed(value, where, "true or false")
 
 
 def name(value: Any, where: str) -> None:
     """Raise `Malformed` unless a value is a printable string of limited length."""
     is_name = type(value) is str and len(value) <= _NAME_LENGTH
     if not is_name or not value.isprintable():
-        refuse(value, where, "a name")
+        raise_malformed(value, where, "a name")
 
 
 def string(value: Any, where: str) -> None:
     """Raise `Malformed` unless a value is a string."""
     if type(value) is not str:
-        refuse(value, where, "a string")
+        raise_malformed(value, where, "a string")
 
 
 def optional(schema: Any) -> Callable:
@@ -150,7 +154,7 @@ def list_of(schema: Any, least: int = 0, most: float = math.inf) -> Callable:
         """Raise `Malformed` unless a value is a list of the right length and items."""
         check(value, [schema], where)
         if not least <= len(value) <= most:
-            refuse(value, where, "a list of the right length")
+            raise_malformed(value, where, "a list of the right length")
 
     return check_list
 
@@ -161,7 +165,7 @@ def mapping(schema: Any) -> Callable:
     def check_mapping(value: Any, where: str) -> None:
         """Raise `Malformed` unless a value is an object with matching values."""
         if type(value) is not dict:
-            refuse(value, where, "an object")
+            raise_malformed(value, where, "an object")
         for key, item in value.items():
             name(key, f"name in {where}")
             check(item, schema, f"{where}[{key!r}]")
@@ -178,7 +182,7 @@ def check_depth(value: Any, where: str, depth: int = _DEPTH) -> None:
         depth: Int, number of nested levels that are allowed. Defaults to 200.
     """
     if depth == 0:
-        refuse(value, where, f"nested less than {_DEPTH} deep")
+        raise_malformed(value, where, f"nested less than {_DEPTH} deep")
     if isinstance(value, (list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             check_depth(item, where, depth - 1)

@@ -78,27 +78,27 @@ def continue_callbacks(
     """Let callbacks continue in the next attempt, without `on_train_begin`.
 
     That is for callbacks of the user and of Keras. Those of tfdp begin anew, backup
-    callbacks with the attribute `is_again`, so that they resume a state of this call.
+    callbacks with the attribute `is_retry`, so that they resume a state of this call.
 
     Args:
         callbacks: The callbacks argument of the call of `fit`.
         stack: `contextlib.ExitStack`, closed at the end of that call; it then restores
-            `on_train_begin` and `is_again`.
+            `on_train_begin` and `is_retry`.
         begun: Container of the `id`s of the callbacks that have begun on this worker,
             or `None` for all. Defaults to `None`.
     """
-    for callback in filter(is_of_user, callback_list(callbacks)):
+    for callback in filter(is_user_callback, callback_list(callbacks)):
         if begun is None or id(callback) in begun:
             stack.enter_context(_without_begin(callback))
         elif isinstance(callback, keras.callbacks.CSVLogger):
             # In earlier attempts another worker has written the file: append to it.
             callback.append = True
     for callback in backup_callbacks(callbacks):
-        callback.is_again = True
-        stack.callback(setattr, callback, "is_again", False)
+        callback.is_retry = True
+        stack.callback(setattr, callback, "is_retry", False)
 
 
-def is_of_user(callback: Any) -> bool:
+def is_user_callback(callback: Any) -> bool:
     """Return whether a callback is the user's or Keras's, and not one of tfdp."""
     return not type(callback).__module__.startswith(_OWN)
 

@@ -20,7 +20,7 @@ from tfdp.training.replicas.assigned_values import (
     num_assigned,
     recorded_weights,
 )
-from tfdp.training.replicas.checksum import checksums, combined
+from tfdp.training.replicas.checksum import checksums, combine_checksums
 from tfdp.training.replicas.drift import replicated_weights
 from tfdp.training.step.step import LoopFeature, active
 
@@ -168,4 +168,4 @@ class DriftProbe(LoopFeature):
 
 def _checksum(parts: list[tf.Variable]) -> tf.Tensor:
     """Compute the checksum of one replica's weights, plus 1: zero means no check."""
-    return combined(checksums([part.read_value() for part in parts])) + 1
+    return combine_checksums(checksums([part.read_value() for part in parts])) + 1

@@ -22,7 +22,7 @@ from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.communication.coordination.watch import ClusterChanges, WorkerLost
 from tfdp.features.attempts import (
     continue_callbacks,
-    is_of_user,
+    is_user_callback,
     restart_data,
     why_not_read_again,
 )
@@ -83,7 +83,7 @@ class Elastic(Feature):
         if not continues(fit.strategy) or loops.current() is not None:
             return
         callbacks = fit.arguments.get("callbacks")
-        if any(callback.is_again for callback in backup_callbacks(callbacks)):
+        if any(callback.is_retry for callback in backup_callbacks(callbacks)):
             return
         self._begun = []
         if self.is_in_loop:
@@ -91,7 +91,7 @@ class Elastic(Feature):
                 "`fit` continues by itself after a loss: call it outside of the `with` "
                 "block of an `ElasticState`."
             )
-        if problem := _obstacle(fit) or why_not_read_again(fit):
+        if problem := _why_not_recoverable(fit) or why_not_read_again(fit):
             raise ValueError(f'`on_loss="continue"` {problem}')
         self.add_call(
             fit.strategy,
@@ -99,7 +99,7 @@ class Elastic(Feature):
         )
         if fit.strategy.extended.is_applicant:
             fit.arguments["callbacks"] = [
-                c for c in callback_list(callbacks) if not is_of_user(c)
+                c for c in callback_list(callbacks) if not is_user_callback(c)
             ]
 
     def add_call(self, strategy: Any, facts: dict[str, str]) -> None:
@@ -225,7 +225,7 @@ def continues(strategy: Any) -> bool:
     return strategy is not None and strategy.extended.continues_after_loss
 
 
-def _obstacle(fit: Fit) -> str:
+def _why_not_recoverable(fit: Fit) -> str:
     """Return why `fit` could not continue after the loss of a worker, or `""`."""
     callbacks = callback_list(fit.arguments.get("callbacks"))
     if not backup_callbacks(callbacks):
@@ -342,7 +342,7 @@ def _renew_optimizers(model: Any, trained: dict[str, list[Any]]) -> None:
         if not optimizer.sharding_options.shards_state:
             continue
         with strategy.scope():
-            renewed = optimizer.renewed()
+            renewed = optimizer.renew()
             setattr(model, name, renewed)
         # An optimizer that was not built yet has divided no parameters.
         if variables and renewed.sharding_options.shards_parameters:

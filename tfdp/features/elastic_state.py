@@ -180,7 +180,7 @@ class ElasticState:
         self._num_commits += 1
         self._save()
         if self._is_entered and self._continues:
-            self._watch.is_given(self._num_commits)
+            self._watch.any_worker_notified(self._num_commits)
             if self._watch.joining:
                 raise WorkersJoin(self._watch.joining)
 
@@ -219,7 +219,7 @@ class ElasticState:
         """
         if self._strategy is None:
             return contextlib.nullcontext()
-        return self._strategy.extended.explaining()
+        return self._strategy.extended.naming_lost_workers()
 
     def _is_recoverable(self, change: ClusterChanges) -> bool:
         """Return whether this worker may continue after a change of the workers.
@@ -315,7 +315,7 @@ class ElasticState:
             1,
             group,
             None if extended is None else extended.connect_workers,
-            reads_when_off=True,
+            reads_when_disabled=True,
         )
         found = find_newest(
             self._backups, self._memory, self._plan, is_end_of_epoch=False
@@ -373,10 +373,10 @@ class ElasticState:
             "values": _encoded(self._values),
         }
         tensors = backup_tensors(self._model, {}, in_epoch=True)
-        if self._memory.is_on:
+        if self._memory.is_enabled:
             self._memory.save(self._num_commits, tensors, run)
         is_due = self._num_commits and not self._num_commits % self._disk_every
-        if is_due or not self._memory.is_on:
+        if is_due or not self._memory.is_enabled:
             self._backups.save(self._num_commits, tensors, run)
 
     def _arguments(self) -> dict[str, Any]:

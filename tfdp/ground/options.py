@@ -295,7 +295,7 @@ def _check_whole_buckets(levels: Mapping[str, Any]) -> None:
             compression; a level may be missing.
     """
     inner, outer = levels.get("inner"), levels.get("outer")
-    is_alone = not feeds_back(inner)
+    is_alone = not has_error_feedback(inner)
     if not getattr(inner, "cuts_buckets", True) or (
         not getattr(outer, "cuts_buckets", True) and not is_alone
     ):
@@ -317,7 +317,7 @@ def _check_adasum(algorithm: Any, compression: Any) -> None:
             f"Received: algorithm={dict(algorithm)!r}"
         )
     given = compression.values() if isinstance(compression, Mapping) else [compression]
-    if any(map(feeds_back, given)):
+    if any(map(has_error_feedback, given)):
         raise ValueError(
             '`algorithm="adasum"` does not support compressors with residuals, which '
             'are added to a sum. Use `compression="fp16"` or "bf16". Received: '
@@ -325,7 +325,7 @@ def _check_adasum(algorithm: Any, compression: Any) -> None:
         )
 
 
-def feeds_back(compression: Any) -> bool:
+def has_error_feedback(compression: Any) -> bool:
     """Return whether a compression keeps its errors (residuals) for the next step."""
     return compression not in (None, *COMMUNICATION_DTYPES)
 
@@ -336,7 +336,7 @@ def _check_no_residuals(levels: tuple[Any, Any]) -> None:
     Args:
         levels: Tuple of the compressions inside nodes and across them.
     """
-    if any(map(feeds_back, levels)):
+    if any(map(has_error_feedback, levels)):
         raise ValueError(
             "A compressor keeps a residual for each bucket, so buckets must not "
             'change. With `bucket_mb="auto"` compress to "fp16" or "bf16", or give a '

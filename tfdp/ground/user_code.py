@@ -51,7 +51,7 @@ def warn(message: str, *, once_for: Any = None, topic: str = "") -> None:
         topic: String that identifies the warning among those about the object.
             Defaults to the message.
     """
-    if once_for is not None and not is_first_time(topic or message, once_for):
+    if once_for is not None and not record_if_new(topic or message, once_for):
         return
     depth, frame = 1, inspect.currentframe()
     while frame is not None and not _is_of_user(frame):
@@ -63,7 +63,7 @@ def warn(message: str, *, once_for: Any = None, topic: str = "") -> None:
     warnings.warn(message, stacklevel=2 if frame is None else depth)
 
 
-def is_first_time(topic: str, about: Any) -> bool:
+def record_if_new(topic: str, about: Any) -> bool:
     """Return whether a topic of an object is new, and record it.
 
     Args:
@@ -77,11 +77,11 @@ def is_first_time(topic: str, about: Any) -> bool:
 
 
 def forget_topics() -> None:
-    """Forget which warnings `warn` and `is_first_time` have recorded, for tests."""
+    """Forget which warnings `warn` and `record_if_new` have recorded, for tests."""
     _topics.clear()
 
 
-def place_of(frame: types.FrameType | None) -> str:
+def describe_user_line(frame: types.FrameType | None) -> str:
     """Describe the innermost line of the user's code that a frame was called from.
 
     Args:
@@ -92,7 +92,7 @@ def place_of(frame: types.FrameType | None) -> str:
 
     Example:
 
-    >>> text = "import inspect; print(place_of(inspect.currentframe()))"
+    >>> text = "import inspect; print(describe_user_line(inspect.currentframe()))"
     >>> exec(compile(text, "<in>", "exec"))
     line 1 of <in>
     """
@@ -174,7 +174,7 @@ def _watch(module: Any) -> None:
     context = module.Context
     original = context.ensure_initialized
     if module._context is not None and module._context._initialized:
-        importer = place_of(inspect.currentframe())
+        importer = describe_user_line(inspect.currentframe())
         _started_at[:] = [f"before tfdp was imported at {importer}"]
         _started_by[:] = [Owner()]
         return
@@ -183,7 +183,7 @@ def _watch(module: Any) -> None:
     def ensure_initialized(self: Any) -> None:
         """Record the caller, restore TensorFlow's method, and call it."""
         if not self._initialized:
-            _started_at[:] = [f"at {place_of(inspect.currentframe())}"]
+            _started_at[:] = [f"at {describe_user_line(inspect.currentframe())}"]
             _started_by[:] = [Owner()]
         context.ensure_initialized = original
         original(self)
@@ -193,10 +193,10 @@ def _watch(module: Any) -> None:
 
 def _is_of_user(frame: types.FrameType) -> bool:
     """Return whether a frame runs the user's code."""
-    return is_of_user(frame.f_code.co_filename)
+    return is_user_file(frame.f_code.co_filename)
 
 
-def is_of_user(path: str) -> bool:
+def is_user_file(path: str) -> bool:
     """Return whether a file is the user's: not of Python, tfdp or an installed package.
 
     Args:

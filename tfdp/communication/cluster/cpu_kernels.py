@@ -39,7 +39,7 @@ def warn_of_slow_kernels() -> None:
     The measurement takes some milliseconds. There is no warning if the user has set
     the environment variable for oneDNN.
     """
-    if not user_code.is_first_time("slow kernels", warn_of_slow_kernels):
+    if not user_code.record_if_new("slow kernels", warn_of_slow_kernels):
         return
     if VARIABLE in os.environ or runtime.uses_onednn() or not is_left_off():
         return
@@ -62,13 +62,14 @@ def describe() -> str:
     """
     factor = gradient_factor()
     text = (
-        f"{chosen()}: the gradient of a dense layer takes {factor:.1f} forward passes"
+        f"{describe_kernels()}: the gradient of a dense layer takes {factor:.1f} "
+        "forward passes"
     )
     is_slow = factor >= _SLOW_FACTOR and not runtime.uses_onednn()
     return f"{text}; set {VARIABLE}=1" if is_slow else text
 
 
-def chosen() -> str:
+def describe_kernels() -> str:
     """Describe the CPU's vector instructions and the kernels that TensorFlow uses.
 
     No TensorFlow device is started.
@@ -78,7 +79,8 @@ def chosen() -> str:
 
     Example:
 
-    >>> chosen().rpartition("; ")[2] in ("oneDNN", "TensorFlow's own, oneDNN is off")
+    >>> kernels = describe_kernels().rpartition("; ")[2]
+    >>> kernels in ("oneDNN", "TensorFlow's own, oneDNN is off")
     True
     """
     kernels = "oneDNN" if runtime.uses_onednn() else "TensorFlow's own, oneDNN is off"

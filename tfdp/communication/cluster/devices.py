@@ -99,7 +99,7 @@ def set_logical_cpus(count: int) -> list[str]:
     return [f"CPU:{index}" for index in range(count)]
 
 
-def default_cpus(count: int | None) -> None:
+def create_default_cpus(count: int | None) -> None:
     """Create the logical CPU devices of a machine without GPUs.
 
     Without a number, do nothing if devices are configured, and warn if TensorFlow has

@@ -33,7 +33,7 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     return []
 
 
-def own_gpus(index: int, count: int, gpus: Sequence[str]) -> dict[str, str]:
+def gpu_environment(index: int, count: int, gpus: Sequence[str]) -> dict[str, str]:
     """Return the environment that gives a worker its part of this machine's GPUs.
 
     NCCL refuses two workers on one GPU.
@@ -49,7 +49,7 @@ def own_gpus(index: int, count: int, gpus: Sequence[str]) -> dict[str, str]:
 
     Example:
 
-    >>> own_gpus(1, 2, ["0", "1", "2", "3"])
+    >>> gpu_environment(1, 2, ["0", "1", "2", "3"])
     {'CUDA_VISIBLE_DEVICES': '2,3'}
     """
     each = len(gpus) // count

@@ -11,7 +11,7 @@ from typing import Any
 
 from tfdp.communication.cluster import slurm
 from tfdp.communication.cluster.address import join_address
-from tfdp.communication.cluster.gpus import own_gpus, visible_gpus
+from tfdp.communication.cluster.gpus import gpu_environment, visible_gpus
 from tfdp.communication.cluster.launchers import LaunchedRank, has_mpi4py, mpi_rank
 from tfdp.communication.cluster.mpi_job import MpiJob
 from tfdp.communication.cluster.mpi_start import start_job
@@ -291,4 +291,4 @@ def _divide_gpus(rank: int, placements: Sequence[ProcessPlacement]) -> None:
     ]
     gpus: Any = placements[rank].gpus
     if all(placements[r].gpus == gpus for r in peers):
-        os.environ.update(own_gpus(peers.index(rank), len(peers), gpus))
+        os.environ.update(gpu_environment(peers.index(rank), len(peers), gpus))

@@ -25,7 +25,7 @@ _SHARED_MEMORY = re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_0$", re.MULTILINE)
 
 
 @contextlib.contextmanager
-def start_deadline(sentence: str, limit_seconds: float) -> Iterator[None]:
+def kill_after_deadline(sentence: str, limit_seconds: float) -> Iterator[None]:
     """Print a sentence and kill this process if the block does not end in time.
 
     Args:

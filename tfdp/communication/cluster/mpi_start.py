@@ -14,8 +14,8 @@ from typing import Any
 
 from tfdp.communication.cluster.launchers import LaunchedRank, has_mpi4py, mpi_rank
 from tfdp.communication.cluster.mpi_guard import (
+    kill_after_deadline,
     shared_memory_of,
-    start_deadline,
     unlink,
 )
 from tfdp.communication.cluster.mpi_job import LONGEST_PAUSE_SECONDS, Backoff, MpiJob
@@ -204,7 +204,7 @@ def _initialize(
         "job have started it. Start the same script in all of them, and check the end "
         "of their output."
     )
-    with start_deadline(sentence, limit):
+    with kill_after_deadline(sentence, limit):
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
 
 
@@ -265,14 +265,14 @@ def _end(job: MpiJob) -> None:
     # this one in a collective.
     has_failed = getattr(sys, "last_value", None) is not None
     is_ours = importlib.import_module("mpi4py").rc.finalize is False
-    if job.is_complete and not has_failed and _all_end(job):
+    if job.is_complete and not has_failed and _wait_until_finalizable(job):
         if is_ours:
             job.mpi.Finalize()
     elif not is_ours:
         job.comm.Abort(1)  # else mpi4py finalizes MPI at exit, which blocks
 
 
-def _all_end(job: MpiJob) -> bool:
+def _wait_until_finalizable(job: MpiJob) -> bool:
     """Wait until all processes are about to exit; return whether MPI can be finalized.
 
     It can unless a process has pending requests. Processes poll with pauses, since one

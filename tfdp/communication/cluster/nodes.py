@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from tfdp.communication.cluster.address import ip_address
-from tfdp.communication.cluster.own_addresses import addresses_of, call_at_once
+from tfdp.communication.cluster.own_addresses import addresses_of, call_concurrently
 from tfdp.ground.plans.topology import Topology, join_overlapping
 from tfdp.ground.text import pluralize
 
@@ -122,7 +122,7 @@ def _resolve_all(
         """Return the addresses of a host name, normalized; none if it has none."""
         return [_address(text) or text for text in resolve(name)]
 
-    return found | call_at_once(look_up, unknown, _RESOLVE_SECONDS)
+    return found | call_concurrently(look_up, unknown, _RESOLVE_SECONDS)
 
 
 def _address(text: str) -> str | None:

@@ -218,7 +218,7 @@ def reachable_addresses(
         for rank, (addresses, _, _) in candidates.items()
         for address in addresses
     ]
-    answers = call_at_once(
+    answers = call_concurrently(
         lambda pair: _answers(pair[1], *candidates[pair[0]][1:]), pairs
     )
     return {
@@ -236,7 +236,7 @@ def _answers(address: str, port: int, token: str) -> bool:
         return False
 
 
-def call_at_once(
+def call_concurrently(
     function: Callable[[_Item], _Result],
     items: Iterable[_Item],
     timeout_seconds: float | None = None,

@@ -15,7 +15,7 @@ from tfdp.communication.cluster.address import is_local_name, split_address
 from tfdp.communication.cluster.limits import lack_of_files
 from tfdp.communication.cluster.own_addresses import (
     addresses_of,
-    call_at_once,
+    call_concurrently,
     family_of,
     is_loopback,
     is_own,
@@ -125,7 +125,7 @@ def unreachable_workers(cluster: Cluster, timeout_seconds: float) -> list[int]:
                 return
             time.sleep(0.1)
 
-    call_at_once(try_until, ranks, timeout_seconds)
+    call_concurrently(try_until, ranks, timeout_seconds)
     # Threads that have not returned in time may still write, so `sorted` makes a copy.
     return sorted(silent)
 

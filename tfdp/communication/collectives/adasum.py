@@ -210,11 +210,11 @@ def _combine(flat: tf.Tensor, sizes: Sequence[int], groups: _Groups) -> tf.Tenso
     # The sizes must add up to all elements, so the padding counts as a gradient.
     sizes = [*sizes, flat.shape[0] - sum(sizes)]
     if groups.member >= core:
-        _send(flat, groups, core, from_lower=False)
-        return _send(flat, groups, core, from_lower=True)[:length]
+        _broadcast_in_pair(flat, groups, core, from_lower=False)
+        return _broadcast_in_pair(flat, groups, core, from_lower=True)[:length]
     has_extra = groups.member + core < groups.num_members
     if has_extra:
-        other = _send(flat, groups, core, from_lower=False)
+        other = _broadcast_in_pair(flat, groups, core, from_lower=False)
         flat = _combine_pair(flat, other, sizes, groups, core)
     for distance in powers_below(core):
         lower, upper, half = _exchange_halves(flat, groups, distance)
@@ -224,7 +224,7 @@ def _combine(flat: tf.Tensor, sizes: Sequence[int], groups: _Groups) -> tf.Tenso
     for distance in reversed(powers_below(core)):
         flat = _pair_of(groups, distance).all_gather(flat)
     if has_extra:
-        _send(flat, groups, core, from_lower=True)
+        _broadcast_in_pair(flat, groups, core, from_lower=True)
     return flat[:length]
 
 
@@ -256,7 +256,7 @@ def _exchange_halves(
     return first, second, half
 
 
-def _send(
+def _broadcast_in_pair(
     flat: tf.Tensor, groups: _Groups, distance: int, *, from_lower: bool
 ) -> tf.Tensor:
     """Broadcast one member's tensor in the caller's pair; return it on both members.

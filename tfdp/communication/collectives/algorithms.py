@@ -71,10 +71,12 @@ def _tree_reduce(flat: tf.Tensor, member: Member) -> tf.Tensor | None:
     pairs = pairs_of("tree", member.group)
     for distance in powers_below(member.group.size):
         if member.position % (2 * distance) == distance:
-            _send(flat, member, pairs[distance], upwards=False)
+            _broadcast_in_pair(flat, member, pairs[distance], upwards=False)
             return None
         if _has_partner(member, distance):
-            flat = flat + _send(flat, member, pairs[distance], upwards=False)
+            flat = flat + _broadcast_in_pair(
+                flat, member, pairs[distance], upwards=False
+            )
     return flat
 
 
@@ -93,7 +95,7 @@ def _tree_broadcast(
     for distance in reversed(powers_below(member.group.size)):
         is_below = member.position % (2 * distance) == distance
         if is_below or _has_partner(member, distance):
-            total = _send(total, member, pairs[distance], upwards=True)
+            total = _broadcast_in_pair(total, member, pairs[distance], upwards=True)
     return total
 
 
@@ -103,7 +105,9 @@ def _has_partner(member: Member, distance: int) -> bool:
     return is_first and member.position + distance < member.group.size
 
 
-def _send(flat: tf.Tensor, member: Member, pairs: Pairs, *, upwards: bool) -> tf.Tensor:
+def _broadcast_in_pair(
+    flat: tf.Tensor, member: Member, pairs: Pairs, *, upwards: bool
+) -> tf.Tensor:
     """Broadcast within each pair, `upwards` from the lower to the higher position.
 
     Args:
@@ -132,10 +136,10 @@ def _halve(flat: tf.Tensor, member: Member) -> tf.Tensor | None:
     core = power_of_two_in(member.group.size)
     pairs = pairs_of("halving_doubling", member.group)
     if member.position >= core:
-        _send(flat, member, pairs[core], upwards=False)
+        _broadcast_in_pair(flat, member, pairs[core], upwards=False)
         return None
     if member.position + core < member.group.size:
-        flat = flat + _send(flat, member, pairs[core], upwards=False)
+        flat = flat + _broadcast_in_pair(flat, member, pairs[core], upwards=False)
     for distance in powers_below(core):
         flat = member.inside(pairs[distance]).reduce_scatter(flat)
     return flat
@@ -152,11 +156,11 @@ def _double(shard: tf.Tensor | None, flat: tf.Tensor, member: Member) -> tf.Tens
     core = power_of_two_in(member.group.size)
     pairs = pairs_of("halving_doubling", member.group)
     if shard is None:
-        return _send(flat, member, pairs[core], upwards=True)
+        return _broadcast_in_pair(flat, member, pairs[core], upwards=True)
     for distance in reversed(powers_below(core)):
         shard = member.inside(pairs[distance]).all_gather(shard)
     if member.position + core < member.group.size:
-        _send(shard, member, pairs[core], upwards=True)
+        _broadcast_in_pair(shard, member, pairs[core], upwards=True)
     return shard
 
 

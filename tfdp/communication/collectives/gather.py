@@ -57,7 +57,7 @@ def gather_first_axis(
         (rows times elements of a row), `[group.size]`, int32.
     """
     member = Member(group, replica)
-    progress.reduction_traced(f"gather {rows.dtype.name} {rows.shape[1:]}")
+    progress.record_reduction(f"gather {rows.dtype.name} {rows.shape[1:]}")
     with tf.device(group.devices[replica]):
         row_shape = tf.shape(rows)[1:]
         flat = tf.reshape(

@@ -51,7 +51,7 @@ def is_collective(op: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """Call of a collective: its group, its replica and its chain of the launch order.
 
     Args:
@@ -106,7 +106,7 @@ class Transport(Protocol):
     rounds_sums_once: bool
 
     def run(
-        self, kind: str, tensor: tf.Tensor, call: Call, source: int = 0
+        self, kind: str, tensor: tf.Tensor, call: CollectiveCall, source: int = 0
     ) -> tf.Tensor:
         """Run a collective.
 
@@ -117,7 +117,7 @@ class Transport(Protocol):
                 `"reduce_scatter"` sums, and keeps the slice at the replica's position;
                 `"broadcast"` copies the tensor of the source.
             tensor: Tensor that is not empty.
-            call: `Call`.
+            call: `CollectiveCall`.
             source: Int, the position of a broadcast's source. Defaults to `0`.
 
         Returns:

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.collectives import timing
-from tfdp.communication.collectives.groups import Call, ProcessGroup
+from tfdp.communication.collectives.groups import CollectiveCall, ProcessGroup
 from tfdp.communication.collectives.instance_keys import SIZES
 
 
@@ -178,7 +178,7 @@ class Member:
             Tensor, the result of the transport.
         """
         group, replica, channel = self.group, self.replica, self.channel
-        call = Call(group, replica, channel, size, is_alone)
+        call = CollectiveCall(group, replica, channel, size, is_alone)
         chain = hash((id(group.launch_order), replica, channel))
         with (
             timing.measured(kind, tensor, replica, group.size, chain) as done,

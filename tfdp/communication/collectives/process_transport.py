@@ -27,7 +27,7 @@ from tfdp.communication.collectives.collective_thread import (
     from_bytes,
     generation_of,
 )
-from tfdp.communication.collectives.groups import SCOPE, Call, ProcessGroup
+from tfdp.communication.collectives.groups import SCOPE, CollectiveCall, ProcessGroup
 from tfdp.communication.collectives.process_collectives import ProcessCollectives
 from tfdp.communication.coordination.flight_record import (
     CollectiveIdentity,
@@ -129,14 +129,14 @@ class ProcessTransport:
         self._lock = threading.Lock()
 
     def run(
-        self, kind: str, tensor: tf.Tensor, call: Call, source: int = 0
+        self, kind: str, tensor: tf.Tensor, call: CollectiveCall, source: int = 0
     ) -> tf.Tensor:
         """Run a collective on the thread and communicator of its group and channel.
 
         Args:
             kind: String, such as `"all_reduce"`; `Transport.run` describes all kinds.
             tensor: Tensor that is not empty.
-            call: `Call`, the group, the calling replica and its channel.
+            call: `CollectiveCall`, the group, the calling replica and its channel.
             source: Int, the position of a broadcast's source. Defaults to `0`.
 
         Returns:

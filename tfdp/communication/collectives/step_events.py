@@ -23,7 +23,7 @@ BATCH = "batch"  # a worker's mark: samples of the global batch, number of steps
 NORM = "norm"  # a replica's mark: its part of the squared norm, and the step
 
 
-class DataWait:
+class StepDataWaits:
     """Sum of the times that the steps of `fit` wait for data, of one worker.
 
     Steps that are traced while it is active get two time stamps. Python reads the sum
@@ -78,7 +78,7 @@ class DataWait:
         return float(value.numpy())
 
 
-data_waits: ActiveHooks[DataWait] = ActiveHooks()
+data_waits: ActiveHooks[StepDataWaits] = ActiveHooks()
 
 
 def record_step_begin(data: list[tf.Tensor]) -> list[tf.Tensor]:

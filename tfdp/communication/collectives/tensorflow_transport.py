@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.collectives.groups import Call
+from tfdp.communication.collectives.groups import CollectiveCall
 from tfdp.communication.coordination.flight_steps import (
     TracedCollective,
     traced_collectives,
@@ -46,7 +46,7 @@ class TensorFlowTransport:
         self.rounds_sums_once = False
 
     def run(
-        self, kind: str, tensor: tf.Tensor, call: Call, source: int = 0
+        self, kind: str, tensor: tf.Tensor, call: CollectiveCall, source: int = 0
     ) -> tf.Tensor:
         """Run a collective by an operation of TensorFlow, as in `Transport.run`.
 
@@ -62,14 +62,16 @@ class TensorFlowTransport:
             _register_trace(kind, sent, result, call)
         return back(result)
 
-    def _collective(self, kind: str, tensor: tf.Tensor, call: Call) -> tf.Tensor:
+    def _collective(
+        self, kind: str, tensor: tf.Tensor, call: CollectiveCall
+    ) -> tf.Tensor:
         """Run a collective other than a broadcast.
 
         Args:
             kind: String, `"all_reduce"`, `"all_gather"`, `"all_to_all"` or
                 `"reduce_scatter"`.
             tensor: Tensor that is not empty.
-            call: `Call`, the group, the calling replica and its channel.
+            call: `CollectiveCall`, the group, the calling replica and its channel.
         """
         options: dict[str, Any] = {}
         name = kind
@@ -84,12 +86,14 @@ class TensorFlowTransport:
         arguments = self._arguments(name, tensor, call)
         return _OPERATIONS[kind](input=tensor, **options, **arguments)
 
-    def _broadcast(self, tensor: tf.Tensor, call: Call, source: int) -> tf.Tensor:
+    def _broadcast(
+        self, tensor: tf.Tensor, call: CollectiveCall, source: int
+    ) -> tf.Tensor:
         """Broadcast the tensor of one replica to its group, in launch order.
 
         Args:
             tensor: Tensor; the others' values are ignored, but not dtype and shape.
-            call: `Call`, which has the group and the calling replica.
+            call: `CollectiveCall`, which has the group and the calling replica.
             source: Int, position of the source in the group.
 
         Returns:
@@ -114,13 +118,13 @@ class TensorFlowTransport:
             tf.raw_ops.AssignVariableOp(resource=token, value=0.0)
         return result
 
-    def _arguments(self, kind: str, tensor: tf.Tensor, call: Call) -> dict:
+    def _arguments(self, kind: str, tensor: tf.Tensor, call: CollectiveCall) -> dict:
         """Return the arguments that all collective operations share, by name.
 
         Args:
             kind: String, which distinguishes the keys of different collectives.
             tensor: Tensor that is sent.
-            call: `Call`.
+            call: `CollectiveCall`.
         """
         group = call.group
         _check_loop(len(group.devices))
@@ -136,7 +140,7 @@ class TensorFlowTransport:
 
 
 def _register_trace(
-    kind: str, tensor: tf.Tensor, result: tf.Tensor, call: Call
+    kind: str, tensor: tf.Tensor, result: tf.Tensor, call: CollectiveCall
 ) -> None:
     """Register a traced collective for flight records, once for all local replicas.
 
@@ -144,7 +148,7 @@ def _register_trace(
         kind: String, the kind of the collective.
         tensor: Tensor that is sent.
         result: Tensor, the result of the operation.
-        call: `Call`.
+        call: `CollectiveCall`.
     """
     positions = call.group.local_positions
     if any(position is not None for position in positions[: call.replica]):

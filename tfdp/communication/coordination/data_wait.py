@@ -27,7 +27,7 @@ class ReadCounts(NamedTuple):
     received: int
 
 
-class DataWait:
+class BatchWait:
     """Time that this process has waited for one batch; thread-safe.
 
     `reading` records reads by Python. Steps count the batches that they have requested
@@ -37,7 +37,7 @@ class DataWait:
 
     Example:
 
-    >>> wait = DataWait()
+    >>> wait = BatchWait()
     >>> wait.seconds
     0.0
     """
@@ -96,4 +96,4 @@ def used_processor_seconds() -> float:
     return used
 
 
-data_wait = DataWait()
+data_wait = BatchWait()

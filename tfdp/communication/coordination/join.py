@@ -15,7 +15,7 @@ from tfdp.communication.cluster import Cluster, find_cluster
 from tfdp.communication.cluster.devices import set_logical_cpus
 from tfdp.communication.cluster.limits import check_limits
 from tfdp.communication.coordination.preemption import PREEMPTED
-from tfdp.communication.store import JobRuns, Membership, ask_job
+from tfdp.communication.store import JobAlreadyRunning, Membership, ask_job
 from tfdp.ground import forks, user_code
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.text import say
@@ -41,7 +41,7 @@ class Worker:
         devices: Sequence of device strings, the user's choice, or `None`.
         timeout_seconds: Float or `None`, the longest wait for other workers.
         membership: `Membership` in the cluster, or `None` on a single machine.
-        applies_to: `Cluster` of the running job that this process is to join in `fit`,
+        job_to_join: `Cluster` of the running job that this process is to join in `fit`,
             or `None`. Until it has joined, it trains with no other worker.
         min_workers: Int, least number of workers with which training continues after
             the loss of others, or `None` if it does not. Defaults to `None`.
@@ -52,7 +52,7 @@ class Worker:
     devices: Sequence[str] | None
     timeout_seconds: float | None
     membership: Membership | None = None
-    applies_to: Cluster | None = None
+    job_to_join: Cluster | None = None
     min_workers: int | None = None
 
     @property
@@ -76,7 +76,7 @@ def start_worker(
 ) -> Worker:
     """Find the cluster, check the set-up of this process, and join the cluster.
 
-    A process whose job runs already does not join yet: the result has `applies_to`.
+    A process whose job runs already does not join yet: the result has `job_to_join`.
 
     Args:
         resolver: A cluster resolver or `None` for the environment's cluster.
@@ -119,12 +119,12 @@ def start_worker(
     limit = options.timeout_seconds
     try:
         if least and not _memberships and ask_job(cluster) is not None:
-            raise JobRuns
+            raise JobAlreadyRunning
         membership = _join(cluster, limit, may_run_already=least is not None)
-    except JobRuns:
+    except JobAlreadyRunning:
         resolver = resolver_of_environment(None)
         return Worker(
-            None, resolver, devices, limit, applies_to=cluster, min_workers=least
+            None, resolver, devices, limit, job_to_join=cluster, min_workers=least
         )
     if membership.generation:
         # Workers were lost since the job started, and the cluster differs from
@@ -180,7 +180,7 @@ def join_running_job(
     """Apply to a running job, and join its cluster once its workers admit this process.
 
     Args:
-        worker: `Worker`, this process, whose `applies_to` is the job's cluster.
+        worker: `Worker`, this process, whose `job_to_join` is the job's cluster.
         facts: Dict of strings, the settings that must be the same on all workers.
         timeout_seconds: Float or `None`, the longest wait. `None` means no limit.
 
@@ -192,7 +192,7 @@ def join_running_job(
         ValueError: If the workers of the job have other facts.
         SystemExit: With code 75, if no worker of the job has answered for 20 seconds.
     """
-    origin = worker.applies_to
+    origin = worker.job_to_join
     assert origin is not None
     begin = heard = time.monotonic()
     first: int | None = None
@@ -273,7 +273,7 @@ def _join_later_cluster(
         cluster=cluster,
         resolver=_resolver(cluster),
         membership=membership,
-        applies_to=None,
+        job_to_join=None,
     )
 
 

@@ -39,7 +39,7 @@ class PreemptionNotice:
         self._previous_handlers: dict[int, Any] = {}
 
     @property
-    def is_given(self) -> bool:
+    def is_received(self) -> bool:
         """Bool, whether one of the signals was received."""
         return bool(self._received)
 
@@ -109,7 +109,8 @@ class PreemptionWatch:
 
     Attributes:
         joining: List of strings, the addresses of all processes that apply to join, by
-            the last call of `is_given`; empty at steps between two all-gathers.
+            the last call of `any_worker_notified`; empty at steps between two
+            all-gathers.
         are_all_given: Bool, whether all workers had a notice at the last all-gather.
     """
 
@@ -126,24 +127,24 @@ class PreemptionWatch:
         self._steps_between = self._next_step = 0
         self._last_step_and_time: tuple[int, float] | None = None
 
-    def is_given(self, step: int, *, must_ask: bool = False) -> bool:
+    def any_worker_notified(self, step: int, *, must_gather: bool = False) -> bool:
         """Return whether any worker has a notice, if workers all-gather at this step.
 
         All workers get the same answer: `False` at steps between two all-gathers.
 
         Args:
             step: Int, the same on all workers, never less than before.
-            must_ask: Bool, whether to all-gather at this step in any case. Defaults to
-                `False`.
+            must_gather: Bool, whether to all-gather at this step in any case. Defaults
+                to `False`.
         """
         self.joining = []
         if self._worker_group.num_workers == 1:
             self.joining = self._applicants()
-            self.are_all_given = self._notice.is_given
+            self.are_all_given = self._notice.is_received
             return self.are_all_given
-        if step < self._next_step and not must_ask:
+        if step < self._next_step and not must_gather:
             return False
-        answer = [self._notice.is_given, self._rate(step), self._applicants()]
+        answer = [self._notice.is_received, self._rate(step), self._applicants()]
         answers = self._worker_group.all_gather("preemption", answer)
         self.joining = sorted({each for *_, came in answers for each in came})
         slowest = min(rate for _, rate, _ in answers)
@@ -155,7 +156,7 @@ class PreemptionWatch:
         self.are_all_given = all(notices)
         return any(notices)
 
-    def is_given_to_all(self, step: int) -> bool:
+    def all_workers_notified(self, step: int) -> bool:
         """Return whether all workers have a notice. All workers call it together.
 
         If some had none at the last all-gather, this waits 0.2 seconds for their
@@ -166,7 +167,7 @@ class PreemptionWatch:
         """
         if not self.are_all_given:
             time.sleep(_NOTICES_SECONDS)
-            self.is_given(step, must_ask=True)
+            self.any_worker_notified(step, must_gather=True)
         return self.are_all_given
 
     def _rate(self, step: int) -> float:

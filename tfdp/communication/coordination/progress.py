@@ -200,12 +200,12 @@ class ProgressRecorder:
             self._topics.pop()
             self._advance()
 
-    def texts_gathered(self) -> None:
+    def record_texts_gathered(self) -> None:
         """Record that an all-gather of texts is complete."""
         self._num_answers += 1
         self._left_scopes = {}
 
-    def scope_left(self, line: str) -> None:
+    def record_scope_left(self, line: str) -> None:
         """Record that this worker has left `strategy.scope()` without synchronizing.
 
         Args:
@@ -235,7 +235,7 @@ class ProgressRecorder:
         self._reductions, self._left_scopes = set(), {}
         self._restarted_at = time.perf_counter()
 
-    def reduction_traced(self, signature: str) -> None:
+    def record_reduction(self, signature: str) -> None:
         """Add a reduction to the checksum of those that this worker has traced.
 
         Workers compare the checksum to find one that has traced other reductions, in

@@ -157,7 +157,7 @@ class WorkerGroup:
             self.num_calls += 1
             texts = self._wait(gathering, limit, topic, check)
             self._ring.end(entry)
-            self._progress.texts_gathered()
+            self._progress.record_texts_gathered()
             return self._values(topic, texts)
 
     def all_equal(self, topic: str, value: Any) -> bool:

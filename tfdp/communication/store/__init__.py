@@ -14,14 +14,18 @@ order:
 from tfdp.communication.connection.messages import MessageTooLong
 from tfdp.communication.store.admission import Admission, JobState, ask_job, ask_workers
 from tfdp.communication.store.client import Gathering, HostLost, Store
-from tfdp.communication.store.membership import JobRuns, Membership, own_version
+from tfdp.communication.store.membership import (
+    JobAlreadyRunning,
+    Membership,
+    own_version,
+)
 from tfdp.communication.store.server import Server, beat_seconds
 
 __all__ = [
     "Admission",
     "Gathering",
     "HostLost",
-    "JobRuns",
+    "JobAlreadyRunning",
     "JobState",
     "Membership",
     "MessageTooLong",

@@ -134,7 +134,7 @@ class Admission:
             ConnectionFailed: If its host name does not resolve here.
         """
         if self.is_local:
-            return [(socket.AF_UNIX, local_name(worker))]
+            return [(socket.AF_UNIX, unix_socket_name(worker))]
         host, port = split_address(worker)
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -225,7 +225,7 @@ def _is_one_machine(hosts: Sequence[str]) -> bool:
     return len(set(hosts)) == 1 and any(map(is_own, addresses_of(hosts[0])))
 
 
-def local_name(worker: str) -> str:
+def unix_socket_name(worker: str) -> str:
     """Return the name of a worker's abstract Unix socket, which leaves no file.
 
     Args:

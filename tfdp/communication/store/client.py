@@ -16,7 +16,7 @@ from typing import Any
 from tfdp.communication.connection.handshake import ConnectionFailed
 from tfdp.communication.connection.messages import encode
 from tfdp.communication.store.contents import Contents
-from tfdp.communication.store.hosts import Connection, Hosts, Refused
+from tfdp.communication.store.hosts import HostConnection, Hosts, Refused
 from tfdp.ground.base.threads import start_thread
 
 # Longest wait in seconds for the host's answer to a request that the host answers at
@@ -53,7 +53,7 @@ class Store:
         ConnectionFailed: If the host is not reached, or refuses this process.
 
     Attributes:
-        connection: `Connection` to the host, or `None` between two hosts.
+        connection: `HostConnection` to the host, or `None` between two hosts.
         news: Callable, receives a dict of news about workers that the host sends
             unasked; called on the thread that reads the connection.
         lost: Callable, called on the same thread once the connection has ended, while
@@ -87,7 +87,7 @@ class Store:
         self._hurry = threading.Event()
         # Event that is set while this process has no connection to a host.
         self._has_ended = threading.Event()
-        self.connection: Connection | None = hosts.connect(host)
+        self.connection: HostConnection | None = hosts.connect(host)
         self._begin_reading(self.connection)
 
     def new_prefix(self) -> str:
@@ -272,7 +272,7 @@ class Store:
         with self._lock:
             self._waiting.pop(pending.number, None)
 
-    def _read(self, connection: Connection) -> bool:
+    def _read(self, connection: HostConnection) -> bool:
         """Handle what the host has sent: answers, news of workers, changes of the copy.
 
         Called on the acceptor's thread.
@@ -387,7 +387,7 @@ class Store:
                 connection.send_encoded(pending.encoded)
         self._begin_reading(connection)
 
-    def _begin_reading(self, connection: Connection) -> None:
+    def _begin_reading(self, connection: HostConnection) -> None:
         """Handle messages that came with the admission, and those that come later."""
         for message in connection.first:
             self._receive(message)

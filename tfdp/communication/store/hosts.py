@@ -27,7 +27,7 @@ class Refused(ConnectionFailed):
         self.is_ending = is_ending
 
 
-class Connection(MessageConnection):
+class HostConnection(MessageConnection):
     """Connection to the process that hosts the store, after the host's admission.
 
     Args:
@@ -67,7 +67,7 @@ class Connection(MessageConnection):
 class Hosts(Protocol):
     """Interface through which a member's `Store` reaches the processes that host it."""
 
-    def connect(self, rank: int, seconds: float = ATTEMPT_SECONDS) -> Connection:
+    def connect(self, rank: int, seconds: float = ATTEMPT_SECONDS) -> HostConnection:
         """Connect to a worker that hosts the store, or soon will.
 
         Args:
@@ -79,11 +79,11 @@ class Hosts(Protocol):
             ValueError: If the process that listens there is not of this job.
         """
 
-    def watch(self, connection: Connection, read: Callable[[], bool]) -> None:
+    def watch(self, connection: HostConnection, read: Callable[[], bool]) -> None:
         """Call `read` on the acceptor's thread whenever a connection has data.
 
         Args:
-            connection: `Connection` of the member.
+            connection: `HostConnection` of the member.
             read: Callable, returns false at the end of the connection.
         """
 

@@ -36,12 +36,12 @@ from tfdp.communication.store.admission import (
     Admission,
     JobState,
     ask_job,
-    local_name,
     new_socket,
+    unix_socket_name,
 )
 from tfdp.communication.store.client import HostLost, Store
 from tfdp.communication.store.contents import Contents
-from tfdp.communication.store.hosts import ATTEMPT_SECONDS, Connection
+from tfdp.communication.store.hosts import ATTEMPT_SECONDS, HostConnection
 from tfdp.communication.store.server import Server
 from tfdp.ground import user_code
 from tfdp.ground.forks import Owner
@@ -64,7 +64,7 @@ _APPLICATION_SECONDS = 3.0
 _BACKLOG = 512
 
 
-class JobRuns(Exception):
+class JobAlreadyRunning(Exception):
     """Error: the missing workers are in a later cluster of the job, which runs."""
 
 
@@ -161,7 +161,7 @@ class Membership:
                 of the job. Defaults to `False`.
 
         Raises:
-            JobRuns: If the missing workers are in a later cluster.
+            JobAlreadyRunning: If the missing workers are in a later cluster.
             TimeoutError: If a worker does not join in time.
             ValueError: If another program listens on the port of the store's host, or
                 workers run different versions of tfdp.
@@ -176,7 +176,7 @@ class Membership:
                 return
             except (ConnectionFailed, HostLost) as error:
                 self._report_missing([host], str(error), begin, timeout_seconds)
-                lost = self._are_lost(range(self.cluster.rank))
+                lost = self._find_lost(range(self.cluster.rank))
                 if host in lost:
                     host = self._choose_new_host(lost)
             time.sleep(_RETRY_SECONDS)
@@ -261,11 +261,11 @@ class Membership:
         while (versions := gathering.texts(_WAIT_SECONDS)) is None:
             if not (missing := gathering.missing()):
                 continue
-            if lost := self._are_lost(missing):
+            if lost := self._find_lost(missing):
                 self.store.expel(lost)
             try:
                 self._report_missing(missing, "", begin, timeout_seconds)
-            except JobRuns:
+            except JobAlreadyRunning:
                 # The running job may be that of this very cluster, whose last missing
                 # worker has joined meanwhile: then the texts of all workers are here.
                 if (versions := gathering.texts(_WAIT_SECONDS)) is None:
@@ -284,7 +284,7 @@ class Membership:
                     f"{found[first]}, worker {rank} has {version}. Use the same on all."
                 )
 
-    def _are_lost(self, missing: Sequence[int]) -> list[int]:
+    def _find_lost(self, missing: Sequence[int]) -> list[int]:
         """Return the missing workers of a later cluster that are lost.
 
         No process has listened on their ports for five seconds.
@@ -337,14 +337,14 @@ class Membership:
             timeout_seconds: Float or `None`, see `join`.
 
         Raises:
-            JobRuns: If a worker answers that the job runs. This worker asks at most
-                once a second, and only with `may_run_already`.
+            JobAlreadyRunning: If a worker answers that the job runs. This worker asks
+                at most once a second, and only with `may_run_already`.
             TimeoutError: If `timeout_seconds` have passed since `begin`.
         """
         if self._may_run_already and self._asked_at + _WAIT_SECONDS < time.monotonic():
             self._asked_at = time.monotonic()
             if ask_job(self.cluster) is not None:
-                raise JobRuns
+                raise JobAlreadyRunning
         names = describe_workers(self.cluster, ranks)
         because = f" ({reason})" if reason else ""
         waited = time.monotonic() - begin
@@ -364,7 +364,7 @@ class Membership:
 
     # Methods of the interface `Hosts`, which the store uses.
 
-    def connect(self, rank: int, seconds: float = ATTEMPT_SECONDS) -> Connection:
+    def connect(self, rank: int, seconds: float = ATTEMPT_SECONDS) -> HostConnection:
         """Connect once to a worker that hosts the store, or soon will.
 
         Args:
@@ -380,18 +380,18 @@ class Membership:
         claim = CLAIM.pack(self.cluster.rank, self.generation, own)
         try:
             return self._admission.dial(
-                self.cluster.workers[rank], claim, seconds, Connection
+                self.cluster.workers[rank], claim, seconds, HostConnection
             )
         except UnauthenticatedPeer as error:
             raise ValueError(self._wrong_peer(rank, error)) from None
 
-    def watch(self, connection: Connection, read: Callable[[], bool]) -> None:
+    def watch(self, connection: HostConnection, read: Callable[[], bool]) -> None:
         """Call `read` on the acceptor's thread whenever a connection has data.
 
         Implements `Hosts.watch`.
 
         Args:
-            connection: `Connection` of this process.
+            connection: `HostConnection` of this process.
             read: Callable that reads from it, and returns false at its end.
         """
         self._acceptor.watch(connection, read)
@@ -457,7 +457,7 @@ class Membership:
             ValueError: If the socket cannot be opened: its name may be taken.
         """
         sock = new_socket(socket.AF_UNIX)
-        name = local_name(self.cluster.workers[self.cluster.rank])
+        name = unix_socket_name(self.cluster.workers[self.cluster.rank])
         try:
             sock.bind(name)
             sock.listen(_BACKLOG)

@@ -31,8 +31,8 @@ from tfdp.communication.transport.connections import Connection
 from tfdp.communication.transport.mesh import Mesh
 from tfdp.communication.transport.mpi_communicator import (
     MpiCommunicator,
-    check_job,
     is_mpi_job,
+    start_and_check_job,
 )
 from tfdp.communication.transport.quorum import (
     QuorumFollower,
@@ -63,11 +63,11 @@ __all__ = [
     "SocketCommunicator",
     "TransportClosed",
     "TransportError",
-    "check_job",
     "is_mpi_job",
     "listening_address",
     "new_communicator",
     "new_tag",
+    "start_and_check_job",
     "steps_ahead",
     "sum_into",
 ]

@@ -102,7 +102,7 @@ def listening_address(host: str, interface: str | None) -> str:
     return _external_address(host, local[0])
 
 
-def own_addresses() -> dict[str, list[str]]:
+def interface_addresses() -> dict[str, list[str]]:
     """Return the IPv4 and IPv6 addresses of each interface that is up.
 
     Returns:
@@ -134,7 +134,7 @@ def _address_of_interface(interface: str) -> str:
 
     Raises `TransportError` if this host has no such interface that is up.
     """
-    own = own_addresses()
+    own = interface_addresses()
     if interface in own:
         return own[interface][0]
     if ip_address(interface) is not None and is_own(interface):
@@ -169,7 +169,7 @@ def _external_address(host: str, loopback: str) -> str:
     """
     others = {
         name: addresses[0]
-        for name, addresses in own_addresses().items()
+        for name, addresses in interface_addresses().items()
         if not _preference(addresses[0])[0] and not is_loopback(addresses[0])
     }
     if len(others) > 1:
@@ -191,5 +191,5 @@ def _format_own_addresses() -> str:
     """Format this host's addresses with their interfaces: `"10.0.0.2 (eth0)"`."""
     return ", ".join(
         f"{_format_addresses(addresses)} ({name})"
-        for name, addresses in own_addresses().items()
+        for name, addresses in interface_addresses().items()
     )

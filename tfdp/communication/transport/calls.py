@@ -24,7 +24,7 @@ _ERRORS = re.compile(rf"{_STEPS_DIFFER}: (\d+) of .*?, (\d+) of ")
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class CollectiveHeader:
     """Description of a collective, which members of its group exchange and compare.
 
     Args:
@@ -60,8 +60,8 @@ class Call:
 
 def call_of(
     kind: str, array: Array, tag: int, bounds: Sequence[int] | None = None
-) -> Call:
-    """Create the `Call` of a collective of an array, which peers compare.
+) -> CollectiveHeader:
+    """Create the `CollectiveHeader` of a collective of an array, which peers compare.
 
     Args:
         kind: String, such as `"all-reduce"`.
@@ -71,14 +71,14 @@ def call_of(
             must be the same on all members; or `None` for none. Defaults to `None`.
 
     Returns:
-        `Call`.
+        `CollectiveHeader`.
 
     Example:
     >>> str(call_of("all-reduce", np.zeros(2, "float32"), tag=7))
     'all-reduce of 8 bytes of float32 (tag 0x7)'
     """
     checksum = 0 if bounds is None else zlib.crc32(np.asarray(bounds, "<i8").tobytes())
-    return Call(kind, tag, array.nbytes, array.dtype.name, checksum)
+    return CollectiveHeader(kind, tag, array.nbytes, array.dtype.name, checksum)
 
 
 def new_tag(generation: int, text: str) -> int:
@@ -108,7 +108,8 @@ def steps_ahead(error: Exception, generation: int) -> int | None:
         `generation`, 0 if none is; `None` if the error has another cause.
 
     Example:
-    >>> calls = [Call("barrier", new_tag(generation, "")) for generation in (1, 2)]
+    >>> tags = [new_tag(generation, "") for generation in (1, 2)]
+    >>> calls = [CollectiveHeader("barrier", tag) for tag in tags]
     >>> try:
     ...     check(calls[1].packed(), calls[0], own=0, peer=1)
     ... except TransportError as error:
@@ -125,12 +126,14 @@ def steps_ahead(error: Exception, generation: int) -> int | None:
     return max(0, *ahead)
 
 
-def check(received: bytes | memoryview, expected: Call, own: int, peer: int) -> None:
+def check(
+    received: bytes | memoryview, expected: CollectiveHeader, own: int, peer: int
+) -> None:
     """Raise an error if the header from a peer is not of the expected collective.
 
     Args:
         received: Buffer, the header from the peer.
-        expected: `Call` that the peer should have sent.
+        expected: `CollectiveHeader` that the peer should have sent.
         own: Int, the rank of this worker.
         peer: Int, the rank of the peer.
 
@@ -141,7 +144,7 @@ def check(received: bytes | memoryview, expected: Call, own: int, peer: int) -> 
         return
     kind, dtype, bounds, tag, num_bytes = _HEADER.unpack(received)
     _check_steps(tag, expected.tag, own, peer)
-    other = Call(
+    other = CollectiveHeader(
         kind.rstrip(b"\0").decode(errors="replace"),
         tag,
         num_bytes,

@@ -19,7 +19,7 @@ from tfdp.communication.cluster.mpi_cluster import is_of_slurm
 from tfdp.communication.cluster.mpi_job import MpiJob
 from tfdp.communication.cluster.mpi_start import current_job, import_mpi, start_job
 from tfdp.communication.transport.arithmetic import sum_into
-from tfdp.communication.transport.calls import Call, call_of
+from tfdp.communication.transport.calls import CollectiveHeader, call_of
 from tfdp.communication.transport.communicator import Array, TransportError
 from tfdp.communication.transport.mpi_messages import (
     ALL_TO_ALL,
@@ -51,7 +51,7 @@ def is_mpi_job(num_workers: int | None = None) -> bool:
     return num_workers is None or num_workers == own.size
 
 
-def check_job(
+def start_and_check_job(
     num_workers: int, rank: int, timeout_seconds: float | None = None
 ) -> None:
     """Start MPI, and check that the workers are the processes of its job.
@@ -128,7 +128,7 @@ class MpiCommunicator:
         job = current_job()
         if job is None or job.mpi.Is_finalized():
             raise TransportError(
-                "MPI is not running in this process: `check_job` starts it. "
+                "MPI is not running in this process: `start_and_check_job` starts it. "
                 f"Received: lane {lane!r}"
             )
         self.ranks = tuple(ranks)
@@ -205,7 +205,7 @@ class MpiCommunicator:
             while distance < size:
                 peers = {(self.index + distance) % size, (self.index - distance) % size}
                 pairs = dict.fromkeys(peers, (nothing, nothing))
-                self._messages.exchange(pairs, Call("barrier", tag))
+                self._messages.exchange(pairs, CollectiveHeader("barrier", tag))
                 distance *= 2
 
     def close(self, reason: str = "") -> None:
@@ -220,13 +220,15 @@ class MpiCommunicator:
 
     # Collectives share phases: an all-reduce is a reduce-scatter and an all-gather.
 
-    def _exchange_and_add(self, array: Array, target: Array, call: Call) -> None:
+    def _exchange_and_add(
+        self, array: Array, target: Array, call: CollectiveHeader
+    ) -> None:
         """All-reduce a small array by exchanging it whole between all pairs.
 
         Args:
             array: Flat array to sum.
             target: Flat array for the sum; it may be `array`.
-            call: `Call`, the same on all members.
+            call: `CollectiveHeader`, the same on all members.
         """
         parts = self._scratch_parts(array, len(array))
         parts[self.index] = array.copy() if array is target else array
@@ -235,7 +237,7 @@ class MpiCommunicator:
         sum_into(target, parts)
 
     def _reduce_scatter(
-        self, array: Array, bounds: Sequence[int], target: Array, call: Call
+        self, array: Array, bounds: Sequence[int], target: Array, call: CollectiveHeader
     ) -> None:
         """Sum this member's part over all members into `target`.
 
@@ -245,7 +247,7 @@ class MpiCommunicator:
             array: Flat array to sum.
             bounds: Sequence of ints, the bounds of the members' parts.
             target: Flat array for the sum of this member's part.
-            call: `Call`, the same on all members.
+            call: `CollectiveHeader`, the same on all members.
         """
         own = array[bounds[self.index] : bounds[self.index + 1]]
         parts = self._scratch_parts(array, len(own))
@@ -258,13 +260,15 @@ class MpiCommunicator:
         self._messages.exchange(pairs, call)
         sum_into(target, parts)
 
-    def _all_gather(self, array: Array, bounds: Sequence[int], call: Call) -> None:
+    def _all_gather(
+        self, array: Array, bounds: Sequence[int], call: CollectiveHeader
+    ) -> None:
         """Receive the parts of the other members into `array`; send them this one's.
 
         Args:
             array: Flat array.
             bounds: Sequence of ints, the bounds of the members' parts.
-            call: `Call`, the same on all members.
+            call: `CollectiveHeader`, the same on all members.
         """
         own = array[bounds[self.index] : bounds[self.index + 1]]
         pairs = {
@@ -274,7 +278,7 @@ class MpiCommunicator:
         self._messages.exchange(pairs, call)
 
     def _scatter(
-        self, array: Array, bounds: Sequence[int], source: int, call: Call
+        self, array: Array, bounds: Sequence[int], source: int, call: CollectiveHeader
     ) -> None:
         """Send each member its part of the source's array.
 
@@ -282,7 +286,7 @@ class MpiCommunicator:
             array: Flat array.
             bounds: Sequence of ints, the bounds of the members' parts.
             source: Int, index of the member that sends.
-            call: `Call`, the same on all members.
+            call: `CollectiveHeader`, the same on all members.
         """
         nothing = array[:0]
         if self.index == source:
@@ -295,7 +299,9 @@ class MpiCommunicator:
             pairs = {source: (nothing, own)}
         self._messages.exchange(pairs, call)
 
-    def _broadcast_by_tree(self, array: Array, source: int, call: Call) -> None:
+    def _broadcast_by_tree(
+        self, array: Array, source: int, call: CollectiveHeader
+    ) -> None:
         """Broadcast by a binomial tree from the source.
 
         With members counted from the source, the parent of member r is r without its
@@ -304,7 +310,7 @@ class MpiCommunicator:
         Args:
             array: Flat array, sent or received.
             source: Int, index of the member that sends.
-            call: `Call`, the same on all members.
+            call: `CollectiveHeader`, the same on all members.
 
         Source: Rajeev Thakur, Rolf Rabenseifner and William Gropp, "Optimization of
         Collective Communication Operations in MPICH", 2005.

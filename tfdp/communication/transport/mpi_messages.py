@@ -16,7 +16,7 @@ import numpy as np
 
 from tfdp.communication.cluster.mpi_job import Backoff, MpiJob
 from tfdp.communication.transport import calls
-from tfdp.communication.transport.calls import HEADER_BYTES, Call
+from tfdp.communication.transport.calls import HEADER_BYTES, CollectiveHeader
 from tfdp.communication.transport.communicator import (
     Array,
     PeerLost,
@@ -135,14 +135,16 @@ class MpiMessages:
                     raise TransportError(f"MPI has failed: {error}") from error
                 raise
 
-    def exchange(self, pairs: Mapping[int, tuple[Array, Array]], call: Call) -> None:
+    def exchange(
+        self, pairs: Mapping[int, tuple[Array, Array]], call: CollectiveHeader
+    ) -> None:
         """Exchange arrays with some members, which make the matching call.
 
         Args:
             pairs: Mapping from a member's index to the array to send, and the array to
                 receive into.
-            call: `Call`, the same on all members; its `num_bytes` is ignored in an
-                all-to-all.
+            call: `CollectiveHeader`, the same on all members; its `num_bytes` is
+                ignored in an all-to-all.
 
         Raises:
             PeerLost: If a member has left before its data arrived.
@@ -182,13 +184,13 @@ class MpiMessages:
 
     # Steps of `exchange`: headers and small data are sent first, then large data.
 
-    def _begin(self, member: int, peer: _Peer, call: Call) -> None:
+    def _begin(self, member: int, peer: _Peer, call: CollectiveHeader) -> None:
         """Start to exchange headers with a member; data follows the member's header.
 
         Args:
             member: Int, index of the member.
             peer: `_Peer`, the state of the exchange with it.
-            call: `Call`, the same on all members.
+            call: `CollectiveHeader`, the same on all members.
         """
         own = expected = call
         if call.kind == ALL_TO_ALL:

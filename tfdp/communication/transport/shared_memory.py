@@ -35,7 +35,7 @@ import numpy as np
 
 from tfdp.communication.cluster.limits import lack_of_files
 from tfdp.communication.transport.arithmetic import sum_into
-from tfdp.communication.transport.calls import HEADER_BYTES, Call, call_of
+from tfdp.communication.transport.calls import HEADER_BYTES, CollectiveHeader, call_of
 from tfdp.communication.transport.communicator import (
     Array,
     Communicator,
@@ -159,7 +159,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
 
     def _sum(
         self,
-        call: Call,
+        call: CollectiveHeader,
         parts: Sequence[Array],
         targets: Sequence[Array],
         *,
@@ -168,7 +168,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         """Sum this member's part over all members; if `shares`, all-gather the sums.
 
         Args:
-            call: `Call`, the same on all members.
+            call: `CollectiveHeader`, the same on all members.
             parts: Sequence of arrays, the part of each member, to sum.
             targets: Sequence of arrays for the sums of these parts.
             shares: Bool, whether each member receives the sums of all parts.
@@ -200,11 +200,11 @@ class SharedMemoryCommunicator(SocketCommunicator):
                     chunk = self._chunk(targets[member], number - 1)
                     chunk[:] = outboxes[member].get(before, _SUMS, chunk)
 
-    def _copy(self, call: Call, parts: Sequence[Array]) -> None:
+    def _copy(self, call: CollectiveHeader, parts: Sequence[Array]) -> None:
         """All-gather: copy this member's part to all others, and receive theirs.
 
         Args:
-            call: `Call`, the same on all members.
+            call: `CollectiveHeader`, the same on all members.
             parts: Sequence of arrays, the part of each member.
         """
         own = parts[self.index]
@@ -227,13 +227,13 @@ class SharedMemoryCommunicator(SocketCommunicator):
         """Return the number of chunks, and so of steps, that the largest part needs."""
         return -(-max(part.nbytes for part in parts) // self._chunk_bytes)
 
-    def _exchange_ready_messages(self, call: Call) -> None:
+    def _exchange_ready_messages(self, call: CollectiveHeader) -> None:
         """Exchange messages; return once all members have written their chunks.
 
         Raises `TransportError` if a member calls another collective.
 
         Args:
-            call: `Call`, which must be the same on all members.
+            call: `CollectiveHeader`, which must be the same on all members.
         """
         message = call.packed() + _STEP.pack(self._step)
         self._step += 1
@@ -431,7 +431,7 @@ def _logged_lack_of_memory() -> Iterator[None]:
 def _log_lack_of_memory(reason: str) -> None:
     """Log that sockets replace shared memory, once for each reason."""
     # Each lane of a group reports the same lack of memory.
-    if user_code.is_first_time(reason, _log_lack_of_memory):
+    if user_code.record_if_new(reason, _log_lack_of_memory):
         _logger.warning(
             "This worker gets no shared memory for the other workers of its host (%s): "
             "they exchange data over sockets instead, which uses more CPU time. Give "

@@ -11,7 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from tfdp.communication.transport.arithmetic import is_half, sum_into
-from tfdp.communication.transport.calls import HEADER_BYTES, Call, call_of, check
+from tfdp.communication.transport.calls import (
+    HEADER_BYTES,
+    CollectiveHeader,
+    call_of,
+    check,
+)
 from tfdp.communication.transport.communicator import (
     Array,
     PeerLost,
@@ -150,7 +155,7 @@ class SocketCommunicator:
         """Wait until all members have called this, as in `Communicator.barrier`."""
         with self._collective():
             nothing = np.empty(0, np.uint8)
-            self._exchange_whole(Call("barrier", tag), nothing, nothing)
+            self._exchange_whole(CollectiveHeader("barrier", tag), nothing, nothing)
 
     def close(self, reason: str = "") -> None:
         """Close the connections; waiting members get `PeerLost` with the reason."""
@@ -185,11 +190,13 @@ class SocketCommunicator:
 
     # Small arrays are exchanged whole between all pairs, faster than in a ring's steps.
 
-    def _exchange_whole(self, call: Call, array: Array, total: Array) -> None:
+    def _exchange_whole(
+        self, call: CollectiveHeader, array: Array, total: Array
+    ) -> None:
         """Exchange small arrays, and add them in the order of the members.
 
         Args:
-            call: `Call`, the same on all members.
+            call: `CollectiveHeader`, the same on all members.
             array: Flat array to sum.
             total: Flat array for the sum; it may be `array`.
         """
@@ -243,7 +250,7 @@ class SocketCommunicator:
 
     def _reduce(
         self,
-        call: Call,
+        call: CollectiveHeader,
         array: Array,
         bounds: Sequence[int],
         total: Array,
@@ -253,7 +260,7 @@ class SocketCommunicator:
         """Reduce-scatter into `total`; with `gather`, all-gather the sums.
 
         Args:
-            call: `Call`, the same on all members.
+            call: `CollectiveHeader`, the same on all members.
             array: Flat array to sum.
             bounds: Sequence of ints, the bounds of the members' parts.
             total: Flat array for the sum; it may be `array`.
@@ -267,7 +274,7 @@ class SocketCommunicator:
 
     def _ring(
         self,
-        call: Call,
+        call: CollectiveHeader,
         array: Array,
         bounds: Sequence[int],
         total: Array,
@@ -276,7 +283,7 @@ class SocketCommunicator:
         """Run steps of a ring: those of reduce-scatter, of all-gather, or all.
 
         Args:
-            call: `Call`, the same on all members.
+            call: `CollectiveHeader`, the same on all members.
             array: Flat array to sum.
             bounds: Sequence of ints, the bounds of the members' parts.
             total: Flat array for the sum; it may be `array`.
@@ -293,7 +300,7 @@ class SocketCommunicator:
 
     def _between(
         self,
-        call: Call,
+        call: CollectiveHeader,
         preceding: int,
         incoming: Iterable[Piece],
         following: int,
@@ -304,7 +311,7 @@ class SocketCommunicator:
         The two may be one member, which then has one flow for both directions.
 
         Args:
-            call: `Call`, the same on all members.
+            call: `CollectiveHeader`, the same on all members.
             preceding: Int, index of the member to receive from.
             incoming: Iterable of `Piece`s to receive.
             following: Int, index of the member to send to.
@@ -323,7 +330,7 @@ class SocketCommunicator:
 
     def _reduce_direct(
         self,
-        call: Call,
+        call: CollectiveHeader,
         array: Array,
         bounds: Sequence[int],
         total: Array,
@@ -344,11 +351,13 @@ class SocketCommunicator:
             ]
         )
 
-    def _broadcast_flat(self, call: Call, array: Array, source: int) -> None:
+    def _broadcast_flat(
+        self, call: CollectiveHeader, array: Array, source: int
+    ) -> None:
         """Send the whole array from the source to each other member.
 
         Args:
-            call: `Call`, the same on all members.
+            call: `CollectiveHeader`, the same on all members.
             array: Flat array, sent or received.
             source: Int, index of the member that sends.
         """
@@ -360,7 +369,9 @@ class SocketCommunicator:
             [self._flow(link, call, data, None, ()) for link in self._links.values()]
         )
 
-    def _broadcast_chain(self, call: Call, array: Array, source: int) -> None:
+    def _broadcast_chain(
+        self, call: CollectiveHeader, array: Array, source: int
+    ) -> None:
         """Send an array along a chain of members from the source, in segments.
 
         The arguments are those of `_broadcast_flat`.
@@ -397,19 +408,20 @@ class SocketCommunicator:
     def _flow(
         self,
         link: Connection,
-        own: Call | None,
+        own: CollectiveHeader | None,
         outgoing: Iterable[Piece],
-        expected: Call | None,
+        expected: CollectiveHeader | None,
         incoming: Iterable[Piece],
     ) -> Flow:
         """Create a flow in which the headers of calls precede the data.
 
         Args:
             link: `Connection` to a member.
-            own: `Call` of this member, or `None` if this member does not send.
+            own: `CollectiveHeader` of this member, or `None` if this member does
+                not send.
             outgoing: Iterable of `Piece`s to send.
-            expected: `Call` that the other member should send, or `None` if it does
-                not.
+            expected: `CollectiveHeader` that the other member should send, or `None`
+                if it does not.
             incoming: Iterable of `Piece`s to receive.
         """
         index = self.ranks.index(link.peer)
@@ -427,7 +439,9 @@ class SocketCommunicator:
             link, itertools.chain(sent, full), itertools.chain(received, incoming)
         )
 
-    def _check(self, header: memoryview, expected: Call, index: int) -> None:
+    def _check(
+        self, header: memoryview, expected: CollectiveHeader, index: int
+    ) -> None:
         """Raise `TransportError` unless member `index` has sent the expected call."""
         check(header, expected, self._rank, self.ranks[index])
 

@@ -36,7 +36,7 @@ _CLASSES = {
 }
 
 
-class Recorder:
+class GoodputRecorder:
     """Recorder of worker 0's time, each moment of which has one class.
 
     Each event counts the time since the previous one, and begins the next class. Lines

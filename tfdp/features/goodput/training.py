@@ -12,10 +12,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.communication.collectives.step_events import DataWait, data_waits
+from tfdp.communication.collectives.step_events import StepDataWaits, data_waits
 from tfdp.features.goodput.account import CLASSES, Shares
 from tfdp.features.goodput.ledger import Launch, LedgerFile, Moment
-from tfdp.features.goodput.recorder import Recorder
+from tfdp.features.goodput.recorder import GoodputRecorder
 from tfdp.features.monitor.meter import TimedSteps
 from tfdp.features.monitor.sinks import has_tensorboard
 from tfdp.ground import forks
@@ -36,14 +36,14 @@ class _Goodput(Feature):
     """Hooks of `fit` that record the time of a job with backups or with a launcher.
 
     Attributes:
-        recorder: `Recorder` of worker 0 during `fit`, or `None`.
+        recorder: `GoodputRecorder` of worker 0 during `fit`, or `None`.
     """
 
     def __init__(self) -> None:
-        self.recorder: Recorder | None = None
-        self._latest: Recorder | None = None
+        self.recorder: GoodputRecorder | None = None
+        self._latest: GoodputRecorder | None = None
         self._place = ""
-        self._wait: DataWait | None = None
+        self._wait: StepDataWaits | None = None
         self._is_measuring = False
         self._num_fits = 0
 
@@ -56,7 +56,7 @@ class _Goodput(Feature):
         if loops.current() is not None:  # a callback of another `fit` runs this one
             return
         callbacks = callback_list(fit.arguments.get("callbacks"))
-        self._num_fits += not any(getattr(c, "is_again", False) for c in callbacks)
+        self._num_fits += not any(getattr(c, "is_retry", False) for c in callbacks)
         # An earlier `fit` that failed before its first step has not ended its
         # measurements.
         self._end_measuring()
@@ -95,12 +95,12 @@ class _Goodput(Feature):
                 if isinstance(callback, _Ledger) and not callback.is_complete:
                     recorder.fit_ends(is_complete=False)
 
-    def _record(self, fit: Fit, recorder: Recorder) -> None:
+    def _record(self, fit: Fit, recorder: GoodputRecorder) -> None:
         """Add the callback of a recorder to a `fit`, and begin to record.
 
         Args:
             fit: `Fit`, whose callbacks are changed.
-            recorder: `Recorder` of this process.
+            recorder: `GoodputRecorder` of this process.
         """
         given = without_ledger(fit.arguments.get("callbacks"))
         callback = _Ledger(recorder, callback_list(given))
@@ -172,7 +172,7 @@ class _Goodput(Feature):
         """
         self._is_measuring = True
         if not random_seeds.is_deterministic():
-            self._wait = self._wait or DataWait()
+            self._wait = self._wait or StepDataWaits()
             data_waits.activate(self._wait)
         function = getattr(model, "train_function", None)
         if getattr(function, "records_waits", None) != bool(data_waits):
@@ -180,7 +180,7 @@ class _Goodput(Feature):
 
     def _recorder_at(
         self, directory: str | None, launch: Launch | None, *, continues: bool
-    ) -> Recorder:
+    ) -> GoodputRecorder:
         """Return the latest recorder, or a new one if the ledger is in another folder.
 
         Args:
@@ -197,7 +197,7 @@ class _Goodput(Feature):
         since = Moment.of_process_start() if is_first else Moment.now()
         is_asynchronous = bool(tf.config.list_logical_devices("GPU"))
         self._place = place
-        self._latest = Recorder(
+        self._latest = GoodputRecorder(
             LedgerFile(directory, launch),
             launch,
             since,
@@ -223,11 +223,11 @@ class _Ledger(keras.callbacks.Callback):
     It has no hook after a batch, for which Keras would wait for the logs.
 
     Args:
-        recorder: `Recorder` of the process.
+        recorder: `GoodputRecorder` of the process.
         others: List of the other callbacks of `fit`.
     """
 
-    def __init__(self, recorder: Recorder, others: list) -> None:
+    def __init__(self, recorder: GoodputRecorder, others: list) -> None:
         super().__init__()
         self.is_complete = False
         self._recorder, self._others = recorder, others

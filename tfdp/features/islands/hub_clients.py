@@ -46,7 +46,7 @@ _REPORT_AGAIN_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
 
 
-class HubGone(RuntimeError):
+class HubLost(RuntimeError):
     """Raised when the connection to the hub is lost."""
 
 
@@ -89,7 +89,7 @@ class HubClient:
 
         Raises:
             ValueError: If other islands have other settings.
-            HubGone: If the connection is lost.
+            HubLost: If the connection is lost.
         """
         head = {
             "kind": "join",
@@ -118,7 +118,7 @@ class HubClient:
             `Reply` with the mean, or with the state if this island is behind.
 
         Raises:
-            HubGone: If the connection is lost, or the hub has closed it.
+            HubLost: If the connection is lost, or the hub has closed it.
         """
         head = {"kind": "exchange", "version": version, "samples": samples}
         return self._ask(head, arrays)
@@ -131,7 +131,7 @@ class HubClient:
             state: Sequence of arrays, the outer state after it.
 
         Raises:
-            HubGone: If the connection is lost.
+            HubLost: If the connection is lost.
         """
         self._send({"kind": "state", "version": version}, state)
 
@@ -144,7 +144,7 @@ class HubClient:
         """
         self._is_closed.set()
         if is_through:
-            with contextlib.suppress(HubGone):
+            with contextlib.suppress(HubLost):
                 self._send({"kind": "bye"})
         self._connection.close()
 
@@ -166,12 +166,12 @@ class HubClient:
 
     @contextlib.contextmanager
     def _exclusive_connection(self) -> Iterator[None]:
-        """Hold the lock of the connection, and convert its errors to `HubGone`."""
+        """Hold the lock of the connection, and convert its errors to `HubLost`."""
         with self._lock:
             try:
                 yield
             except GONE as error:
-                raise HubGone(
+                raise HubLost(
                     f"The connection to the islands' hub ({self._island.hub}) was "
                     "lost: the launcher that ran it has exited, is suspended, or is "
                     "cut off from the network. Start all again."

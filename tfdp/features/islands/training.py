@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.communication.transport.communicator import Array
 from tfdp.communication.transport.rounds import Reply
-from tfdp.features.islands.hub_clients import HubClient, HubGone
+from tfdp.features.islands.hub_clients import HubClient, HubLost
 from tfdp.features.islands.island import Island
 from tfdp.features.local_steps import LocalStepsOptions, OuterOptions
 from tfdp.features.local_steps.outer_step import OuterStep
@@ -348,7 +348,7 @@ class IslandTraining:
         assert client is not None
         try:
             reply = client.exchange(self._version, samples, arrays)
-        except HubGone:  # the island was silent for too long, or the network failed
+        except HubLost:  # the island was silent for too long, or the network failed
             client.close()
             self._connect(updates)
             return True
@@ -359,7 +359,7 @@ class IslandTraining:
             self.participants = reply.participants
         self._version = reply.version
         if reply.keeps:
-            with contextlib.suppress(HubGone):  # the next exchange reconnects
+            with contextlib.suppress(HubLost):  # the next exchange reconnects
                 client.keep(reply.version, state.arrays)
         return reply.is_behind
 

@@ -14,7 +14,7 @@
 
 from tfdp.features.local_steps.local_steps import LocalSteps, enable, enabled
 from tfdp.features.local_steps.options import LocalStepsOptions, OuterOptions
-from tfdp.features.local_steps.pace import shares, workers_by_node
+from tfdp.features.local_steps.pace import step_fractions, workers_by_node
 from tfdp.features.local_steps.training import LocalStepsFeature
 from tfdp.ground.base.feature import register
 
@@ -28,6 +28,6 @@ __all__ = [
     "OuterOptions",
     "enable",
     "enabled",
-    "shares",
+    "step_fractions",
     "workers_by_node",
 ]

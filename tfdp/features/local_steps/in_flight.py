@@ -141,7 +141,7 @@ def background_exchange(
         means = []
         for replica, (samples, *gradients) in enumerate(parts):
             of_replica = ReplicaReducer(reducer, None, replica)
-            with tf.device(devices[replica]), graphs.ordered_by_itself():
+            with tf.device(devices[replica]), graphs.independent_side_effects():
                 means.append(
                     sums_by_samples(of_replica, samples, gradients, compressed)
                 )

@@ -49,7 +49,7 @@ class Pace:
         self._num_passed = self._num_made = 0
         self._clock_started, self._is_first = None, True
 
-    def take_seconds(self) -> float | None:
+    def pop_mean_seconds(self) -> float | None:
         """Return the mean seconds of the inner steps timed since the last call.
 
         Returns:
@@ -142,7 +142,7 @@ class Pace:
             self._num_timed += self._num_on_clock
 
 
-def shares(
+def step_fractions(
     seconds: Sequence[float | None], nodes: Sequence[Sequence[int]]
 ) -> list[float] | None:
     """Return the fraction of the inner steps that each worker makes.
@@ -160,7 +160,7 @@ def shares(
 
     Example:
 
-    >>> shares([0.1, 0.2, 0.104], [[0], [1], [2]])
+    >>> step_fractions([0.1, 0.2, 0.104], [[0], [1], [2]])
     [1.0, 0.5, 1.0]
     """
     measured = [value for value in seconds if value is not None]

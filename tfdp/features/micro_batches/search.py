@@ -161,7 +161,7 @@ def _double(model: Any, division: MicroBatches, error: Exception) -> None:
     """
     number, rows = division.number, division.kept.num_rows()
     is_own = not isinstance(error, PeerStepFailed)
-    reason = _obstacle(model, division, rows, is_own=is_own)
+    reason = _why_not_repeatable(model, division, rows, is_own=is_own)
     # If all replicas had computed their rows, another worker may have completed the
     # step, and does not take part in a vote: it notices only that this worker ends.
     can_agree = _can_agree(model) and not division.has_computed()
@@ -213,7 +213,7 @@ def _any_worker(strategy: Any, value: bool) -> bool:
     return float(strategy.experimental_local_results(total)[0]) > 0
 
 
-def _obstacle(
+def _why_not_repeatable(
     model: Any, division: MicroBatches, rows: int | None, *, is_own: bool
 ) -> str:
     """Return why a failed step cannot be repeated, or `""`.

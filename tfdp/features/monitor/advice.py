@@ -60,7 +60,7 @@ def advise(
     communication.
 
     Args:
-        totals: Mapping, `Totals.values` of the run.
+        totals: Mapping, `RunTotals.values` of the run.
         facts: `Facts` of the run.
         straggler: `Straggler` of the run, or `None`.
 

@@ -103,7 +103,7 @@ def of_one_attempt(records: Iterable[FlightRecord]) -> tuple[Records, list[int]]
 
 def by_one_clock(records: Records) -> Records:
     """Return the records with all times by the clock of the first worker."""
-    first, moved = completed(any_of(records)), {}
+    first, moved = completed(first_record(records)), {}
     for rank, record in records.items():
         own = completed(record)
         shared = sorted(first.keys() & own.keys())
@@ -272,7 +272,7 @@ def slowest_of(records: Records, lanes: Lanes) -> SlowWorker | None:
         entries
         for numbers in lanes.values()
         for entries in numbers.values()
-        if len(entries) == len(records) == any_of(records).num_workers
+        if len(entries) == len(records) == first_record(records).num_workers
         # Steps that TensorFlow runs are left out: all workers begin a step when the
         # previous one has ended, however slow one of the workers is.
         and TENSORFLOW not in (entry.kind for entry in entries.values())
@@ -297,6 +297,6 @@ def slowest_of(records: Records, lanes: Lanes) -> SlowWorker | None:
     return SlowWorker(slowest, seconds[slowest], span, late, len(common))
 
 
-def any_of(records: Records) -> FlightRecord:
+def first_record(records: Records) -> FlightRecord:
     """Return the record of the lowest rank."""
     return records[min(records)]

@@ -19,11 +19,11 @@ from tfdp.features.monitor.flight_collectives import (
     IncompleteCollective,
     Records,
     SlowWorker,
-    any_of,
     by_one_clock,
     completed,
     first_differing,
     first_incomplete,
+    first_record,
     lanes_of,
     signature,
     slowest_of,
@@ -68,7 +68,9 @@ def explain(records: Records) -> str:
         is_missing = slowest is not None and slowest.rank in stalled.missing
         also = late if is_missing else ""
         return _sentence_of_missing(records, stalled, also)
-    if absent := [r for r in range(any_of(records).num_workers) if r not in records]:
+    if absent := [
+        r for r in range(first_record(records).num_workers) if r not in records
+    ]:
         doing = "; ".join(f"worker {r} {_activity(records, r)}" for r in absent)
         return f"No worker with a record waits for another, but {doing}."
     causes = _causes(records)
@@ -87,7 +89,7 @@ def rows_of(records: Records) -> list[tuple[str, ...]]:
     the state of that, and the line of the user's code. Workers without a record have a
     row, too.
     """
-    ranks = range(any_of(records).num_workers)
+    ranks = range(first_record(records).num_workers)
     return [(str(rank), *_cells_of(records.get(rank))) for rank in ranks]
 
 

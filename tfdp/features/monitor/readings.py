@@ -80,7 +80,7 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replica:
+class ReplicaTimes:
     """Times of one replica's step, in seconds of the wall clock.
 
     Args:
@@ -155,7 +155,7 @@ class Replica:
         return [(max(begin, since), end)]
 
 
-def replicas_of(reading: Reading, rows: Sequence[timing.Row]) -> list[Replica]:
+def replicas_of(reading: Reading, rows: Sequence[timing.Row]) -> list[ReplicaTimes]:
     """Return the times of each local replica in the last step of a reading.
 
     Args:
@@ -176,7 +176,7 @@ def replicas_of(reading: Reading, rows: Sequence[timing.Row]) -> list[Replica]:
                 ready[collective.label] = min(start, known)
         last = max(ready.values()) if ready else None
         in_order = _without_queueing(collectives)
-        replicas.append(Replica(float(begin), float(loss), last, in_order))
+        replicas.append(ReplicaTimes(float(begin), float(loss), last, in_order))
     return replicas
 
 

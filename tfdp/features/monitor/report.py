@@ -24,8 +24,8 @@ from tfdp.features.monitor.sinks import (
 )
 from tfdp.features.monitor.windows import (
     Row,
+    RunTotals,
     SlowestWorker,
-    Totals,
     Window,
     find_straggler,
     merge,
@@ -63,7 +63,7 @@ class RunReport:
         histogram: bool,
         number: int = 1,
     ) -> None:
-        self.totals = Totals()
+        self.totals = RunTotals()
         # Messages about completed epochs; the callback prints them on another thread.
         self.notices: collections.deque[str] = collections.deque()
         self._folder = folder

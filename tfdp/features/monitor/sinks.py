@@ -17,7 +17,7 @@ import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
 
-from tfdp.features.monitor.windows import Row, Totals
+from tfdp.features.monitor.windows import Row, RunTotals
 from tfdp.ground.base.files import replaced
 from tfdp.ground.text import pluralize
 
@@ -250,11 +250,11 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def summary_table(totals: Totals, hosts: Mapping[int, str], advice: str) -> str:
+def summary_table(totals: RunTotals, hosts: Mapping[int, str], advice: str) -> str:
     """Format the totals of a run as a table, followed by advice.
 
     Args:
-        totals: `Totals` of at least one row.
+        totals: `RunTotals` of at least one row.
         hosts: Mapping from rank to the name of a host.
         advice: String, one sentence.
 

@@ -16,7 +16,7 @@ from tfdp.features.monitor.time_intervals import Interval, clipped, merged
 # Commands that do not import TensorFlow write traces, too, so that modules that need
 # TensorFlow are imported for type checkers only.
 if TYPE_CHECKING:
-    from tfdp.features.monitor.readings import Reading, Replica
+    from tfdp.features.monitor.readings import Reading, ReplicaTimes
 
 # Lanes of a worker: lane 0 for its steps, then two for each replica.
 _STEPS_LANE, _LANES_PER_REPLICA = 0, 2
@@ -114,7 +114,7 @@ def trace_of_worker(
     rank: int,
     host: str,
     readings: Sequence[tuple[int, Reading]],
-    replicas: Sequence[Sequence[Replica]],
+    replicas: Sequence[Sequence[ReplicaTimes]],
     num_replicas: int,
 ) -> WorkerTrace:
     """Build the trace of a worker from time stamps inside the graph.
@@ -123,7 +123,7 @@ def trace_of_worker(
         rank: Int, rank of the worker.
         host: String, host of the worker.
         readings: Sequence of pairs: number of a step and its `Reading`.
-        replicas: Sequence with the local `Replica` objects of each reading.
+        replicas: Sequence with the local `ReplicaTimes` objects of each reading.
         num_replicas: Int, number of replicas on all workers.
     """
     trace = WorkerTrace(rank, host, [], {_STEPS_LANE: "steps"}, {})
@@ -241,13 +241,13 @@ def _without_overlap(bars: Sequence[_Bar]) -> list[list[_Bar]]:
     return rows
 
 
-def _phases(lane: int, reading: Reading, replica: Replica) -> list[Slice]:
+def _phases(lane: int, reading: Reading, replica: ReplicaTimes) -> list[Slice]:
     """Return the bars of a replica's phases, which fill the whole step.
 
     Args:
         lane: Int, number of the lane.
         reading: `Reading` of the step.
-        replica: `Replica`, its times in the step.
+        replica: `ReplicaTimes`, its times in the step.
     """
     begin = min(max(replica.begin, reading.begin), reading.end)
     name = "input" if reading.num_steps == 1 else "earlier steps"
@@ -268,13 +268,13 @@ def _phases(lane: int, reading: Reading, replica: Replica) -> list[Slice]:
     return [bar for bar in bars if bar.end > bar.begin]
 
 
-def _collectives(lane: int, step: int, replica: Replica) -> Iterator[Slice]:
+def _collectives(lane: int, step: int, replica: ReplicaTimes) -> Iterator[Slice]:
     """Yield the bars of a replica's collectives.
 
     Args:
         lane: Int, number of the lane.
         step: Int, number of the step.
-        replica: `Replica`, its times in the step.
+        replica: `ReplicaTimes`, its times in the step.
     """
     for collective, begin, end in replica.collectives:
         facts = {
@@ -287,7 +287,7 @@ def _collectives(lane: int, step: int, replica: Replica) -> Iterator[Slice]:
 
 
 def _record_common_collectives(
-    trace: WorkerTrace, number: int, step: int, replica: Replica, num_replicas: int
+    trace: WorkerTrace, number: int, step: int, replica: ReplicaTimes, num_replicas: int
 ) -> None:
     """Record the collectives in which all workers take part, to align clocks.
 
@@ -295,7 +295,7 @@ def _record_common_collectives(
         trace: `WorkerTrace` in which they are recorded.
         number: Int, index of the replica on its worker.
         step: Int, number of the step.
-        replica: `Replica`, its times in the step.
+        replica: `ReplicaTimes`, its times in the step.
         num_replicas: Int, number of replicas on all workers.
     """
     counts: dict[str, int] = {}

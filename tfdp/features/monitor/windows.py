@@ -28,8 +28,8 @@ _MEANS = (
 # Columns whose latest value is reported instead of a mean.
 _LATEST = ("gradient_norm", "loss_scale", "skipped_steps")
 # Numbers of the latest step times, and of the latest windows with times of a bucket,
-# from which `Totals` computes percentiles and medians. They are limited since a run may
-# have millions of steps.
+# from which `RunTotals` computes percentiles and medians. They are limited since a run
+# may have millions of steps.
 _KEPT_TIMES, _KEPT_ROWS = 20_000, 1_000
 # Fractions of a step by which a worker must be slower than the others to be a
 # straggler: in several windows the first fraction is enough, in a single window the
@@ -225,7 +225,7 @@ class WeightedMean:
         return self._sum / self._weight if self._weight else math.nan
 
 
-class Totals:
+class RunTotals:
     """Totals of a run: means over its rows, weighted by their steps."""
 
     def __init__(self) -> None:

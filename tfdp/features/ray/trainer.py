@@ -16,7 +16,7 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from tfdp.communication.connection.secret import new_secret
-from tfdp.features.tracking.watch import watch_as_rank
+from tfdp.features.tracking.watch import disable_trackers_by_rank
 
 # Environment variable with which TensorFlow uses Keras 2 instead of Keras 3.
 _LEGACY = "TF_USE_LEGACY_KERAS"
@@ -138,4 +138,4 @@ def _set_up(addresses: list[str], rank: int, secret: str) -> None:
             "tfdp": {"secret": secret},
         }
     )
-    watch_as_rank(rank)
+    disable_trackers_by_rank(rank)

@@ -19,7 +19,7 @@ from tfdp.ground._compat import optimizer_state, runtime, tf_distribute
 from tfdp.training.data.batch_weights import CountedBatch
 from tfdp.training.reduction.fusion import ReducedGradients
 from tfdp.training.reduction.training_group import TrainingGroup, training_group
-from tfdp.training.replicas.checksum import checksums, combined
+from tfdp.training.replicas.checksum import checksums, combine_checksums
 from tfdp.training.step.accumulation import Totals
 from tfdp.training.step.state_layout import GradientStatistics, StateLayout
 from tfdp.training.step.step import LoopFeature, Step
@@ -72,8 +72,8 @@ class CheckedStep(LoopFeature):
         )
         return np.stack(np.split(computed, 2, axis=1)), received
 
-    def take_batch(self, args: tuple) -> tuple:
-        """Implements `LoopFeature.take_batch`: choose the rows of each local replica.
+    def replace_batch(self, args: tuple) -> tuple:
+        """Implements `LoopFeature.replace_batch`: choose each local replica's rows.
 
         They are its own, or in a stand-in those of the next replica.
         """
@@ -334,7 +334,7 @@ def _digest(values: Sequence[Any]) -> tf.Tensor:
     """Return one int64 digest of the bits of all tensors and `tf.IndexedSlices`."""
     parts = tf.nest.flatten(list(values), expand_composites=True)
     known = [part for part in parts if part.shape.is_fully_defined()]
-    total = combined(checksums(known)) if known else tf.zeros([], tf.int64)
+    total = combine_checksums(checksums(known)) if known else tf.zeros([], tf.int64)
     for part in parts:
         if not part.shape.is_fully_defined():
             total = 31 * total + _digest_of_rows(part)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Round(NamedTuple):
+class ReplayDigests(NamedTuple):
     """Digests of one run of a replayed step, in which two replicas compute each row.
 
     Args:
@@ -45,7 +45,7 @@ class Round(NamedTuple):
         return not self.pairs[1] and len(set(self.received.tolist())) < 2
 
 
-def suspects(rounds: Sequence[Round]) -> list[int]:
+def suspects(rounds: Sequence[ReplayDigests]) -> list[int]:
     """Return the ranks of the replicas that may have computed wrongly.
 
     Candidates are the replicas in all pairs that differ, or else in any pair; without
@@ -53,13 +53,13 @@ def suspects(rounds: Sequence[Round]) -> list[int]:
     only those whose digests differ between the rounds are suspects, if there are any.
 
     Args:
-        rounds: Sequence of `Round`, of the step and of its repetition. At least one has
-            a difference.
+        rounds: Sequence of `ReplayDigests`, of the step and of its repetition. At
+            least one has a difference.
 
     Example:
 
-    >>> right = Round(np.array([[[1], [2]], [[2], [1]]]), np.array([7, 7]))
-    >>> wrong = Round(np.array([[[1], [3]], [[2], [1]]]), np.array([]))
+    >>> right = ReplayDigests(np.array([[[1], [2]], [[2], [1]]]), np.array([7, 7]))
+    >>> wrong = ReplayDigests(np.array([[[1], [3]], [[2], [1]]]), np.array([]))
     >>> suspects([wrong, right]), suspects([wrong, wrong])
     ([1], [0, 1])
     """

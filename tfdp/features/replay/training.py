@@ -17,7 +17,7 @@ from tfdp.communication.collectives import timing
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.watch import WorkerLost
 from tfdp.features.replay.checked_step import CheckedStep
-from tfdp.features.replay.suspects import Round, suspects
+from tfdp.features.replay.suspects import ReplayDigests, suspects
 from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.ground.base.wrappers import sharding_of
 from tfdp.ground.text import pluralize
@@ -95,13 +95,13 @@ class ReplayedSteps:
             # The data has ended: the step raises the same error, which ends the epoch.
             return step(data)
         self._num_replayed += 1
-        rounds: list[Round] = []
+        rounds: list[ReplayDigests] = []
         while len(rounds) < 2:
             self._run(batch, is_stand_in=True)
             logs = self._run(batch, is_stand_in=False)
             # The digests are all-gathered, so that all workers read the same ones and
             # repeat the step together.
-            rounds.append(Round(*self._checked.read()))
+            rounds.append(ReplayDigests(*self._checked.read()))
             if rounds[-1].is_right:
                 break
         if len(rounds) == 2:
@@ -132,13 +132,13 @@ class ReplayedSteps:
             self._is_making = False
             model.train_function = usual
 
-    def _report(self, rounds: list[Round]) -> None:
+    def _report(self, rounds: list[ReplayDigests]) -> None:
         """Report the replicas that differ in a step and maybe in its repetition.
 
         If the repetition is right, the report is a warning in the log, else an error.
 
         Args:
-            rounds: List of two `Round`, the digests of the step and of its repetition.
+            rounds: List of two `ReplayDigests`, of the step and of its repetition.
 
         Raises:
             WorkerLost: On all workers, if they differ again, only one worker can be

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.context import is_tfdp
-from tfdp.ground.options import feeds_back
+from tfdp.ground.options import has_error_feedback
 from tfdp.training.step.accumulation import Totals, read
 from tfdp.training.step.state_layout import GradientStatistics
 from tfdp.training.step.step import Step, StepFeature
@@ -122,7 +122,7 @@ class StepGuard(StepFeature):
         if not (is_tfdp(strategy) and optimizer.accumulates_sums):
             return
         levels = strategy.extended.reducer.options.compression_levels
-        if optimizer.features.accumulation and any(map(feeds_back, levels)):
+        if optimizer.features.accumulation and any(map(has_error_feedback, levels)):
             raise ValueError(
                 f"{self.label} cannot leave out an update whose micro-batches were "
                 "reduced with residuals one by one, as with "

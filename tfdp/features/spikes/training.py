@@ -90,7 +90,7 @@ def _prepare_rollback(fit: Fit) -> None:
         ValueError: If there are no backups, or the data cannot be read again.
     """
     backups = backup_callbacks(fit.arguments.get("callbacks"))
-    if any(backup.is_again for backup in backups):
+    if any(backup.is_retry for backup in backups):
         return
     if not backups:
         raise ValueError(

@@ -66,7 +66,7 @@ def track_each_worker() -> None:
         _state.undo.pop()()
 
 
-def is_silent() -> bool:
+def are_trackers_disabled() -> bool:
     """Return whether trackers are disabled in this process.
 
     An invalid environment counts as a single process here: its error is raised when a
@@ -81,20 +81,20 @@ def is_silent() -> bool:
     return rank > 0
 
 
-def watch_trackers() -> None:
+def disable_trackers() -> None:
     """Disable trackers that are imported now or later, except on the first worker."""
-    if is_silent():
+    if are_trackers_disabled():
         _register_import_hooks()
 
 
-def watch_as_rank(rank: int) -> None:
+def disable_trackers_by_rank(rank: int) -> None:
     """Set the rank of this worker, and disable trackers if it is not 0.
 
     Args:
         rank: Int, rank of this worker.
     """
     _state.rank = rank
-    watch_trackers()
+    disable_trackers()
 
 
 class _Tracking(Feature):
@@ -102,7 +102,7 @@ class _Tracking(Feature):
 
     def on_strategy(self, rank: int) -> None:
         """Disable trackers by the rank that the strategy knows."""
-        watch_as_rank(rank)
+        disable_trackers_by_rank(rank)
 
 
 register(_Tracking())
@@ -121,7 +121,7 @@ def _watch_mlflow(mlflow: ModuleType) -> None:
     Calls of MLflow must still work there: all workers save a model, and MLflow's
     callback runs on each. Only their results are discarded.
     """
-    if not is_silent():
+    if not are_trackers_disabled():
         return
     logger = logging.getLogger("mlflow")
     _state.undo.append(
@@ -155,12 +155,12 @@ def _keep_uri(function: Callable, instance: Any, args: tuple, kwargs: dict) -> A
     Wrapper of `set_tracking_uri` and `set_registry_uri`; returns their result, or
     `None`.
     """
-    return None if is_silent() else function(*args, **kwargs)
+    return None if are_trackers_disabled() else function(*args, **kwargs)
 
 
 def _start_run(start: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
     """Wrap `mlflow.start_run`: ignore the ids of runs where trackers are disabled."""
-    if not is_silent():
+    if not are_trackers_disabled():
         return start(*args, **kwargs)
     for name in _VARIABLES:
         os.environ.pop(name, None)
@@ -183,7 +183,7 @@ def _set_experiment(choose: Callable, instance: Any, args: tuple, kwargs: dict) 
     Returns:
         The experiment that `choose` returns.
     """
-    if not is_silent():
+    if not are_trackers_disabled():
         return choose(*args, **kwargs)
     bound = inspect.signature(choose).bind(*args, **kwargs)
     return choose(bound.arguments.get("experiment_name") or _EXPERIMENT)
@@ -203,7 +203,7 @@ def _restore(mlflow: ModuleType, uri: str, level: int) -> None:
 
 def _delete_store(mlflow: ModuleType, folder: TemporaryFolder) -> None:
     """End the active run, which writes to the store, and delete the store."""
-    if is_silent():
+    if are_trackers_disabled():
         mlflow.end_run()
     folder.cleanup()
 
@@ -213,7 +213,7 @@ def _watch_wandb(wandb: ModuleType) -> None:
 
     Warn there if it was called before.
     """
-    if is_silent() and getattr(wandb, "run", None) is not None:
+    if are_trackers_disabled() and getattr(wandb, "run", None) is not None:
         user_code.warn(
             "`wandb.init` was called before tfdp was imported: this worker has created "
             "a separate run. Import tfdp first."
@@ -224,7 +224,7 @@ def _watch_wandb(wandb: ModuleType) -> None:
 def _init(init: Callable, instance: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Wrap `wandb.init`: where trackers are disabled, set its mode to "disabled"."""
     del instance
-    if not is_silent():
+    if not are_trackers_disabled():
         return init(*args, **kwargs)
     bound = inspect.signature(init).bind(*args, **kwargs)
     bound.arguments["mode"] = "disabled"

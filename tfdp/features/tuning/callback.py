@@ -95,7 +95,7 @@ class BucketTuning(keras.callbacks.Callback):
             if (
                 kept.choice
                 and is_chief
-                and user_code.is_first_time(self._key, self._extended)
+                and user_code.record_if_new(self._key, self._extended)
             ):
                 print(
                     f"tfdp: {_NAME} begins with {kept.choice}, which an earlier `fit` "

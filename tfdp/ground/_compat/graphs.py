@@ -63,7 +63,7 @@ def op_position(tensor: tf.Tensor) -> int:
 
 
 @contextlib.contextmanager
-def ordered_by_itself() -> Iterator[None]:
+def independent_side_effects() -> Iterator[None]:
     """Open a context for one replica, whose side effects wait for no other replica.
 
     TensorFlow runs operations with side effects but no resource, such as `Assert`, in
@@ -100,7 +100,7 @@ def as_one_operation(function: Callable) -> Any:
     return tf.function(function, autograph=False, experimental_attributes=attributes)()
 
 
-def run_after(op: tf.Operation, others: Sequence[tf.Operation]) -> None:
+def add_control_inputs(op: tf.Operation, others: Sequence[tf.Operation]) -> None:
     """Let an operation of a graph wait for others, which may be created later."""
     op._add_control_inputs(list(others))
 

@@ -13,7 +13,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.ops import resource_variable_ops
 
-from tfdp.ground._compat.optimizer_views import stand_in
+from tfdp.ground._compat.optimizer_views import copy_with
 
 
 def strategy_of_optimizer(optimizer: Any) -> Any:
@@ -105,7 +105,7 @@ def inner_index(multi_optimizer: Any, variable: Any) -> int:
     return multi_optimizer._var_to_optimizer_idx[multi_optimizer._var_key(variable)]
 
 
-def rate_variable(optimizer: Any) -> Any:
+def rate_or_schedule(optimizer: Any) -> Any:
     """Return an optimizer's learning rate itself: a variable or a schedule."""
     return optimizer._learning_rate
 
@@ -162,7 +162,7 @@ def update_variables(
     optimizer: Any, gradients: list, variables: list, learning_rate: Any
 ) -> None:
     """Run an optimizer's own update of variables, without Keras's all-reduce."""
-    reduced = stand_in(optimizer, _all_reduce_sum_gradients=list)
+    reduced = copy_with(optimizer, _all_reduce_sum_gradients=list)
     reduced._backend_update_step(gradients, variables, learning_rate)
 
 

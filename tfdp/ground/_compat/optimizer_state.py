@@ -92,7 +92,7 @@ def has_accumulators(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_accumulated_gradients", None))
 
 
-def take_accumulators(optimizer: Any) -> list:
+def pop_accumulators(optimizer: Any) -> list:
     """Remove the gradient accumulators from a built optimizer and return them."""
     sums = list(optimizer._accumulated_gradients)
     untrack(optimizer, [variable for variable in sums if variable is not None])
@@ -196,7 +196,7 @@ def copy_of(variable: Any) -> Any:
     return copy
 
 
-def is_on(variable: Any, device: str) -> bool:
+def is_on_device(variable: Any, device: str) -> bool:
     """Return whether a Keras variable of one replica is stored on a device."""
     specs = [tf.DeviceSpec.from_string(d) for d in (variable.value.device, device)]
     return len({(spec.device_type, spec.device_index) for spec in specs}) == 1

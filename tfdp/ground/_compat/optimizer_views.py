@@ -15,7 +15,7 @@ from tensorflow.python.distribute import (
 from tfdp.ground._compat.tf_distribute import local_part, outside_strategies
 
 
-def stand_in(optimizer: Any, **attributes: Any) -> Any:
+def copy_with(optimizer: Any, **attributes: Any) -> Any:
     """Return a shallow copy of an optimizer with some other attributes.
 
     Keras's update reads the learning rate and the slots from the optimizer itself. By a
@@ -30,7 +30,7 @@ def stand_in(optimizer: Any, **attributes: Any) -> Any:
 
 def with_rate(optimizer: Any, rate: Any) -> Any:
     """Return a shallow copy of an optimizer whose learning rate is a tensor."""
-    return stand_in(optimizer, _learning_rate=rate)
+    return copy_with(optimizer, _learning_rate=rate)
 
 
 def with_counter_read(optimizer: Any) -> Any:
@@ -41,7 +41,7 @@ def with_counter_read(optimizer: Any) -> Any:
     of Adam's betas.
     """
     count = local_part(optimizer._iterations).read_value()
-    return stand_in(optimizer, _iterations=count)
+    return copy_with(optimizer, _iterations=count)
 
 
 def with_slots(optimizer: Any, variable: Any, slots: dict[str, list]) -> Any:
@@ -53,12 +53,12 @@ def with_slots(optimizer: Any, variable: Any, slots: dict[str, list]) -> Any:
         slots: Dict from the name of an attribute to a list with the slot.
     """
     indices = {optimizer._var_key(variable): 0}
-    return stand_in(optimizer, _trainable_variables_indices=indices, **slots)
+    return copy_with(optimizer, _trainable_variables_indices=indices, **slots)
 
 
 def with_averages(optimizer: Any, averages: list) -> Any:
     """Return a shallow copy of an optimizer with other moving averages, a list."""
-    return stand_in(optimizer, _model_variables_moving_average=averages)
+    return copy_with(optimizer, _model_variables_moving_average=averages)
 
 
 def as_accumulating(optimizer: Any, steps: int, variables: list | None) -> Any:
@@ -70,7 +70,7 @@ def as_accumulating(optimizer: Any, steps: int, variables: list | None) -> Any:
         variables: List of all variables of the copy, or `None` for those of the
             optimizer.
     """
-    view = stand_in(optimizer, gradient_accumulation_steps=steps)
+    view = copy_with(optimizer, gradient_accumulation_steps=steps)
     if variables is not None:
         vars(view)["_variables"] = variables
     return view
@@ -78,7 +78,7 @@ def as_accumulating(optimizer: Any, steps: int, variables: list | None) -> Any:
 
 def with_fixed_scale(optimizer: Any, scale: float) -> Any:
     """Return a shallow copy of an optimizer whose `loss_scale_factor` is `scale`."""
-    view = stand_in(optimizer)
+    view = copy_with(optimizer)
     name = "_loss_scale_factor" if "_inner_optimizers" in vars(view) else None
     vars(view)[name or "loss_scale_factor"] = scale
     return view
@@ -93,7 +93,7 @@ def with_state(optimizer: Any, state: list, num_averages: int) -> Any:
         num_averages: Int, number of moving averages.
     """
     averages = state[:num_averages]
-    return stand_in(
+    return copy_with(
         optimizer,
         _variables=[*optimizer._variables, *state],
         _model_variables_moving_average=averages,
@@ -150,7 +150,7 @@ def loss_scale_optimizer(
     """
     with outside_strategies():
         outer = keras.optimizers.LossScaleOptimizer(
-            stand_in(optimizer),
+            copy_with(optimizer),
             initial_scale=initial_scale,
             dynamic_growth_steps=growth_steps,
         )
@@ -179,6 +179,6 @@ def multi_with_parts(optimizer: Any, views: dict[int, Any], counter: Any) -> Any
     own = list(optimizer._variables)
     if counter is not None:
         own[0] = counter
-    return stand_in(
+    return copy_with(
         optimizer, _optimizer_map=new, _inner_optimizers=parts, _variables=own
     )

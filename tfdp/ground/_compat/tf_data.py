@@ -334,7 +334,7 @@ def local_element_spec(dataset: Any) -> Any:
     return keras_tree.map_structure(first, dataset.element_spec)
 
 
-def without_partial_batches(dataset: Any) -> Any:
+def disable_end_of_data_sync(dataset: Any) -> Any:
     """Stop the workers of a distributed dataset from synchronizing its end, in place.
 
     By default workers ask each other in every step whether one has data left. If each

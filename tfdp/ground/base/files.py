@@ -283,7 +283,7 @@ def make_private_folder(path: str | os.PathLike, *, exist_ok: bool = True) -> No
     os.makedirs(path, mode=0o700, exist_ok=exist_ok)
 
 
-def problem_of_folder(folder: str | os.PathLike, argument: str) -> str:
+def try_create_folder(folder: str | os.PathLike, argument: str) -> str:
     """Create a folder and try to write into it; return what prevents it.
 
     Args:

@@ -17,7 +17,7 @@ class Loop:
     Args:
         model: The Keras model.
         name: String, the method of Keras: `"fit"`, `"train_on_batch"` and others.
-        whole_batches: Bool, whether the loop receives global batches, as
+        receives_global_batches: Bool, whether the loop receives global batches, as
             `train_on_batch` does, instead of batches that are divided already.
         awaits_training_data: Bool, whether the next data that the loop reads is for
             training: `fit` reads training data first and may validate later.
@@ -35,7 +35,7 @@ class Loop:
 
     model: Any
     name: str
-    whole_batches: bool = False
+    receives_global_batches: bool = False
     awaits_training_data: bool = False
     batch_weights: list | None = None
     label_record: Any = None
@@ -111,20 +111,30 @@ def is_nested() -> bool:
 
 @contextlib.contextmanager
 def looping(
-    model: Any, name: str, *, whole_batches: bool = False, exchange: Any = None
+    model: Any,
+    name: str,
+    *,
+    receives_global_batches: bool = False,
+    exchange: Any = None,
 ) -> Iterator[None]:
     """Record that a loop of Keras runs in the block.
 
     Args:
         model: The Keras model.
         name: String, the method of Keras, such as `"fit"`.
-        whole_batches: Bool, whether the loop receives global batches. Defaults to
-            `False`.
+        receives_global_batches: Bool, whether the loop receives global batches.
+            Defaults to `False`.
         exchange: `GradientExchange`, or `None`. Defaults to `None`.
     """
     awaits = name == "fit"
     _loops.append(
-        Loop(model, name, whole_batches, awaits_training_data=awaits, exchange=exchange)
+        Loop(
+            model,
+            name,
+            receives_global_batches,
+            awaits_training_data=awaits,
+            exchange=exchange,
+        )
     )
     try:
         yield

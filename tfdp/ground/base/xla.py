@@ -28,7 +28,7 @@ class CannotCompileError(Exception):
     """Error: XLA cannot compile a function, for the reason in the message."""
 
 
-def is_wanted() -> bool:
+def should_compile() -> bool:
     """Return whether XLA should compile parts of the step that is being traced.
 
     Inside such a part it is false. A model that is not built, as in `predict` without

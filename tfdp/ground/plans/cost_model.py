@@ -73,7 +73,7 @@ def predict_seconds(
         )
     if num_bytes == 0:
         return 0.0
-    if not algorithm.has_levels:
+    if not algorithm.is_hierarchical:
         inner_ratio = outer_ratio = max(inner_ratio, outer_ratio)
     inner_bytes, outer_bytes = num_bytes * inner_ratio, num_bytes * outer_ratio
     transfers = transfers_of(algorithm, topology)
@@ -101,7 +101,7 @@ def candidates_for(topology: Topology) -> tuple[Algorithm, ...]:
     12
     """
     ring, tree, halving_doubling = (Algorithm(name) for name in FLAT)
-    if not topology.has_levels:
+    if not topology.supports_hierarchy:
         return ring, tree, halving_doubling
     levels = ("ring", "halving_doubling", "tree")
     pairs = [(inner, outer) for inner in levels for outer in levels]

@@ -107,7 +107,7 @@ class Topology:
         return max(map(len, self.nodes))
 
     @property
-    def has_levels(self) -> bool:
+    def supports_hierarchy(self) -> bool:
         """Bool, whether several nodes have the same number of replicas, above one."""
         return 1 < self.num_nodes < self.num_replicas and self.is_even
 

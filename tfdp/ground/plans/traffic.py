@@ -66,7 +66,7 @@ class Algorithm:
             )
 
     @property
-    def has_levels(self) -> bool:
+    def is_hierarchical(self) -> bool:
         """Bool, whether the algorithm reduces inside nodes first, then across them."""
         return self.name == HIERARCHICAL.name
 
@@ -77,7 +77,7 @@ class Algorithm:
 
     def __str__(self) -> str:
         """Return the name, such as "ring" or "hierarchical (ring, tree)"."""
-        if not self.has_levels:
+        if not self.is_hierarchical:
             return self.name
         return f"{self.name} ({self.inner}, {self.outer})"
 
@@ -126,7 +126,7 @@ def transfers_of(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ..
     >>> transfers_of(Algorithm("ring"), Topology(((0, 1), (2, 3))))
     (Transfer(fraction=0.25, num_inside=1, num_streams=1, repeats=6),)
     """
-    if algorithm.has_levels:
+    if algorithm.is_hierarchical:
         return _hierarchical(algorithm, topology)
     node_of = np.zeros(topology.num_replicas, np.int64)  # [num_replicas]
     for node, ranks in enumerate(topology.nodes):

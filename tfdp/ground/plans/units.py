@@ -89,7 +89,9 @@ class UnitOptions:
 DEFAULT_UNITS = UnitOptions()
 
 
-def groups_of(gather_groups: Sequence[str], units: Sequence[str] | None) -> Any:
+def resolve_gather_groups(
+    gather_groups: Sequence[str], units: Sequence[str] | None
+) -> Any:
     """Return `gather_groups`; or `units`, its deprecated name, with a warning.
 
     Raises:
@@ -232,7 +234,7 @@ def plan_units(
     return [tuple(unit) for unit in units]
 
 
-def most_gathered(unit_bytes: Sequence[int], prefetch: int) -> int:
+def peak_gathered_bytes(unit_bytes: Sequence[int], prefetch: int) -> int:
     """Return the most bytes of parameters that a step has gathered at a time.
 
     They belong to the unit that computes, the previous unit, whose layers may still
@@ -247,7 +249,7 @@ def most_gathered(unit_bytes: Sequence[int], prefetch: int) -> int:
 
     Example:
 
-    >>> most_gathered([10, 40, 10, 10, 30], prefetch=1)
+    >>> peak_gathered_bytes([10, 40, 10, 10, 30], prefetch=1)
     60
     """
     window = 2 + prefetch

@@ -50,7 +50,7 @@ def describe(program: str | None = None) -> dict[str, Any]:
 
     return {
         "machine": f"{_cpu_name()}, {pluralize(num_cores(), 'core')}",
-        "kernels": cpu_kernels.chosen(),
+        "kernels": cpu_kernels.describe_kernels(),
         "load_average_1_min": load(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

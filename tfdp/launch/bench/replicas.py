@@ -62,7 +62,7 @@ class ReplicaSettings:
                 "A collective needs at least 2 replicas; give -n, or "
                 f"--devices-per-worker, or run it in a cluster. Received: {count}"
             )
-        if "hierarchical" in self.algorithms and not topology.has_levels:
+        if "hierarchical" in self.algorithms and not topology.supports_hierarchy:
             raise ValueError(
                 "The hierarchical algorithm needs several nodes with the same number "
                 "of replicas, at least 2; --node-size sets the replicas of a node. "

@@ -269,11 +269,11 @@ def alternate_for(
         Dict from `side/variant` to seconds per step of the slowest worker, one for
         each block.
     """
-    steps = steps_that_take(seconds, variants)
+    steps = calibrate_steps(seconds, variants)
     return alternate(variants, blocks=blocks, steps=steps, warm_up=0, on_block=on_block)
 
 
-def steps_that_take(
+def calibrate_steps(
     seconds: float, variants: Sequence[tuple[Runner, str]], most: int = 200
 ) -> int:
     """Warm all variants up, and return the number of steps for a block of a duration.

@@ -15,10 +15,10 @@ from tfdp.communication.cluster import Cluster, free_ports
 from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.launch.cli.job import Job, JobContext
 from tfdp.launch.cli.launch import RunSettings, make_clusters, warn_of_environment
-from tfdp.launch.cli.other_nodes import OtherNodes
+from tfdp.launch.cli.other_nodes import CoordinatorConnection
 from tfdp.launch.cli.signals import EndReason
 from tfdp.launch.cli.worker import LogFile, open_worker_logs, shell_code
-from tfdp.launch.rendezvous.coordinator import Places
+from tfdp.launch.rendezvous.coordinator import NodeAddresses
 from tfdp.launch.rendezvous.failure import NODE_LOST, Failure
 from tfdp.launch.rendezvous.job_probe import cluster_of_places
 from tfdp.launch.rendezvous.restarts import Restarts
@@ -53,14 +53,14 @@ class Attempts:
     def run(self) -> int:
         """Run attempts until none follows, and return the exit code of the job."""
         while not isinstance(job := self._next_job(), int):
-            self._after(job, job.run())
+            self._handle_end(job, job.run())
         return job
 
     def _next_job(self) -> Job | int:
         """Return the `Job` of the next attempt, or an int, the exit code of the job."""
         raise NotImplementedError
 
-    def _after(self, job: Job, code: int) -> None:
+    def _handle_end(self, job: Job, code: int) -> None:
         """Handle the end of an attempt, whose workers have ended with an exit code."""
         raise NotImplementedError
 
@@ -100,14 +100,14 @@ class LocalAttempts(Attempts):
             save_after_seconds=self._restarts.grow_after_seconds,
         )
 
-    def _after(self, job: Job, code: int) -> None:
+    def _handle_end(self, job: Job, code: int) -> None:
         """Pause if the policy decides that another attempt follows, or end the job."""
         received = self._context.signals.received
         # A signal determines the exit code also where the job was already ending for
         # another reason.
         if received and code not in (0, PREEMPTED):
             code = 128 + received[0]
-        decision = self._restarts.after(
+        decision = self._restarts.decide(
             _failure_of(job, code),
             time.monotonic() - self._began_at,
             saved_to_grow=job.has_saved and code == PREEMPTED,
@@ -148,7 +148,7 @@ class NodeAttempts(Attempts):
         context: `JobContext` of all attempts.
         settings: `RunSettings` of this node.
         folder: Path of the folder of logs.
-        others: `OtherNodes`, the connection to node 0.
+        others: `CoordinatorConnection`, the connection to node 0.
         num_nodes: Int, number of nodes of the job, at most.
     """
 
@@ -157,7 +157,7 @@ class NodeAttempts(Attempts):
         context: JobContext,
         settings: RunSettings,
         folder: pathlib.Path,
-        others: OtherNodes,
+        others: CoordinatorConnection,
         num_nodes: int,
     ) -> None:
         super().__init__(context, settings)
@@ -175,7 +175,7 @@ class NodeAttempts(Attempts):
         """Handle messages of node 0 until one gives the next job, or an exit code."""
         job_or_code: Job | int | None = None
         while job_or_code is None:
-            if (message := self._others.take()) is not None:
+            if (message := self._others.pop_message()) is not None:
                 job_or_code = self._handle(message)
             else:
                 fds = [self._context.signals.fileno(), self._others.fileno()]
@@ -249,7 +249,7 @@ class NodeAttempts(Attempts):
         )
         warn_of_environment(screen, len(ranks), self._settings.devices_per_worker)
 
-    def _clusters(self, places: Places) -> list[Cluster]:
+    def _clusters(self, places: NodeAddresses) -> list[Cluster]:
         """Return the clusters of this node's workers, given all nodes' addresses."""
         job = places, self._others.secret, self._attempt_id
         options = self._settings.cluster_options
@@ -260,7 +260,7 @@ class NodeAttempts(Attempts):
         clusters = self._clusters(message["nodes"])
         return Job(self._context, clusters, self._logs, others=self._others)
 
-    def _after(self, job: Job, code: int) -> None:
+    def _handle_end(self, job: Job, code: int) -> None:
         """Report the end of an attempt to node 0, which decides what follows."""
         self._code = PREEMPTED if code and job.is_preempted else code
         self._num_handled = len(self._context.signals.received)

@@ -69,7 +69,7 @@ Options stand before SCRIPT; all that follows it is the script's own.
     "--input",
     "Run SCRIPT for a few steps of `fit`, and show how long each worker waits for "
     "its data, and what to do about it.",
-    name="is_of_input",
+    name="measures_input",
 )
 @types.count_option("-n --num-workers N", "With --input: local workers. Default: 1.")
 @types.count_option(
@@ -86,7 +86,7 @@ Options stand before SCRIPT; all that follows it is the script's own.
 @click.argument("script", metavar="[SCRIPT | DIR...]", required=False, type=types.FILE)
 @click.argument("args", nargs=-1, type=types.FILE)
 def doctor(
-    is_of_input: bool = False,
+    measures_input: bool = False,
     num_workers: int | None = None,
     steps: int | None = None,
     timeout: float | None = None,
@@ -109,7 +109,7 @@ def doctor(
     """
     options = {"-n": num_workers, "--steps": steps, "--timeout": timeout}
     given = [f"{name} {value:g}" for name, value in options.items() if value]
-    if not is_of_input and script is not None and os.path.isdir(script):
+    if not measures_input and script is not None and os.path.isdir(script):
         if given:
             raise click.UsageError(f"{_NO_INPUT}. Received: {', '.join(given)}")
         show_records((script, *args), trace)
@@ -119,11 +119,11 @@ def doctor(
             "--trace needs folders with flight records, such as the folder of logs. "
             f"Received: {script or 'no folder'}"
         )
-    if is_of_input and script is not None:
+    if measures_input and script is not None:
         timeout = _TIMEOUT_SECONDS if timeout is None else timeout
         check_input(script, args, num_workers or 1, steps or _STEPS, timeout)
         return
-    if is_of_input:
+    if measures_input:
         raise click.UsageError("Give the script to run. Received: --input")
     if script is not None:
         raise click.UsageError(
@@ -202,7 +202,7 @@ def local_devices(tf: Any, cluster: Cluster | None) -> list[str]:
     count = cluster.devices_per_worker if cluster else None
     is_alone = cluster is None or cluster.num_workers == 1
     if not gpus and (is_alone or count is not None):
-        devices.default_cpus(count)
+        devices.create_default_cpus(count)
     return devices.local_devices()
 
 

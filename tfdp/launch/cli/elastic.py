@@ -116,7 +116,7 @@ class ElasticJob(SeparateWorkersJob):
         self._check_at = now + _CHECK_SECONDS
         # Training continues if any worker of the job answers this launcher's question:
         # workers that have joined the job answer as long as their processes run.
-        if self.job_runs():
+        if self.is_job_running():
             self._answered_at = now
         elif has_success:
             self._stop(signal.SIGTERM)
@@ -135,7 +135,7 @@ class ElasticJob(SeparateWorkersJob):
             "error",
         )
 
-    def job_runs(self) -> bool:
+    def is_job_running(self) -> bool:
         """Return whether a worker, on this node or another, answers that the job runs.
 
         The job runs once all workers of its first cluster have joined.

@@ -10,9 +10,9 @@ from tfdp.communication.cluster.address import split_address
 from tfdp.launch.cli.attempts import NodeAttempts
 from tfdp.launch.cli.elastic import ElasticJob
 from tfdp.launch.cli.job import Job
-from tfdp.launch.cli.other_nodes import ElasticNodes
+from tfdp.launch.cli.other_nodes import ElasticCoordinatorConnection
 from tfdp.launch.cli.worker import Worker
-from tfdp.launch.rendezvous.coordinator import Places
+from tfdp.launch.rendezvous.coordinator import NodeAddresses
 
 
 class ElasticNodeJob(ElasticJob):
@@ -25,11 +25,11 @@ class ElasticNodeJob(ElasticJob):
         **options: Arguments of `ElasticJob`, with `others`.
     """
 
-    _others: ElasticNodes
+    _others: ElasticCoordinatorConnection
 
     def __init__(
         self,
-        clusters_of: Callable[[Places], list[Cluster]],
+        clusters_of: Callable[[NodeAddresses], list[Cluster]],
         *,
         is_late: bool,
         **options: Any,
@@ -60,7 +60,7 @@ class ElasticNodeJob(ElasticJob):
         if self._others.places is not None:
             # A replacement joins the workers at their present addresses.
             self._clusters = self._clusters_of(self._others.places)
-        if self._has_success() or self.job_runs():
+        if self._has_success() or self.is_job_running():
             return super()._after_failure(failed)
         return self._end_by_failure(failed)
 
@@ -68,7 +68,7 @@ class ElasticNodeJob(ElasticJob):
 class ElasticAttempts(NodeAttempts):
     """Runs the workers of this node of an elastic job, which may outlive node 0."""
 
-    _others: ElasticNodes
+    _others: ElasticCoordinatorConnection
 
     def _job(self, message: dict[str, Any]) -> Job:
         """Create this node's part of an elastic job.
@@ -98,13 +98,13 @@ class ElasticAttempts(NodeAttempts):
             clusters=clusters,
             logs=self._logs,
         )
-        self._others.job_runs = job.job_runs
+        self._others.is_job_running = job.is_job_running
         return job
 
-    def _after(self, job: Job, code: int) -> None:
+    def _handle_end(self, job: Job, code: int) -> None:
         """Report the end of this node's workers to node 0."""
         self._others.running = {}
-        super()._after(job, code)
+        super()._handle_end(job, code)
 
     def _handle(self, message: dict[str, Any]) -> Job | int | None:
         """Handle a message of node 0; its loss does not end the job of this node.
@@ -122,7 +122,7 @@ class ElasticAttempts(NodeAttempts):
             if self._code == 0:
                 return 0
             if not self._others.is_node_0:
-                self._others.wait_again(message["text"])
+                self._others.rejoin_node_0(message["text"])
                 return None
         return super()._handle(message)
 

@@ -205,7 +205,7 @@ def _assumptions(forecast: Forecast) -> Iterator[str]:
     yield "Buckets are those of tfdp, and are reduced one after the other."
     yield from forecast.warned
     is_flat = topology.replicas_per_node == 1
-    if is_flat and any(r.algorithm.has_levels for r in forecast.routes):
+    if is_flat and any(r.algorithm.is_hierarchical for r in forecast.routes):
         yield "There is one level only: hierarchical works as a flat algorithm."
     if forecast.step is not None:
         yield (

@@ -22,7 +22,7 @@ from tfdp.communication.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 from tfdp.features.goodput.ledger import Launch
 from tfdp.launch.cli.launch import worker_environment
 from tfdp.launch.cli.noise import is_noise, is_peer_failure
-from tfdp.launch.cli.other_nodes import OtherNodes
+from tfdp.launch.cli.other_nodes import CoordinatorConnection
 from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.signals import EndReason, SignalPipe
 from tfdp.launch.cli.start import Starter
@@ -77,8 +77,8 @@ class Job:
         logs: Sequence of `LogFile`, one for each slot, a share of this machine.
         slots: Sequence of ints, the slot of each worker, or `None` for consecutive
             slots from 0. Defaults to `None`.
-        others: `OtherNodes`, the connection to the other nodes, or `None` if all
-            workers are on this machine. Defaults to `None`.
+        others: `CoordinatorConnection`, the connection to the other nodes, or `None`
+            if all workers are on this machine. Defaults to `None`.
         save_after_seconds: Float, time after which workers are asked to save their
             training and exit, or `None` for never. A script that does not support such
             requests continues. Defaults to `None`.
@@ -95,7 +95,7 @@ class Job:
         logs: Sequence[LogFile],
         *,
         slots: Sequence[int] | None = None,
-        others: OtherNodes | None = None,
+        others: CoordinatorConnection | None = None,
         save_after_seconds: float | None = None,
     ) -> None:
         self._context, self._clusters, self._logs = context, clusters, logs

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdp.communication.cluster import Cluster, free_ports
-from tfdp.communication.cluster.gpus import own_gpus, visible_gpus
+from tfdp.communication.cluster.gpus import gpu_environment, visible_gpus
 from tfdp.communication.cluster.limits import (
     limit_for,
     limit_of_threads,
@@ -189,7 +189,7 @@ def worker_environment(
     return {
         **defaults,
         **environ,
-        **own_gpus(slot, num_slots, visible_gpus(environ)),
+        **gpu_environment(slot, num_slots, visible_gpus(environ)),
         "TF_CONFIG": json.dumps(config),
         "PYTHONUNBUFFERED": "1",
     }

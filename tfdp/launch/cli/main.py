@@ -15,7 +15,7 @@ from tfdp.launch.cli.doctor import doctor
 from tfdp.launch.cli.goodput import goodput
 from tfdp.launch.cli.plan import plan
 from tfdp.launch.cli.run import run
-from tfdp.launch.cli.screen import Entry
+from tfdp.launch.cli.screen import OutputEntry
 
 _EXAMPLES = """\b
 Examples:
@@ -107,7 +107,7 @@ def run_command(
     except click.ClickException as error:
         text = f"{program}: error: {_describe(error)}"
         if command is cli and _wants_json(arguments):
-            text = Entry(text, level="error").to_line().rstrip()
+            text = OutputEntry(text, level="error").to_line().rstrip()
         click.echo(text, err=True)
         code = USAGE_ERROR
     except (click.Abort, KeyboardInterrupt):

@@ -30,7 +30,7 @@ from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.signals import EndReason
 from tfdp.launch.cli.worker import Worker
 from tfdp.launch.rendezvous.address import check_resolves, listen, own_address
-from tfdp.launch.rendezvous.coordinator import Coordinator, Places
+from tfdp.launch.rendezvous.coordinator import Coordinator, NodeAddresses
 from tfdp.launch.rendezvous.elastic_coordinator import ElasticCoordinator
 from tfdp.launch.rendezvous.failure import NODE_LOST, RendezvousError
 from tfdp.launch.rendezvous.job_probe import JobProbe
@@ -43,7 +43,7 @@ from tfdp.launch.rendezvous.server import Server
 _REJOIN_SECONDS = 1.0
 
 
-class OtherNodes(Node0Connection):
+class CoordinatorConnection(Node0Connection):
     """Connection of this node's launcher to node 0, which controls the job.
 
     Args:
@@ -66,12 +66,12 @@ class OtherNodes(Node0Connection):
         self.has_left = self.is_alone = False
         self._screen = screen
 
-    def take(self) -> dict[str, Any] | None:
+    def pop_message(self) -> dict[str, Any] | None:
         """Return and remove the next message of node 0, or `None` if there is none.
 
         Notices are printed on the screen, and not returned.
         """
-        while (message := super().take()) and message.get("type") == "notice":
+        while (message := super().pop_message()) and message.get("type") == "notice":
             self._screen.message(f"tfdp: {message.get('text')}")
         return message
 
@@ -81,7 +81,7 @@ class OtherNodes(Node0Connection):
         The message stays in the queue, since `NodeAttempts` handles it after the job
         has ended.
         """
-        message = self.take()
+        message = self.pop_message()
         if message is None:
             return None
         if message.get("type") == "stop" and message.get("attempt") != self.attempt:
@@ -127,42 +127,42 @@ class OtherNodes(Node0Connection):
         self.report("leaving", why=why, code=code, signal=int(signum))
 
 
-class ElasticNodes(OtherNodes):
+class ElasticCoordinatorConnection(CoordinatorConnection):
     """Connection to node 0 of a node whose workers outlive the loss of any other node.
 
     If node 0 is started again, this node joins it again, with its workers if they
     train.
 
     Args:
-        *arguments: Arguments of `OtherNodes`.
-        **connection: Further arguments of `OtherNodes`.
+        *arguments: Arguments of `CoordinatorConnection`.
+        **connection: Further arguments of `CoordinatorConnection`.
 
     Attributes:
         places: The IP address and the worker ports of each node, once they have changed
             while workers run, or else `None`.
         running: Dict of the fields of `Hello` about workers that run, empty if none do.
         trains: Bool, whether these workers have begun to train.
-        job_runs: Callable that returns whether these workers train, with or without
-            those of other nodes.
+        is_job_running: Callable that returns whether these workers train, with or
+            without those of other nodes.
         is_over: Bool, whether the workers of another node have ended without an error.
     """
 
     def __init__(self, *arguments: Any, **connection: Any) -> None:
-        self.places: Places | None = None
+        self.places: NodeAddresses | None = None
         self.running: dict[str, Any] = {}
         self.is_over = self.trains = self._is_refused = False
-        self.job_runs: Callable[[], bool] = lambda: False
+        self.is_job_running: Callable[[], bool] = lambda: False
         self._first_hello: Hello = connection["hello"]
         self._waits = False
         super().__init__(*arguments, **connection)
 
-    def take(self) -> dict[str, Any] | None:
+    def pop_message(self) -> dict[str, Any] | None:
         """Return the next message of node 0 that the caller must handle, or `None`.
 
         Notices are printed, and news of other nodes change the attributes of this
         object.
         """
-        while (message := super().take()) is not None:
+        while (message := super().pop_message()) is not None:
             match message.get("type"):
                 case "places":
                     self.places = message["nodes"]
@@ -170,7 +170,7 @@ class ElasticNodes(OtherNodes):
                     self.trains = True
                 case "done":
                     self.is_over = True
-                case "lost" if self.running and (self.trains or self.job_runs()):
+                case "lost" if self.running and (self.trains or self.is_job_running()):
                     # Node 0 may be lost before it has sent `trains`, so the attribute
                     # is set here, too.
                     self.trains = True
@@ -195,7 +195,7 @@ class ElasticNodes(OtherNodes):
         """Bool, whether the launcher of this process is the one of node 0."""
         return self._first_hello.node_rank == 0
 
-    def wait_again(self, text: str) -> None:
+    def rejoin_node_0(self, text: str) -> None:
         """Print that node 0 is lost, and let `_run` join a new one: no worker trains.
 
         Args:
@@ -235,7 +235,7 @@ class ElasticNodes(OtherNodes):
 @contextlib.contextmanager
 def join_nodes(
     where: NodeOptions, settings: RunSettings, secret: str | None, screen: Screen
-) -> Iterator[OtherNodes]:
+) -> Iterator[CoordinatorConnection]:
     """Join the job as a node, and run node 0's server if the rendezvous is here.
 
     Args:
@@ -246,7 +246,7 @@ def join_nodes(
         screen: `Screen` for messages.
 
     Yields:
-        `OtherNodes`.
+        `CoordinatorConnection`.
 
     Raises:
         RendezvousError: If node 0 cannot listen, or there is no secret.
@@ -296,7 +296,9 @@ def join_nodes(
             stack.enter_context(contextlib.closing(server))
             if nodes.most > 1:
                 _announce_node_0(screen, nodes, str(place), secret if is_new else None)
-        others = (ElasticNodes if where.is_elastic else OtherNodes)(
+        others = (
+            ElasticCoordinatorConnection if where.is_elastic else CoordinatorConnection
+        )(
             screen,
             address=address,
             secret=secret,

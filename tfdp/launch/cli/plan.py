@@ -17,7 +17,7 @@ from tfdp.ground.plans.memory import ReplicaMemory
 from tfdp.ground.plans.prediction import BACKWARD_FRACTION
 from tfdp.ground.plans.sharding import SHARDINGS, ShardingOptions
 from tfdp.ground.plans.topology import Topology
-from tfdp.ground.plans.units import DEFAULT_UNITS, most_gathered, plan_units
+from tfdp.ground.plans.units import DEFAULT_UNITS, peak_gathered_bytes, plan_units
 from tfdp.ground.text import pluralize
 from tfdp.launch.cli import parameter_types as types
 from tfdp.launch.cli.errors import first_line, import_without_gpus, usage_errors
@@ -356,4 +356,4 @@ def _frozen_and_gathered(model: Any, options: CommunicationOptions) -> tuple[int
     sizes = [sum(entries[index].num_bytes for index in unit) for unit in units]
     trained = sum(entry_of(v).num_bytes for v in model.trainable_variables)
     frozen = sum(entry.num_bytes for entry in entries) - trained
-    return frozen, most_gathered(sizes, DEFAULT_UNITS.prefetch)
+    return frozen, peak_gathered_bytes(sizes, DEFAULT_UNITS.prefetch)

@@ -205,7 +205,7 @@ class Screen:
         error = self._output.error
         if error is None or self.has_no_reader:
             return
-        if user_code.is_first_time("unwritten output", self):
+        if user_code.record_if_new("unwritten output", self):
             self.warn(
                 f"tfdp: warning: the output cannot be written ({error.strerror}); "
                 "it is kept in the logs"
@@ -239,7 +239,7 @@ class Screen:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class OutputEntry:
     """Line of a job's output in the format of `--log-format json`.
 
     Args:
@@ -257,10 +257,10 @@ class Entry:
 
     Example:
 
-    >>> entry = Entry("Epoch 1/2", "worker", node=0, rank=3, time="12:00")
+    >>> entry = OutputEntry("Epoch 1/2", "worker", node=0, rank=3, time="12:00")
     >>> print(entry.to_line(), end="")
     {"time": "12:00", "level": null, "stream": "worker", "node": 0, "rank": 3, "message": "Epoch 1/2"}
-    >>> Entry.from_line(entry.to_line()) == entry
+    >>> OutputEntry.from_line(entry.to_line()) == entry
     True
     """  # noqa: E501
 
@@ -286,7 +286,7 @@ class Entry:
         return json.dumps({**about, "message": message}) + "\n"
 
     @classmethod
-    def from_line(cls, line: str) -> Entry | None:
+    def from_line(cls, line: str) -> OutputEntry | None:
         """Parse a line; return `None` if it is not in this format.
 
         Args:
@@ -321,7 +321,9 @@ class JsonScreen(Screen):
         """Write a complete line of a worker as a line of JSON on the output."""
         message = without_escapes(text).rstrip()
         node = self.nodes.get(rank, self.node)
-        self._output.write(Entry(message, "worker", node=node, rank=rank).to_line())
+        self._output.write(
+            OutputEntry(message, "worker", node=node, rank=rank).to_line()
+        )
 
     def message(
         self,
@@ -335,7 +337,7 @@ class JsonScreen(Screen):
         self._output.flush()
         node = self.node if node is None else node
         self._message_output.write(
-            Entry(text, level=level, node=node, rank=rank).to_line()
+            OutputEntry(text, level=level, node=node, rank=rank).to_line()
         )
         self._message_output.flush()
 
@@ -344,7 +346,7 @@ class JsonScreen(Screen):
 
     def _truncation_notice(self, text: str) -> str:
         """Return the notice about lost lines as a line of JSON."""
-        return Entry(text, level="warning", node=self.node).to_line()
+        return OutputEntry(text, level="warning", node=self.node).to_line()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import tfdp
 from tfdp.launch.cli import remote_line
 from tfdp.launch.cli.hosts import Host
 from tfdp.launch.cli.launch import RunSettings
-from tfdp.launch.cli.screen import Entry, Level, Screen
+from tfdp.launch.cli.screen import Level, OutputEntry, Screen
 from tfdp.launch.cli.signals import SignalPipe
 from tfdp.launch.cli.ssh import CONNECTION_LOST, describe_failure, ssh_command
 from tfdp.launch.cli.ssh_worker import SshWorker
@@ -172,7 +172,7 @@ class SshJob:
         """Handle a line of a host: tfdp's version, a worker's line, or a message."""
         if worker.answer(line):
             self._send_order(worker)
-        elif self._screen.is_verbatim and (entry := Entry.from_line(line)):
+        elif self._screen.is_verbatim and (entry := OutputEntry.from_line(line)):
             if entry.stream == "worker" and entry.rank is not None:
                 self._screen.nodes[entry.rank] = worker.node
                 self._screen.line(entry.rank, entry.message)
@@ -196,7 +196,7 @@ class SshJob:
         if worker.is_dismissed:
             return
         if worker.version == tfdp.__version__:
-            worker.is_ordered = True
+            worker.is_order_sent = True
             worker.send(self._orders[worker.node])
             return
         worker.is_dismissed = True
@@ -243,7 +243,7 @@ class SshJob:
         code = worker.exit_code or 0
         if not code or worker.is_dismissed:
             return
-        is_lost = code in _LOST_CODES and worker.is_ordered
+        is_lost = code in _LOST_CODES and worker.is_order_sent
         if (is_lost or worker.is_restarted) and self._may_restart(worker):
             if is_lost:
                 self._print_message(

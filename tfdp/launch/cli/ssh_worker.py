@@ -34,7 +34,7 @@ class SshWorker:
         node: Int, rank of the launcher's node.
         host: `Host` of the launcher.
         version: String, version of tfdp on the host, or `None` until it has answered.
-        is_ordered: Bool, whether the order to run was sent.
+        is_order_sent: Bool, whether the order to run was sent.
         is_restarted: Bool, whether it was started again after a lost connection.
         is_dismissed: Bool, whether it was ended because of a failure.
         errors: Deque of strings, the last lines of stderr.
@@ -47,7 +47,7 @@ class SshWorker:
     def __init__(self, node: int, host: Host, command: list[str]) -> None:
         self.node, self.host = node, host
         self.version: str | None = None
-        self.is_ordered = self.is_dismissed = self.is_restarted = False
+        self.is_order_sent = self.is_dismissed = self.is_restarted = False
         self.errors: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self.exit_code: int | None = None
         self._ended_at: float | None = None
@@ -99,7 +99,7 @@ class SshWorker:
 
     def stop(self, signum: int) -> None:
         """Send the launcher a signal, or disconnect it if it has no order yet."""
-        if self.is_ordered:
+        if self.is_order_sent:
             self.send(signal_line(signum))
         else:
             self.hang_up()

@@ -94,7 +94,7 @@ class Tracebacks:
     def __init__(self) -> None:
         self._held: dict[int, _Block] = {}
         self._shown: list[_Block] = []
-        self.is_interrupted = self._has_said_where = False
+        self.is_interrupted = self._has_shown_interruption = False
 
     def interrupt(self) -> None:
         """Record that Ctrl-C was forwarded to the workers."""
@@ -121,7 +121,7 @@ class Tracebacks:
         # Index of the first line of the last traceback: chained ones follow each other.
         begin = max(i for i, line in enumerate(block.lines) if _begins(line))
         if self.is_interrupted and (end := _end_of_ctrl_c(block.lines, begin)):
-            said = self._say_where(f"{_INTERRUPTED}{_place(block.lines)}")
+            said = self._show_interruption_once(f"{_INTERRUPTED}{_place(block.lines)}")
             return said + block.lines[end:]
         lost = [i for i, line in enumerate(block.lines) if _LOST.match(line)]
         if lost:
@@ -143,10 +143,12 @@ class Tracebacks:
             return [bar] if is_bar else []
         if self.is_interrupted and _INTERRUPTED in line:
             bar, said, where = line.partition(_INTERRUPTED)
-            return ([bar] if bar.strip() else []) + self._say_where(said + where)
+            return ([bar] if bar.strip() else []) + self._show_interruption_once(
+                said + where
+            )
         return [line]
 
-    def _say_where(self, line: str) -> list[str]:
+    def _show_interruption_once(self, line: str) -> list[str]:
         """Return `[line]` at the first call, and an empty list at later calls.
 
         So only the first worker shows where Ctrl-C has interrupted the script.
@@ -154,9 +156,9 @@ class Tracebacks:
         Args:
             line: String, `"tfdp: interrupted"` with the place in the script.
         """
-        if self._has_said_where:
+        if self._has_shown_interruption:
             return []
-        self._has_said_where = True
+        self._has_shown_interruption = True
         return [line]
 
     def _fold(self, block: _Block) -> list[str]:

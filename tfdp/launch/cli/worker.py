@@ -293,7 +293,7 @@ class LogFile:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
-            if user_code.is_first_time("unwritten log", self):
+            if user_code.record_if_new("unwritten log", self):
                 self._warn(
                     f"tfdp: warning: {self.path} cannot be written ({error.strerror}); "
                     "the job continues"

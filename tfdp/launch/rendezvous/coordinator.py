@@ -29,7 +29,7 @@ from tfdp.launch.rendezvous.failure import (
     RendezvousError,
     from_message,
 )
-from tfdp.launch.rendezvous.link import Link
+from tfdp.launch.rendezvous.link import HeartbeatConnection
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Hello, Node, Reports, Roster
 
@@ -42,7 +42,7 @@ _NOTICE_SECONDS = 10.0
 # save, and one to exit.
 _STOP_SECONDS = 30.0
 # Addresses of all workers: IP address and worker ports of each node, by rank.
-Places: TypeAlias = list[tuple[str, list[int]]]
+NodeAddresses: TypeAlias = list[tuple[str, list[int]]]
 
 
 class Phase(enum.Enum):
@@ -114,11 +114,11 @@ class Coordinator:
         """Bool, whether the job has ended."""
         return self.phase is Phase.ENDED
 
-    def join(self, link: Link, hello: Hello) -> None:
+    def join(self, link: HeartbeatConnection, hello: Hello) -> None:
         """Add a node to the job.
 
         Args:
-            link: `Link` to the node.
+            link: `HeartbeatConnection` to the node.
             hello: `Hello` of the node.
 
         Raises:
@@ -131,17 +131,17 @@ class Coordinator:
         is_back = self._has_started
         node = self._roster.add(link, hello)
         if is_back:
-            self._send_notice(self._welcome(node))
+            self._send_notice(self._join_notice(node))
 
-    def _welcome(self, node: Node) -> str:
+    def _join_notice(self, node: Node) -> str:
         """Return a notice about a lost node that joins a started job again."""
         return f"{node} has reconnected, and joins at the next start"
 
-    def receive(self, link: Link, message: Mapping[str, Any]) -> None:
+    def receive(self, link: HeartbeatConnection, message: Mapping[str, Any]) -> None:
         """Handle a message of a node, such as its ports or the failure of a worker.
 
         Args:
-            link: `Link` to the node.
+            link: `HeartbeatConnection` to the node.
             message: Mapping, the message.
 
         Raises:
@@ -152,13 +152,13 @@ class Coordinator:
             return
         kind = message.get("type")
         if kind == "leaving":
-            self._leave(node, message)
+            self._handle_leave(node, message)
         elif message.get("attempt") != self._attempt:
             return  # the message belongs to an earlier attempt
         elif kind == "ports":
             node.ports = _ports(message, node.hello.num_workers)
         elif kind == "failed":
-            self._report(node, from_message(Failure, message))
+            self._handle_failure(node, from_message(Failure, message))
         elif kind == "done":
             node.is_done = node.has_stopped = True
         elif kind == "stopped":
@@ -167,14 +167,15 @@ class Coordinator:
             if message.get("has_saved") is True and isinstance(code, int):
                 self._saved_code = code
 
-    def register_disconnect(self, link: Link, how: str) -> None:
+    def register_disconnect(self, link: HeartbeatConnection, how: str) -> None:
         """Remove the node whose connection has ended, and handle its loss.
 
         In the phase `PREPARING` the job waits for all nodes again. In `RUNNING`, unless
-        the node's workers are done, `_lose` stops all workers or continues without it.
+        the node's workers are done, `_handle_loss` stops all workers or continues
+        without it.
 
         Args:
-            link: `Link` to the node.
+            link: `HeartbeatConnection` to the node.
             how: String for messages, such as `"has ended its connection"`.
         """
         node = self._roster.node_of_link(link)
@@ -184,7 +185,7 @@ class Coordinator:
         if self.phase is Phase.PREPARING:
             self._gather()
         elif self.phase is Phase.RUNNING and not node.is_done:
-            self._lose(node, how)
+            self._handle_loss(node, how)
 
     def tick(self) -> None:
         """Begin the next phase if it is time; the server calls it every 50 ms."""
@@ -317,13 +318,13 @@ class Coordinator:
             }
         )
 
-    def _places(self) -> Places:
+    def _places(self) -> NodeAddresses:
         """List the IP address and the worker ports of each node."""
         hosts = self._roster.hosts()
         ports = [node.ports or [] for node in self._roster.nodes]
         return list(zip(hosts, ports, strict=True))
 
-    def _start(self, places: Places) -> None:
+    def _start(self, places: NodeAddresses) -> None:
         """Order all nodes to start their workers, and send them all addresses."""
         self._reports, self._decide_at = Reports(self._roster), None
         self._code, self._failure, self._saved_code = 0, None, None
@@ -332,7 +333,9 @@ class Coordinator:
         for node in self._roster.nodes:
             self._start_node(node, places)
 
-    def _start_node(self, node: Node, places: Places, *, is_late: bool = False) -> None:
+    def _start_node(
+        self, node: Node, places: NodeAddresses, *, is_late: bool = False
+    ) -> None:
         """Order a node to start its workers, and send it the addresses of all workers.
 
         Args:
@@ -353,7 +356,7 @@ class Coordinator:
             }
         )
 
-    def _report(self, node: Node, failure: Failure) -> None:
+    def _handle_failure(self, node: Node, failure: Failure) -> None:
         """Record a failed worker; stop all workers now, or after a wait for its cause.
 
         Raises:
@@ -376,7 +379,7 @@ class Coordinator:
         sentence = self._reports.sentence()
         self._stop(cause.code, cause, sentence, rank=cause.rank)
 
-    def _lose(self, node: Node, how: str) -> None:
+    def _handle_loss(self, node: Node, how: str) -> None:
         """Stop the workers of all nodes because a node was lost.
 
         Args:
@@ -391,7 +394,7 @@ class Coordinator:
             f"{node} was lost: it {how}; the workers of all nodes were stopped",
         )
 
-    def _leave(self, node: Node, message: Mapping[str, Any]) -> None:
+    def _handle_leave(self, node: Node, message: Mapping[str, Any]) -> None:
         """End the job because a node leaves; before workers start, only drop the node.
 
         Raises:
@@ -439,7 +442,7 @@ class Coordinator:
         seconds = clock_seconds - self._started_at
         if self._restarts is None:
             self._restarts = self._make_restarts(self._roster.num_workers)
-        decision = self._restarts.after(failure, seconds)
+        decision = self._restarts.decide(failure, seconds)
         if decision is None:
             self._end(self._code)
             return

@@ -19,10 +19,10 @@ from typing import Any
 
 from tfdp.communication.cluster.address import join_address
 from tfdp.communication.cluster.tf_config import shorten
-from tfdp.launch.rendezvous.coordinator import Coordinator, Phase, Places
+from tfdp.launch.rendezvous.coordinator import Coordinator, NodeAddresses, Phase
 from tfdp.launch.rendezvous.failure import NODE_LOST, Failure, RendezvousError
 from tfdp.launch.rendezvous.job_probe import JobProbe
-from tfdp.launch.rendezvous.link import Link
+from tfdp.launch.rendezvous.link import HeartbeatConnection
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Hello, Node
 
@@ -68,7 +68,7 @@ class ElasticCoordinator(Coordinator):
         """Bool, whether the workers of this attempt have begun to train."""
         return self.phase is Phase.RUNNING and self._probe.seen_at is not None
 
-    def join(self, link: Link, hello: Hello) -> None:
+    def join(self, link: HeartbeatConnection, hello: Hello) -> None:
         """Add a node to the job, in place of a silent one if all are connected.
 
         Arguments are those of `Coordinator.join`. A node whose workers train in another
@@ -114,14 +114,14 @@ class ElasticCoordinator(Coordinator):
         for node in self._roster.nodes:
             node.ports, node.ports_attempt = None, 0
 
-    def receive(self, link: Link, message: Mapping[str, Any]) -> None:
+    def receive(self, link: HeartbeatConnection, message: Mapping[str, Any]) -> None:
         """Handle a message of a node, including the end of its workers.
 
         If they have ended without an error, `"done"` is sent to all nodes. Otherwise
         the node is removed from the job; but node 0 only if it is leaving.
 
         Args:
-            link: `Link` to the node.
+            link: `HeartbeatConnection` to the node.
             message: Mapping with the type of the message and its content.
         """
         node = self._roster.node_of_link(link)
@@ -218,7 +218,7 @@ class ElasticCoordinator(Coordinator):
         assert node.rank is not None
         self._by_rank[node.rank] = self._host_of(node), ports
 
-    def _update_places(self) -> Places:
+    def _update_places(self) -> NodeAddresses:
         """Return the addresses of all workers, and pass them to the probe.
 
         From now on the probe asks the workers at these addresses whether they train.
@@ -237,7 +237,7 @@ class ElasticCoordinator(Coordinator):
         self._probe.watch(places, self._id)
         return places
 
-    def _start(self, places: Places) -> None:
+    def _start(self, places: NodeAddresses) -> None:
         """Order all nodes to start their workers, which the probe asks from now on."""
         super()._start(places)
         self._by_rank = dict(enumerate(places))
@@ -255,7 +255,7 @@ class ElasticCoordinator(Coordinator):
                 node.rank = None
         self._joined_at = self._clock()
 
-    def _report(self, node: Node, failure: Failure) -> None:
+    def _handle_failure(self, node: Node, failure: Failure) -> None:
         """Handle a failure that a node reports of one of its workers.
 
         While workers train, a failure of one that was not among them by their last
@@ -267,9 +267,9 @@ class ElasticCoordinator(Coordinator):
             port = ports[failure.rank - self._roster.first_rank(node)]
             if join_address(host, port) not in self._probe.members:
                 return
-        super()._report(node, failure)
+        super()._handle_failure(node, failure)
 
-    def _lose(self, node: Node, how: str) -> None:
+    def _handle_loss(self, node: Node, how: str) -> None:
         """Continue without a lost node if workers train, or else stop all workers.
 
         Args:
@@ -279,7 +279,7 @@ class ElasticCoordinator(Coordinator):
         if not node.has_started:
             return
         if not self._trains:
-            super()._lose(node, how)
+            super()._handle_loss(node, how)
             return
         self._last_code = NODE_LOST
         number = len(self._roster.nodes)
@@ -288,12 +288,12 @@ class ElasticCoordinator(Coordinator):
             f"{'node' if number == 1 else 'nodes'}"
         )
 
-    def _leave(self, node: Node, message: Mapping[str, Any]) -> None:
+    def _handle_leave(self, node: Node, message: Mapping[str, Any]) -> None:
         """Let a node that has received a signal leave a job that continues.
 
         The other nodes receive a notice, and their workers continue. The node is
         removed once its workers have stopped: now, or when it reports that. In phases
-        other than `RUNNING` the effect is that of `Coordinator._leave`.
+        other than `RUNNING` the effect is that of `Coordinator._handle_leave`.
 
         Args:
             node: `Node` that leaves.
@@ -301,7 +301,7 @@ class ElasticCoordinator(Coordinator):
                 launcher; and `"why"`, a string for the notice.
         """
         if self.phase is not Phase.RUNNING or not isinstance(message.get("code"), int):
-            super()._leave(node, message)
+            super()._handle_leave(node, message)
         elif node.has_stopped:
             self._dismiss(node, message["code"])
         else:
@@ -317,6 +317,6 @@ class ElasticCoordinator(Coordinator):
         node.link.send({"type": "end", "code": code, "text": ""})
         self._roster.nodes.remove(node)
 
-    def _welcome(self, node: Node) -> str:
+    def _join_notice(self, node: Node) -> str:
         """Return the notice about a node that joins a running job."""
         return f"{node} has come, and its workers join the others"

@@ -10,14 +10,18 @@ from tfdp.communication.cluster.address import join_address
 from tfdp.communication.connection.secret import derive_secret
 from tfdp.communication.store import ask_workers
 from tfdp.ground.base.threads import start_thread
-from tfdp.launch.rendezvous.coordinator import Places
+from tfdp.launch.rendezvous.coordinator import NodeAddresses
 
 # Seconds between two requests to the workers.
 _ASK_SECONDS = 1.0
 
 
 def cluster_of_places(
-    places: Places, secret: str, attempt_id: str, rank: int = 0, **settings: object
+    places: NodeAddresses,
+    secret: str,
+    attempt_id: str,
+    rank: int = 0,
+    **settings: object,
 ) -> Cluster:
     """Return the `Cluster` of the workers of all nodes, with one of them as its task.
 
@@ -61,7 +65,7 @@ class JobProbe:
         self._is_closed = threading.Event()
         self._thread = start_thread("tfdp-rendezvous-probe", self._run)
 
-    def watch(self, places: Places, attempt_id: str) -> None:
+    def watch(self, places: NodeAddresses, attempt_id: str) -> None:
         """Ask the workers of an attempt, at these addresses, from now on."""
         self._cluster = cluster_of_places(places, self._secret, attempt_id, elastic=1)
 

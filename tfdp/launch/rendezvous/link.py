@@ -28,7 +28,7 @@ SILENT_SECONDS = 15.0
 _BEAT = {"type": "beat"}
 
 
-class Link(MessageConnection):
+class HeartbeatConnection(MessageConnection):
     """Connection between node 0 and the launcher of a node, with heartbeats.
 
     One thread calls `proceed` when the socket is readable, and `tick` several times a

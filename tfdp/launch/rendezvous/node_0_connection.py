@@ -23,7 +23,7 @@ from tfdp.communication.connection.handshake import (
 from tfdp.ground.base.threads import start_thread
 from tfdp.ground.forks import close_in_forks
 from tfdp.launch.rendezvous.failure import RendezvousError
-from tfdp.launch.rendezvous.link import MOST_BYTES, SERVICE, Link
+from tfdp.launch.rendezvous.link import MOST_BYTES, SERVICE, HeartbeatConnection
 from tfdp.launch.rendezvous.roster import Hello
 
 # Timeout in seconds of one attempt to connect.
@@ -73,7 +73,7 @@ class Node0Connection:
         self._wakes, self._waker = socket.socketpair()
         self._wakes.setblocking(False)
         self._waker.setblocking(False)
-        self._link: Link | None = None
+        self._link: HeartbeatConnection | None = None
         self._is_closed = threading.Event()
         self._thread = start_thread("tfdp-rendezvous-member", self._run)
 
@@ -81,7 +81,7 @@ class Node0Connection:
         """Return the descriptor that is readable while the queue has a message."""
         return self._wakes.fileno()
 
-    def take(self) -> dict[str, Any] | None:
+    def pop_message(self) -> dict[str, Any] | None:
         """Return and remove the next message, or `None` if the queue is empty."""
         with contextlib.suppress(BlockingIOError):
             self._wakes.recv(4096)
@@ -116,11 +116,12 @@ class Node0Connection:
         """Join node 0, and queue its messages; the target of the thread."""
         self._stay_connected()
 
-    def _stay_connected(self, link: Link | None = None) -> None:
+    def _stay_connected(self, link: HeartbeatConnection | None = None) -> None:
         """Join node 0, and queue its messages until the connection ends.
 
         Args:
-            link: `Link` to node 0, or `None`, the default, to connect first.
+            link: `HeartbeatConnection` to node 0, or `None`, the default, to connect
+                first.
         """
         # The last message is sent after any error, since the launcher waits for it
         # without a timeout.
@@ -149,11 +150,11 @@ class Node0Connection:
         with contextlib.suppress(OSError):  # a full or closed socket needs no byte
             self._waker.send(b"\0")
 
-    def _join(self) -> Link:
+    def _join(self) -> HeartbeatConnection:
         """Connect to node 0, retrying for `join_seconds`.
 
         Returns:
-            `Link` to node 0.
+            `HeartbeatConnection` to node 0.
 
         Raises:
             RendezvousError: If another process than node 0 of this job answers.
@@ -177,7 +178,7 @@ class Node0Connection:
                 )
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _dial(self) -> Link:
+    def _dial(self) -> HeartbeatConnection:
         """Connect to node 0 once, and authenticate.
 
         Raises:
@@ -191,9 +192,9 @@ class Node0Connection:
         steps = dial_steps(self._secret, SERVICE)
         keys = authenticate(close_in_forks(sock), steps, _HANDSHAKE_SECONDS)
         sock.setblocking(False)
-        return Link(sock, keys, MOST_BYTES)
+        return HeartbeatConnection(sock, keys, MOST_BYTES)
 
-    def _serve(self, link: Link) -> None:
+    def _serve(self, link: HeartbeatConnection) -> None:
         """Queue the messages of node 0 until `close`.
 
         Raises:
@@ -207,7 +208,7 @@ class Node0Connection:
         while link.has_output and time.monotonic() < deadline:
             self._proceed(link)
 
-    def _proceed(self, link: Link) -> None:
+    def _proceed(self, link: HeartbeatConnection) -> None:
         """Send pending bytes, and queue received messages; wait up to 50 ms for any."""
         poll = select.poll()
         poll.register(link, select.POLLIN | (select.POLLOUT if link.has_output else 0))

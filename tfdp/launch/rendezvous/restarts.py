@@ -55,9 +55,9 @@ class Restarts:
 
     >>> restarts = Restarts(4, max_restarts=5, min_workers=2)
     >>> killed = Failure(rank=2, code=137, reason="was killed")
-    >>> restarts.after(killed, 5.0).pause_seconds, restarts.slots
+    >>> restarts.decide(killed, 5.0).pause_seconds, restarts.slots
     (0.1, (0, 1, 2, 3))
-    >>> restarts.after(killed, 5.0).pause_seconds, restarts.slots  # again, at once
+    >>> restarts.decide(killed, 5.0).pause_seconds, restarts.slots  # again, at once
     (0.4, (0, 1, 3))
     """
 
@@ -85,7 +85,7 @@ class Restarts:
         """Float, seconds until all slots are tried again, or `None` for never."""
         return self._wait if self._wait and self.slots != self._all else None
 
-    def after(
+    def decide(
         self, failure: Failure | None, seconds: float, *, saved_to_grow: bool = False
     ) -> RestartDecision | None:
         """Decide whether another attempt follows, and set its `slots`.
@@ -167,8 +167,8 @@ class Restarts:
     def _bring_back(self) -> None:
         """Use all slots in the next attempt; those that were left out are on trial.
 
-        If the worker of a slot on trial fails early, and enough workers remain, `after`
-        leaves the slot out again without counting a restart.
+        If the worker of a slot on trial fails early, and enough workers remain,
+        `decide` leaves the slot out again without counting a restart.
         """
         self._on_trial = frozenset(self._all) - frozenset(self.slots)
         self.slots = self._all

@@ -10,7 +10,7 @@ from tfdp.communication.cluster.address import is_local_name
 from tfdp.communication.cluster.tf_config import shorten
 from tfdp.ground.text import pluralize
 from tfdp.launch.rendezvous.failure import Failure, MalformedMessage, from_message
-from tfdp.launch.rendezvous.link import Link
+from tfdp.launch.rendezvous.link import HeartbeatConnection
 
 # Maximum number of nodes, and of workers of a node, that a `Hello` may have.
 _MOST_OF_NODE = 1 << 16
@@ -157,7 +157,7 @@ class Node:
     """A connected node.
 
     Args:
-        link: `Link` to the node.
+        link: `HeartbeatConnection` to the node.
         hello: `Hello` of the node.
         rank: Int, rank of the node, or `None` until one is assigned.
         ports: List of ints, ports of its workers in this attempt, or `None` until they
@@ -172,7 +172,7 @@ class Node:
         is_leaving: Bool, whether it leaves a job that continues. Defaults to `False`.
     """
 
-    link: Link
+    link: HeartbeatConnection
     hello: Hello
     rank: int | None
     ports: list[int] | None = None
@@ -256,11 +256,11 @@ class Roster:
             )
         return None
 
-    def add(self, link: Link, hello: Hello) -> Node:
+    def add(self, link: HeartbeatConnection, hello: Hello) -> Node:
         """Add a node that `why_refused` does not refuse.
 
         Args:
-            link: `Link` to the node.
+            link: `HeartbeatConnection` to the node.
             hello: `Hello` of the node.
 
         Returns:
@@ -303,7 +303,7 @@ class Roster:
         """Return the connected node of a rank, or `None`."""
         return next((node for node in self.nodes if node.rank == rank), None)
 
-    def node_of_link(self, link: Link) -> Node | None:
+    def node_of_link(self, link: HeartbeatConnection) -> Node | None:
         """Return the node at the other end of a connection, or `None`."""
         return next((node for node in self.nodes if node.link is link), None)
 

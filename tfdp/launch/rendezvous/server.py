@@ -16,7 +16,7 @@ from tfdp.launch.rendezvous.link import (
     MOST_REPORT_BYTES,
     SERVICE,
     SILENT_SECONDS,
-    Link,
+    HeartbeatConnection,
 )
 from tfdp.launch.rendezvous.roster import Hello
 
@@ -44,7 +44,7 @@ class Server(Acceptor):
     ) -> None:
         self._coordinator = coordinator
         # Dict from each connection to whether its first message has arrived.
-        self._links: dict[Link, bool] = {}
+        self._links: dict[HeartbeatConnection, bool] = {}
         self._is_ending = False
         super().__init__(
             secret,
@@ -71,12 +71,12 @@ class Server(Acceptor):
 
     def _add_link(self, sock: socket.socket, keys: Authenticated) -> None:
         """Serve a connection after its handshake, and wait for its first message."""
-        link = Link(sock, keys, MOST_REPORT_BYTES, self)
+        link = HeartbeatConnection(sock, keys, MOST_REPORT_BYTES, self)
         link.most_silent_seconds = _HELLO_SECONDS
         self._links[link] = False
         self.watch(link, functools.partial(self._read_link, link))
 
-    def _read_link(self, link: Link) -> bool:
+    def _read_link(self, link: HeartbeatConnection) -> bool:
         """Handle the messages of a node that have arrived.
 
         Returns:
@@ -97,7 +97,7 @@ class Server(Acceptor):
         self._remove(link, how)
         return False
 
-    def _handle(self, link: Link, message: dict[str, Any]) -> None:
+    def _handle(self, link: HeartbeatConnection, message: dict[str, Any]) -> None:
         """Pass a message to the coordinator; the first, a `Hello`, adds the node."""
         if self._links[link]:
             self._coordinator.receive(link, message)
@@ -105,11 +105,11 @@ class Server(Acceptor):
         self._coordinator.join(link, Hello.from_message(message))
         self._links[link], link.most_silent_seconds = True, SILENT_SECONDS
 
-    def _remove(self, link: Link, how: str) -> None:
+    def _remove(self, link: HeartbeatConnection, how: str) -> None:
         """Remove a connection that has ended, and notify the coordinator.
 
         Args:
-            link: `Link` to a node.
+            link: `HeartbeatConnection` to a node.
             how: String for messages, such as `"has closed its connection"`.
         """
         del self._links[link]

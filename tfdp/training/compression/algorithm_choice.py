@@ -90,7 +90,7 @@ class AlgorithmChoice:
 
     def __str__(self) -> str:
         text, (inner, outer) = str(self.algorithm), self.wire_formats
-        if not self.algorithm.has_levels or inner == outer:
+        if not self.algorithm.is_hierarchical or inner == outer:
             return f"{text}, {inner}" if inner else text
         if inner:
             text += f", {inner} inside nodes"
@@ -126,11 +126,13 @@ class AlgorithmChoice:
         return bool(self.compressors)
 
     @property
-    def is_one_reduction(self) -> bool:
+    def is_single_level(self) -> bool:
         """Bool, whether one reduction runs over all replicas, not one per level."""
         outer = self.outer.compressor
         is_whole = outer is not None and not outer.cuts_buckets
-        return not self.algorithm.has_levels or (self.inner == self.outer and is_whole)
+        return not self.algorithm.is_hierarchical or (
+            self.inner == self.outer and is_whole
+        )
 
     @property
     def all_reduce(self) -> Callable[..., tf.Tensor]:
@@ -146,7 +148,7 @@ class AlgorithmChoice:
             return functools.partial(
                 adasum_across_nodes, inner_dtype=inner, outer_dtype=outer
             )
-        if not self.algorithm.has_levels:
+        if not self.algorithm.is_hierarchical:
             return functools.partial(FLAT[self.algorithm.name], reduce_dtype=inner)
         return functools.partial(
             hierarchical,

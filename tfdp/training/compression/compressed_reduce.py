@@ -18,7 +18,7 @@ from tfdp.training.compression.step_residuals import gradient_scale
 
 
 @dataclasses.dataclass(frozen=True)
-class Caller:
+class CallingReplica:
     """Local replica that reduces a bucket, with its channel and residuals.
 
     Args:
@@ -69,10 +69,10 @@ def all_reduce_compressed(
         A tensor like `flat`, identical on every replica.
     """
     del is_alone
-    caller = Caller(replica, channel, residuals)
+    caller = CallingReplica(replica, channel, residuals)
     with tf.device(group.devices[replica]):
         scaled, scale = _divide_by_scale(flat)
-        if route.is_one_reduction:
+        if route.is_single_level:
             members = ReplicaGroup(group, replica, channel, route.all_reduce)
             total = _call_compressor(
                 route.outer, "reduce", "all", scaled, entries, members, caller
@@ -89,7 +89,7 @@ def reduce_scatter_in_levels(
     inner: ProcessGroup,
     outer: ProcessGroup | None,
     route: AlgorithmChoice,
-    caller: Caller,
+    caller: CallingReplica,
     *,
     is_copied: bool,
 ) -> tf.Tensor:
@@ -102,8 +102,8 @@ def reduce_scatter_in_levels(
         outer: `ProcessGroup` across nodes, or `None` with one level.
         route: `AlgorithmChoice`. The compressor of a level, if it has one, compresses
             there; it must be able to cut a bucket into slices (`cuts_buckets`).
-        caller: `Caller`, the local replica that reduces, with its channel and the
-            states of its compressors for the bucket.
+        caller: `CallingReplica`, the local replica that reduces, with its channel and
+            the states of its compressors for the bucket.
         is_copied: Bool, whether each node holds a copy of the sharded state, so that
             the second level is an all-reduce.
 
@@ -138,7 +138,7 @@ def _divide_by_scale(flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
 
 
 def _in_two_levels(
-    flat: tf.Tensor, group: ProcessGroup, route: AlgorithmChoice, caller: Caller
+    flat: tf.Tensor, group: ProcessGroup, route: AlgorithmChoice, caller: CallingReplica
 ) -> tf.Tensor:
     """Reduce-scatter in each node, reduce across nodes, and all-gather in each node.
 
@@ -146,7 +146,7 @@ def _in_two_levels(
         flat: Tensor of shape `[bucket_size]`.
         group: `ProcessGroup` of all replicas.
         route: `AlgorithmChoice` with two levels.
-        caller: `Caller`.
+        caller: `CallingReplica`.
 
     Returns:
         Tensor like `flat`, the sum over all replicas.
@@ -169,7 +169,7 @@ def _across_nodes(
     group: ProcessGroup,
     route: AlgorithmChoice,
     entries: tuple[Entry, ...],
-    caller: Caller,
+    caller: CallingReplica,
 ) -> tf.Tensor:
     """Sum the bucket in each node, and reduce the sum across nodes by the compressor.
 
@@ -180,8 +180,8 @@ def _across_nodes(
         group: `ProcessGroup` of all replicas.
         route: `AlgorithmChoice` whose outer level has a compressor.
         entries: Tuple of `Entry`, the gradients in the bucket.
-        caller: `Caller`, the local replica that reduces, with its channel and the
-            states of its compressors for the bucket.
+        caller: `CallingReplica`, the local replica that reduces, with its channel and
+            the states of its compressors for the bucket.
 
     Returns:
         Tensor like `flat`, the sum over all replicas.
@@ -196,7 +196,11 @@ def _across_nodes(
 
 
 def _reduce_scatter_level(
-    wire: WireFormat, level: str, flat: tf.Tensor, group: ProcessGroup, caller: Caller
+    wire: WireFormat,
+    level: str,
+    flat: tf.Tensor,
+    group: ProcessGroup,
+    caller: CallingReplica,
 ) -> tf.Tensor:
     """Reduce-scatter a bucket in a node or across nodes, compressed if so chosen.
 
@@ -207,8 +211,8 @@ def _reduce_scatter_level(
             belongs to.
         flat: Tensor of shape `[bucket_size]`.
         group: `ProcessGroup` of the replicas on this level.
-        caller: `Caller`, the local replica that reduces, with its channel and the
-            states of its compressors for the bucket.
+        caller: `CallingReplica`, the local replica that reduces, with its channel and
+            the states of its compressors for the bucket.
 
     Returns:
         Tensor of shape `[bucket_size // group.size]`, the calling replica's slice.
@@ -223,7 +227,7 @@ def _all_reduce_outer(
     wire: WireFormat,
     flat: tf.Tensor,
     group: ProcessGroup,
-    caller: Caller,
+    caller: CallingReplica,
     *,
     is_alone: bool = False,
 ) -> tf.Tensor:
@@ -233,7 +237,7 @@ def _all_reduce_outer(
         wire: `WireFormat` of the level.
         flat: Tensor of shape `[bucket_size]`.
         group: `ProcessGroup` of the replicas on this level.
-        caller: `Caller`.
+        caller: `CallingReplica`.
         is_alone: Bool, whether hardly any other collective runs at the same time.
             Defaults to `False`.
     """
@@ -251,7 +255,7 @@ def _call_compressor(
     flat: tf.Tensor,
     entries: tuple[Entry, ...],
     members: ReplicaGroup,
-    caller: Caller,
+    caller: CallingReplica,
 ) -> tf.Tensor:
     """Call a compressor with its state of a bucket, and check its result.
 
@@ -265,8 +269,8 @@ def _call_compressor(
         flat: Tensor of shape `[bucket_size]`.
         entries: Tuple of `Entry`, the gradients in the bucket; empty for a part of one.
         members: `ReplicaGroup` that the compressor reduces over.
-        caller: `Caller`, the local replica that reduces, with its channel and the
-            states of its compressors for the bucket.
+        caller: `CallingReplica`, the local replica that reduces, with its channel and
+            the states of its compressors for the bucket.
 
     Returns:
         Tensor of shape `[bucket_size]`, the sum. For `"reduce_scatter"`, the calling

@@ -28,13 +28,13 @@ class StepResiduals:
         default_factory=list
     )
 
-    def keep(self) -> None:
+    def assign_all(self) -> None:
         """Assign all new values of the step, which is known not to be skipped."""
         for group in self.assignments:
             for variable, value in group:
                 variable.assign(value, read_value=False)
 
-    def keep_finite(self) -> None:
+    def assign_finite(self) -> None:
         """Assign the new values of each state whose new values are all finite.
 
         For steps in which no check for overflow tells whether they are skipped.
@@ -88,7 +88,7 @@ def assign_if_kept(changed: list[tuple[Any, tf.Tensor]]) -> None:
     if collected is not None:
         collected.assignments.append(changed)
     else:
-        StepResiduals(assignments=[changed]).keep_finite()
+        StepResiduals(assignments=[changed]).assign_finite()
 
 
 def _current() -> StepResiduals | None:

@@ -69,7 +69,7 @@ class BatchChange:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batches:
+class BatchSettings:
     """Settings of a run that determine the samples of a step, an update and an epoch.
 
     Args:
@@ -85,12 +85,12 @@ class Batches:
     accumulated: int = 1
 
 
-def change_for_replicas(then: Batches, now: Batches) -> BatchChange | None:
+def change_for_replicas(then: BatchSettings, now: BatchSettings) -> BatchChange | None:
     """Return the change of the batch size for a new number of replicas.
 
     Args:
-        then: `Batches` of the run that was interrupted.
-        now: `Batches` of the run that continues it.
+        then: `BatchSettings` of the run that was interrupted.
+        now: `BatchSettings` of the run that continues it.
 
     Returns:
         `BatchChange`, or `None` if the number of replicas has not changed.
@@ -101,7 +101,7 @@ def change_for_replicas(then: Batches, now: Batches) -> BatchChange | None:
 
     Example:
 
-    >>> change_for_replicas(Batches(4, 128, None), Batches(3, 96, None))
+    >>> change_for_replicas(BatchSettings(4, 128, None), BatchSettings(3, 96, None))
     BatchChange(before=128, now=96, keeps_updates=False)
     """
     if then.replicas == now.replicas:
@@ -125,13 +125,13 @@ def change_for_replicas(then: Batches, now: Batches) -> BatchChange | None:
 
 
 def change_for_updates(
-    then: Batches, now: Batches, waiting: int, num_batches: int
+    then: BatchSettings, now: BatchSettings, waiting: int, num_batches: int
 ) -> BatchChange | None:
     """Return the change of the batch size if updates keep their number of samples.
 
     Args:
-        then: `Batches` of the run that was interrupted.
-        now: `Batches` of the run that continues it.
+        then: `BatchSettings` of the run that was interrupted.
+        now: `BatchSettings` of the run that continues it.
         waiting: Int, old batches that are accumulated and wait for an update.
         num_batches: Int, old batches since the interrupted epoch began.
 
@@ -145,7 +145,8 @@ def change_for_updates(
 
     Example:
 
-    >>> change_for_updates(Batches(4, 128, None, 1), Batches(2, 64, None, 2), 0, 9)
+    >>> then, now = BatchSettings(4, 128, None, 1), BatchSettings(2, 64, None, 2)
+    >>> change_for_updates(then, now, 0, 9)
     BatchChange(before=128, now=64, keeps_updates=True)
     """
     if None in (then.batch_size, now.batch_size) or then.batch_size == now.batch_size:
@@ -165,12 +166,12 @@ def change_for_updates(
     return change
 
 
-def _check_epochs(then: Batches, now: Batches, change: BatchChange) -> None:
+def _check_epochs(then: BatchSettings, now: BatchSettings, change: BatchChange) -> None:
     """Raise if `steps_per_epoch` changes the number of samples of an epoch.
 
     Args:
-        then: `Batches` of the run that was interrupted.
-        now: `Batches` of the run that continues it.
+        then: `BatchSettings` of the run that was interrupted.
+        now: `BatchSettings` of the run that continues it.
         change: `BatchChange` from `then` to `now`.
     """
     if not change.fits(then.steps_per_epoch, now.steps_per_epoch):

@@ -15,11 +15,11 @@ from tfdp.ground._compat import keras_model, tf_data
 from tfdp.training.data.rows import (
     BETWEEN_NAMES,
     UNEQUAL_ROWS,
-    check_parts,
+    check_equal_rows,
+    describe_unequal_rows,
     has_rows,
     named_leaves,
     parts_with_rows,
-    unequal_rows,
 )
 
 _PARTS = ("x", "y", "sample_weight")
@@ -196,7 +196,9 @@ def _original_message(text: str) -> str | None:
     if found := _IN_GRAPH.search(text):
         names, rows = found.groups()
         names = names.replace("\\", "")  # TensorFlow escapes quotes
-        return unequal_rows(names.split(BETWEEN_NAMES), [int(n) for n in rows.split()])
+        return describe_unequal_rows(
+            names.split(BETWEEN_NAMES), [int(n) for n in rows.split()]
+        )
     return None
 
 
@@ -276,13 +278,13 @@ def _check_sample_arrays(data_by_name: dict[str, Any]) -> None:
                 f"`{where}` must have the samples along its first axis. Received: "
                 f"the scalar {leaf}"
             )
-    check_parts(arrays)
+    check_equal_rows(arrays)
 
 
 def _check_equal_rows(data_by_name: dict[str, Any]) -> None:
     """Raise if arrays of a batch have different numbers of rows; ignore scalars."""
     parts = [parts_with_rows(part, name) for name, part in data_by_name.items()]
-    check_parts({where: leaf for each in parts for where, leaf in each.items()})
+    check_equal_rows({where: leaf for each in parts for where, leaf in each.items()})
 
 
 def source_name(source: Any) -> str:

@@ -39,21 +39,21 @@ _ORDER_KEEPING_DATASETS = (*MAPS, *PASS_THROUGH, "CacheDataset", "ModelDataset")
 
 
 def nondeterminism_of(
-    source: Any, *, is_ordered: bool, chosen_seed: int | None = None
+    source: Any, *, is_ordered: bool, stand_in_seed: int | None = None
 ) -> str | None:
     """Describe why a rerun would not read the same batches.
 
     Args:
         source: The user's data: a dataset, arrays, a `PyDataset` or other.
         is_ordered: Bool, whether Keras reads it in an order that a rerun repeats.
-        chosen_seed: Int, a global seed that tfdp drew for this run only, or `None`.
+        stand_in_seed: Int, a global seed that tfdp drew for this run only, or `None`.
             Defaults to `None`.
 
     Returns:
         String, the reason, or `None` if the batches are the same.
     """
     if isinstance(source, tf.data.Dataset):
-        return _nondeterminism_of_dataset(source, chosen_seed)
+        return _nondeterminism_of_dataset(source, stand_in_seed)
     if isinstance(source, keras.utils.PyDataset):
         return _nondeterminism_of_py_dataset(source, is_ordered)
     if callable(source):
@@ -99,14 +99,14 @@ def batch_dependence_of(source: Any, *, shuffles_batches: bool) -> str | None:
 
 
 def _nondeterminism_of_dataset(
-    dataset: tf.data.Dataset, chosen_seed: int | None
+    dataset: tf.data.Dataset, stand_in_seed: int | None
 ) -> str | None:
     """Describe why a rerun of a `tf.data` pipeline differs; `None` if it does not.
 
     Args:
         dataset: `tf.data.Dataset` whose seeds and functions are inspected.
-        chosen_seed: Int, a global seed that tfdp drew for this run only, so that stages
-            and operations with this seed differ in a rerun; or `None`.
+        stand_in_seed: Int, a global seed that tfdp drew for this run only, so that
+            stages and operations with this seed differ in a rerun; or `None`.
     """
     unseeded = tf_data.unseeded_stages(dataset)
     if "ShuffleDataset" in unseeded:
@@ -115,7 +115,7 @@ def _nondeterminism_of_dataset(
         return f"a {unseeded[0]} has no seed"
     if tf_data.is_unordered(dataset):
         return "the dataset has `deterministic=False`, so that its order varies"
-    if chosen_seed in {seed for seed, _ in tf_data.shuffle_seeds(dataset)}:
+    if stand_in_seed in {seed for seed, _ in tf_data.shuffle_seeds(dataset)}:
         return "the global seed, which `Dataset.shuffle` depends on, was not set"
     if tf_data.calls_python(dataset):
         return "a Python generator or function in the dataset has its own state"
@@ -123,7 +123,7 @@ def _nondeterminism_of_dataset(
         if name not in RANDOM_OPS:
             continue
         seed, seed2 = attributes["seed"].i, attributes["seed2"].i
-        if (seed, seed2) == (0, 0) or seed == chosen_seed:
+        if (seed, seed2) == (0, 0) or seed == stand_in_seed:
             return f"the random operation {name} in the dataset has no seed"
     return None
 
@@ -143,8 +143,8 @@ def _nondeterminism_of_py_dataset(source: Any, is_ordered: bool) -> str | None:
     return None
 
 
-def common_seed(worker_group: WorkerGroup) -> int:
-    """Return a seed that the first worker draws for all; every worker calls it."""
+def broadcast_seed(worker_group: WorkerGroup) -> int:
+    """Broadcast a seed that the first worker draws. All workers call it."""
     return worker_group.all_gather("a seed", new_seed())[0]
 
 

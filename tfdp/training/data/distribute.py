@@ -25,7 +25,7 @@ from tfdp.training.data.batch_sizes import batch_size_of, sizes_of_batches
 from tfdp.training.data.early_rows import Division, batch_local_rows, divide_early
 from tfdp.training.data.file_shards import FileShard
 from tfdp.training.data.fingerprints import ArrayValues
-from tfdp.training.data.other_rows import places_of_other_rows
+from tfdp.training.data.other_rows import indices_of_other_rows
 from tfdp.training.data.per_replica_dataset import (
     PREFETCHED_STEPS,
     PerReplicaDataset,
@@ -99,7 +99,7 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
     policy = dataset.options().experimental_distribute.auto_shard_policy
     is_alone = extended.worker_group.num_workers == 1
     if (shard := FileShard.of_divided_files(dataset)) is not None:
-        return _distribute_own_files(strategy, dataset, shard, options)
+        return _distribute_local_files(strategy, dataset, shard, options)
     if not is_alone and policy in (_POLICY.FILE, _POLICY.OFF):
         return _distribute_by_policy(strategy, dataset, options, policy, stock)
     loops.record_batch_rows(batch_size or (sizes_of_batches(dataset) or {}).get("size"))
@@ -149,7 +149,7 @@ def _distribute_rows(
     if divided is None:
         is_in_loop = loops.current() is not None and strategy.extended.balance is None
         finds_others = is_in_loop and num_replicas > 1
-        others = places_of_other_rows(dataset) if finds_others else ()
+        others = indices_of_other_rows(dataset) if finds_others else ()
         divide = divide_and_prefetch if is_on_cpus else divide_batches
         divided = divide(dataset, ranks, num_replicas, others=others)
     elif is_on_cpus:
@@ -181,7 +181,7 @@ def _distribute_by_policy(
     facts = [elements_fact(dataset), values_fact(worker_group, topic, values)]
     shards = compare(worker_group, topic, facts, tf_data.shards_of(dataset))
     if policy == _POLICY.OFF:
-        return _distribute_own_batches(strategy, dataset, options)
+        return _distribute_local_batches(strategy, dataset, options)
     warn_of_shards(shards)
     # The records are batched one by one, because their shapes may differ.
     records = _records_of(dataset).batch(1)
@@ -199,7 +199,7 @@ def _distribute_by_policy(
     )
 
 
-def _distribute_own_files(
+def _distribute_local_files(
     strategy: Any, dataset: Any, shard: FileShard, options: Any
 ) -> Any:
     """Distribute a dataset of the files that only this worker reads.
@@ -214,14 +214,14 @@ def _distribute_own_files(
     Returns:
         A distributed dataset. Its steps take this worker's rows, rebatched to its share
         of a global batch. If a worker cannot rebatch, all have the steps of
-        `_distribute_own_batches`.
+        `_distribute_local_batches`.
     """
     local_batches = _batch_local_rows(strategy, dataset)
     lengths = _check_shards(strategy, shard, dataset, local_batches)
     # All workers must run steps of the same kind, since steps contain collectives. If
     # one worker cannot rebatch its rows, none does.
     if local_batches is None or None in lengths:
-        return _distribute_own_batches(strategy, dataset, options)
+        return _distribute_local_batches(strategy, dataset, options)
     syncs_end_of_data = (
         len(set(lengths)) > 1 or lengths[0] == tf.data.UNKNOWN_CARDINALITY
     )
@@ -292,7 +292,7 @@ def _check_shards(
     return list(lengths)
 
 
-def _distribute_own_batches(strategy: Any, dataset: Any, options: Any) -> Any:
+def _distribute_local_batches(strategy: Any, dataset: Any, options: Any) -> Any:
     """Distribute data that each worker reads alone, in global batches.
 
     A step takes one part of a batch for each local replica: the rows that one replica

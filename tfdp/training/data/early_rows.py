@@ -24,7 +24,7 @@ import tensorflow as tf
 from tfdp.ground._compat import pipelines, tf_data
 from tfdp.training.data.determinism import RANDOM_OPS
 from tfdp.training.data.rows import (
-    Part,
+    LocalRowRange,
     bounds_of_ranks,
     num_rows,
     rows_of_rank,
@@ -129,7 +129,9 @@ def divide_early(
     for each in after:
         local_rows = each.rebuild_on_pairs(local_rows)
     # `batch` has allocated the rows, so they share no memory with the user's arrays.
-    local_rows = divide_rows(local_rows, ranks, num_replicas, static, is_shared=False)
+    local_rows = divide_local_rows(
+        local_rows, ranks, num_replicas, static, is_shared=False
+    )
     length = int(batches.cardinality())
     if length != tf.data.UNKNOWN_CARDINALITY:
         local_rows = local_rows.apply(tf.data.experimental.assert_cardinality(length))
@@ -241,7 +243,7 @@ def _local_elements(
     return windows.flat_map(as_map_function(raw, take))
 
 
-def divide_rows(
+def divide_local_rows(
     batches: tf.data.Dataset,
     ranks: list[int],
     num_replicas: int,
@@ -269,7 +271,7 @@ def divide_rows(
     @no_autograph
     def divide(rows: Any, total: tf.Tensor) -> Any:
         """Divide this worker's rows among `ranks`; pass on the batch's row count."""
-        part = Part(total, static, ranks[0], is_shared)
+        part = LocalRowRange(total, static, ranks[0], is_shared)
         parts = tuple(rows_of_rank(rows, rank, num_replicas, part) for rank in ranks)
         # `DeepCopy` is stateful, which keeps TensorFlow from making the `map` parallel:
         # parallel calls would read ahead.

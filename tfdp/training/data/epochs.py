@@ -22,7 +22,7 @@ from tfdp.ground.base.feature import JobPart
 from tfdp.training.data import position as data_position
 from tfdp.training.data.batch_labels import class_labels
 from tfdp.training.data.checks import source_name
-from tfdp.training.data.determinism import SeededShuffle, common_seed, new_seed
+from tfdp.training.data.determinism import SeededShuffle, broadcast_seed, new_seed
 from tfdp.training.data.distribute import (
     REBALANCE_REASON,
     is_endless,
@@ -236,7 +236,7 @@ def _seed_array_order(strategy: Any, iterator: Any, with_common_end: Callable) -
         return  # the user has seeded all workers alike
     if not are_seeded_alike:
         _warn_of_seeds()
-    first_seed = common_seed(extended.worker_group)
+    first_seed = broadcast_seed(extended.worker_group)
 
     def of_epoch() -> Any:
         """Distribute the dataset of the next epoch, with the agreed end; return it."""
@@ -258,7 +258,7 @@ def _seed_py_dataset_order(strategy: Any, arguments: dict[str, Any]) -> None:
     state = hashlib.sha256(repr(random.getstate()).encode()).hexdigest()
     if not worker_group.all_equal("Python's random state", state):
         _warn_of_seeds()
-        random.seed(common_seed(worker_group))
+        random.seed(broadcast_seed(worker_group))
 
 
 def _warn_of_seeds() -> None:

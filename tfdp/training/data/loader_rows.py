@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import user_code
 from tfdp.ground._compat import keras_data
-from tfdp.training.data.determinism import common_seed
+from tfdp.training.data.determinism import broadcast_seed
 from tfdp.training.data.distribute import REBALANCE_REASON, warn_not_split_early
 from tfdp.training.data.element_specs import describe_spec
 from tfdp.training.data.own_rows import (
@@ -161,7 +161,7 @@ def _synchronize_generators(worker_group: WorkerGroup, loader: Any) -> None:
     states = [generator.get_state().numpy().tobytes() for generator in generators]
     digests = [hashlib.sha256(state).hexdigest() for state in states]
     if not worker_group.all_equal("torch's random state", digests):
-        seed = common_seed(worker_group)
+        seed = broadcast_seed(worker_group)
         for generator in generators:
             generator.manual_seed(seed)
 

@@ -36,8 +36,8 @@ _ROW_KEEPING_STAGES = {
 _UNKNOWN_ROWS = "unsure"
 
 
-def places_of_other_rows(dataset: tf.data.Dataset) -> frozenset[int]:
-    """Return which parts of a batch may have other row counts than the first part.
+def indices_of_other_rows(dataset: tf.data.Dataset) -> frozenset[int]:
+    """Return the indices of parts whose row counts may differ from the first part's.
 
     The stages of the dataset determine the counts. Where a `map` follows `batch`, a
     first batch is read without shuffling, unless an operation has state that this
@@ -47,12 +47,12 @@ def places_of_other_rows(dataset: tf.data.Dataset) -> frozenset[int]:
         dataset: `tf.data.Dataset` of global batches.
 
     Returns:
-        Frozenset of ints, indices of the flattened parts.
+        Frozenset of ints, indices of the flattened parts of a batch.
 
     Example:
 
     >>> rows = tf.data.Dataset.range(8)
-    >>> places_of_other_rows(tf.data.Dataset.zip((rows.batch(2), rows.batch(4))))
+    >>> indices_of_other_rows(tf.data.Dataset.zip((rows.batch(2), rows.batch(4))))
     frozenset({1})
     """
     specs = tf.nest.flatten(dataset.element_spec)

@@ -29,7 +29,7 @@ from tfdp.ground._compat import keras_data, tf_data
 from tfdp.ground.base import loops
 from tfdp.ground.text import pluralize
 from tfdp.training.data.batch_labels import LabelRecord
-from tfdp.training.data.early_rows import divide_rows
+from tfdp.training.data.early_rows import divide_local_rows
 from tfdp.training.data.element_specs import describe_spec
 from tfdp.training.data.per_replica_dataset import ReadOptions, distribute_divided
 from tfdp.training.data.rows import rows_to_read
@@ -80,7 +80,7 @@ def distribute_local_rows(
     items, is_ahead = tf_data.without_automatic_prefetch(items)
     pairs = items.map(lambda item: (item["rows"], item["total"][0]))
     ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
-    divided = divide_rows(pairs, ranks, num_replicas)
+    divided = divide_local_rows(pairs, ranks, num_replicas)
     if is_ahead:
         # Keras's own prefetch was removed above. One batch is read ahead in its place.
         divided = divided.prefetch(1)

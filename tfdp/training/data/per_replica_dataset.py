@@ -373,7 +373,7 @@ def distribute_divided(
     distributed = strategy.distribute_datasets_from_function(lambda _: local, options)
     if read_options.syncs_end_of_data:
         return distributed
-    return tf_data.without_partial_batches(distributed)
+    return tf_data.disable_end_of_data_sync(distributed)
 
 
 def is_read_on_cpus(strategy: Any, options: Any) -> bool:

@@ -55,19 +55,19 @@ class DataPosition:
         # The number of batches taken from each iterator, one entry per iterator.
         self._taken: list[int] = []
         self._skipped = 0
-        self._chosen_seed: int | None = None
+        self._stand_in_seed: int | None = None
 
     def attach(
         self,
         iterator: Any,
-        chosen_seed: int | None = None,
+        stand_in_seed: int | None = None,
         worker_group: WorkerGroup | None = None,
     ) -> None:
         """Begin to count the batches of one of Keras's epoch iterators.
 
         Args:
             iterator: `TFEpochIterator` that has not begun an epoch.
-            chosen_seed: Int, the global seed that tfdp drew for this run because the
+            stand_in_seed: Int, the global seed that tfdp drew for this run because the
                 user set none, or `None`. Defaults to `None`.
             worker_group: `WorkerGroup` between the workers, whose data may differ, or
                 `None` for one worker. Defaults to `None`.
@@ -76,7 +76,7 @@ class DataPosition:
         self._adapter = iterator.data_adapter
         self._source = keras_data.source_of(self._adapter)
         self._is_dataset = isinstance(self._source, tf.data.Dataset)
-        self._chosen_seed = chosen_seed
+        self._stand_in_seed = stand_in_seed
         self._make = keras_data.dataset_maker(iterator)
         self._order = self._make if isinstance(self._make, SeededShuffle) else None
         keras_data.set_dataset_of_epoch(iterator, self._begin_iterator)
@@ -112,7 +112,7 @@ class DataPosition:
         has_order = has_seed and not keras_data.has_py_dataset(adapter)
         is_ordered = has_order or not keras_data.shuffles(adapter)
         return nondeterminism_of(
-            self._source, is_ordered=is_ordered, chosen_seed=self._chosen_seed
+            self._source, is_ordered=is_ordered, stand_in_seed=self._stand_in_seed
         )
 
     def fit_arguments(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ UNEQUAL_ROWS = (
 BETWEEN_NAMES = " | "
 
 
-class Part(NamedTuple):
+class LocalRowRange(NamedTuple):
     """Range of the rows that one worker has of a global batch, for `rows_of_rank`.
 
     Args:
@@ -82,7 +82,7 @@ def divide_batches(
         checks = num_replicas > 1
     if checks:
         equal_parts = _parts_of_equal_rows(dataset.element_spec, num_replicas, others)
-        check_parts(equal_parts)
+        check_equal_rows(equal_parts)
 
     def divide(element: Any) -> Any:
         """Return the rows of each of `ranks`, and the number of rows of the batch."""
@@ -135,7 +135,7 @@ def flatten_local_replicas(divided: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def rows_of_rank(
-    batch: Any, rank: int, num_replicas: int, part: Part | None = None
+    batch: Any, rank: int, num_replicas: int, part: LocalRowRange | None = None
 ) -> Any:
     """Take the rows of one replica from a nest of batched tensors.
 
@@ -144,8 +144,8 @@ def rows_of_rank(
             the first axis; scalars and `None` are given to every replica.
         rank: Int, the replica.
         num_replicas: Int, on all workers.
-        part: `Part`, the rows of a global batch that `batch` has, or `None` if it has
-            all of them. Defaults to `None`.
+        part: `LocalRowRange`, the rows of a global batch that `batch` has, or `None`
+            if it has all of them. Defaults to `None`.
 
     Returns:
         Nest like `batch`, with only the rows of `rank`.
@@ -188,7 +188,7 @@ def has_rows(tensor: Any) -> bool:
     return shape is not None and tf.TensorShape(shape).rank != 0
 
 
-def check_parts(parts: dict[str, Any]) -> None:
+def check_equal_rows(parts: dict[str, Any]) -> None:
     """Raise if parts of a batch are known to have different numbers of rows.
 
     Args:
@@ -199,7 +199,7 @@ def check_parts(parts: dict[str, Any]) -> None:
 
     Example:
 
-    >>> check_parts({"x": tf.zeros([8, 3]), "y": tf.zeros([6])})
+    >>> check_equal_rows({"x": tf.zeros([8, 3]), "y": tf.zeros([6])})
     Traceback (most recent call last):
     ...
     ValueError: All parts of a batch must have the same number of rows, so that \
@@ -208,10 +208,10 @@ they can be divided among the replicas. Received: x with 8 rows, y with 6
     rows = {name: tf.TensorShape(part.shape)[0] for name, part in parts.items()}
     known = {name: size for name, size in rows.items() if size is not None}
     if len(set(known.values())) > 1:
-        raise ValueError(unequal_rows(list(known), list(known.values())))
+        raise ValueError(describe_unequal_rows(list(known), list(known.values())))
 
 
-def unequal_rows(names: list[str], rows: list[int]) -> str:
+def describe_unequal_rows(names: list[str], rows: list[int]) -> str:
     """Format the error message of parts of a batch with different numbers of rows."""
     (first, most), *others = zip(names, rows, strict=True)
     unit = "row" if most == 1 else "rows"

@@ -84,16 +84,19 @@ def _save_with_plain_optimizer(
         "saving a sharded model, in which all workers must take part"
     )
     is_writer = worker_group.is_chief
-    whole = None
+    full_state = None
     if has_shards:
         tensors = sharded_tensors(optimizer)
-        whole = gather_full_state(tensors, host_group, keep=is_writer)
+        full_state = gather_full_state(tensors, host_group, keep=is_writer)
     result, error = None, None
     if not is_writer:
         serve_reads(parameters, host_group)
     else:
         try:
-            with reading_alone(parameters, host_group), plain_optimizer(model, whole):
+            with (
+                reading_alone(parameters, host_group),
+                plain_optimizer(model, full_state),
+            ):
                 result = original(model, *args, **kwargs)
         except Exception as caught:  # noqa: BLE001 the other workers wait for the result
             error = caught
@@ -150,19 +153,19 @@ def _check_file_on_all_workers(optimizer: Any, path: Any) -> None:
 
 
 @contextlib.contextmanager
-def plain_optimizer(model: Any, whole: FullState | None = None) -> Iterator[None]:
+def plain_optimizer(model: Any, full_state: FullState | None = None) -> Iterator[None]:
     """Replace the model's `DistributedOptimizer` by a Keras view of it in a context.
 
     Args:
         model: Keras model.
-        whole: `FullState`, the gathered values of sharded state, to save them; or
+        full_state: `FullState`, the gathered values of sharded state, to save them; or
             `None`. Defaults to `None`.
     """
     optimizer: Any = getattr(model, "optimizer", None)
     if not hasattr(optimizer, "as_keras"):
         yield
         return
-    with keras_model.replaced_optimizer(model, optimizer.as_keras(whole)):
+    with keras_model.replaced_optimizer(model, optimizer.as_keras(full_state)):
         yield
 
 

@@ -301,7 +301,7 @@ def _view_of_part_with_accumulation(
     return optimizer_views.as_accumulating(optimizer, steps, variables)
 
 
-def take_accumulated_gradients(
+def move_accumulated_gradients(
     optimizer: Any,
     steps: int,
     accumulation: AccumulationState | None,
@@ -320,7 +320,7 @@ def take_accumulated_gradients(
     positions = {id(variable): index for index, variable in enumerate(trained)}
     parts = list(filter(optimizer_state.has_accumulators, innermost(optimizer)))
     for group in parts:
-        sums = optimizer_state.take_accumulators(group)
+        sums = optimizer_state.pop_accumulators(group)
         iterations = optimizer_state.own_variables(group)[0]
         updates, count = divmod(int(iterations.numpy()), steps)
         iterations.assign(updates)

@@ -79,7 +79,7 @@ REPLACEMENTS = (
     Replacement(
         owners.BaseTrainer,
         "_resolve_auto_jit_compile",
-        step_functions.chosen_xla,
+        step_functions.auto_compiles_with_xla,
         "With `jit_compile='auto'` Keras does not compile under a strategy.",
     ),
     Replacement(

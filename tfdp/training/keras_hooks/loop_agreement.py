@@ -353,6 +353,6 @@ def _check_assignments(
                 f"`assign` and `load_weights`. Received: {weight.path!r}, "
                 f"{', '.join(described)}"
             )
-        record.compared(are_alike=are_alike)
+        record.clear_after_comparison(are_alike=are_alike)
     if problem:
         raise ValueError(problem)

@@ -20,14 +20,14 @@ from tfdp.ground.base import program_trace
 from tfdp.ground.base.context import in_tfdp_scope, replica_context
 from tfdp.ground.base.deferred_updates import defer
 from tfdp.training.keras_hooks.scope_checks import (
-    bring_into_scope,
+    bring_optimizer_into_scope,
     check_variables_in_scope,
 )
 from tfdp.training.reduction.gradient_reducer import replica_reducer
 from tfdp.training.replicas.synchronized_scope import build_in_step
 from tfdp.training.step.empty_step import record_update
 from tfdp.training.step.path import take_step
-from tfdp.training.step.step import checked_gradients, keras_step
+from tfdp.training.step.step import keras_step, match_gradients
 
 
 # AutoGraph does not convert functions of Keras, so it must not convert their
@@ -47,8 +47,8 @@ def apply(
         return None
     if len(grads) == 0:
         return None
-    bring_into_scope(optimizer)
-    gradients, variables = checked_gradients(optimizer, grads, trainable_variables)
+    bring_optimizer_into_scope(optimizer)
+    gradients, variables = match_gradients(optimizer, grads, trainable_variables)
     with keras.name_scope(optimizer.name, caller=optimizer):
         gradients, variables = keras_optimizer.overwrite_by_gradients(
             optimizer, gradients, variables
@@ -70,7 +70,7 @@ def build(original: Callable, optimizer: Any, variables: Any) -> None:
             `variables` was created outside.
     """
     if in_tfdp_scope():
-        bring_into_scope(optimizer)
+        bring_optimizer_into_scope(optimizer)
         check_variables_in_scope(variables)
     original(optimizer, variables)
 
@@ -93,7 +93,7 @@ def apply_or_defer(
     if defer(optimizer, grads, trainable_variables):
         return
     if replica_context() is not None and trainable_variables is not None:
-        bring_into_scope(optimizer)
+        bring_optimizer_into_scope(optimizer)
         if not optimizer.built:
             build_in_step(optimizer, trainable_variables)
     original(optimizer, grads, trainable_variables)

@@ -65,7 +65,7 @@ def move_metrics_into_scope(arguments: dict[str, Any]) -> None:
                     keras_optimizer.recreate_in_scope(variable)
 
 
-def bring_into_scope(optimizer: Any) -> None:
+def bring_optimizer_into_scope(optimizer: Any) -> None:
     """Move an optimizer that was created outside the active scope into it, in place.
 
     It then belongs to the active strategy, and its counter and learning rate are
@@ -86,7 +86,7 @@ def bring_into_scope(optimizer: Any) -> None:
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             # For float16 `compile` creates a `LossScaleOptimizer` in the scope, around
             # the user's optimizer. The user may have created it outside the scope.
-            bring_into_scope(optimizer.inner_optimizer)
+            bring_optimizer_into_scope(optimizer.inner_optimizer)
         return
     if optimizer.built or not tf.distribute.in_cross_replica_context():
         raise ValueError(

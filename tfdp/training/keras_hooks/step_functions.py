@@ -131,7 +131,7 @@ def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
             # With XLA, or with several steps per execution, Keras reads the data before
             # its first update. At the end of the data it has then made no update.
             if not model.jit_compile and model.steps_per_execution == 1:
-                updates.take_without_data(strategy_of(model))
+                updates.run_empty_step(strategy_of(model))
             raise
 
     return step
@@ -167,7 +167,7 @@ def _without_xla(model: Any) -> Iterator[None]:
             model.jit_compile = True
 
 
-def chosen_xla(original: Callable, model: Any) -> bool:
+def auto_compiles_with_xla(original: Callable, model: Any) -> bool:
     """Return whether `jit_compile="auto"` compiles: on GPUs as plain Keras would."""
     if strategy_of(model) is None or not tf.config.list_physical_devices("GPU"):
         return original(model)

@@ -43,7 +43,7 @@ from tfdp.training.keras_hooks.worker_callbacks import (
     other_callbacks,
     select_callbacks,
 )
-from tfdp.training.parameters.conversion import whole_variables
+from tfdp.training.parameters.conversion import full_variables
 from tfdp.training.reduction import link_measure
 from tfdp.training.replicas.synchronized_scope import local_variables
 from tfdp.training.step.step import active
@@ -101,7 +101,7 @@ def _begin_loop(
             callback.listen(position)
         if strategy is None:
             return _run_loop(name, original, model, bound, strategy)
-        with progress.looping(name), strategy.extended.explaining():  # noqa: SIM117
+        with progress.looping(name), strategy.extended.naming_lost_workers():  # noqa: SIM117
             with checks.translate_errors():
                 return _run_loop(name, original, model, bound, strategy)
 
@@ -363,12 +363,15 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
         return original(model, *args, **kwargs)
     worker_group_of(model).owner.check(f"`{name}`")
     arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
-    with progress.looping(name), strategy.extended.explaining():
+    with progress.looping(name), strategy.extended.naming_lost_workers():
         _register_model(model)
         step_functions.drop_stale_function(model, name)
         loop_agreement.agree_on_batch(strategy, name, model, arguments)
         checks.check_batch(strategy, model, arguments)
-        with loops.looping(model, name, whole_batches=True), _suspend_recording():
+        with (
+            loops.looping(model, name, receives_global_batches=True),
+            _suspend_recording(),
+        ):
             return original(model, *args, **kwargs)
 
 
@@ -386,8 +389,8 @@ def save(
     if strategy is None:
         return original(model, filepath, *args, **kwargs)
     is_export = original.__name__ == "export"
-    whole = whole_variables(model) if is_export else contextlib.nullcontext()
-    with whole, local_variables(strategy):
+    full = full_variables(model) if is_export else contextlib.nullcontext()
+    with full, local_variables(strategy):
         return save_atomically(original, model, filepath, *args, **kwargs)
 
 
@@ -411,5 +414,5 @@ def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> 
             # A callback of an earlier `fit` wrapped the optimizer. The wrapper has the
             # optimizer's state, so the model gets the wrapper again.
             model.optimizer = wrapper
-        scope_checks.bring_into_scope(model.optimizer)
+        scope_checks.bring_optimizer_into_scope(model.optimizer)
     return result

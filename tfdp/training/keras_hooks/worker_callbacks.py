@@ -174,7 +174,7 @@ def add_optimizer_check(model: Any, callbacks: Any) -> Any:
     if getattr(optimizer, "needs_trace", False):
         model.train_function = None
     is_needed = hasattr(optimizer, "check_progress") or any(
-        hasattr(callback, "switch_on") for callback in given
+        hasattr(callback, "enable_feature") for callback in given
     )
     is_present = any(isinstance(callback, OptimizerProgressCheck) for callback in given)
     if not is_needed or is_present:

@@ -42,7 +42,7 @@ def checked_steps(steps: Any) -> int:
     return checked_integer("accumulation_steps", steps, 1)
 
 
-def agreed_steps(accumulation_steps: Any, own_steps: int) -> int:
+def resolve_accumulation_steps(accumulation_steps: Any, own_steps: int) -> int:
     """Return the number of micro-batches, which may be set in one place only.
 
     Args:

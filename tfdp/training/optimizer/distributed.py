@@ -26,7 +26,7 @@ from tfdp.ground.base.param_groups import (
 )
 from tfdp.ground.base.wrappers import register_wrapper
 from tfdp.ground.plans.sharding import ShardingOptions
-from tfdp.ground.plans.units import UnitOptions, groups_of
+from tfdp.ground.plans.units import UnitOptions, resolve_gather_groups
 from tfdp.training.keras_hooks import file_view, install, scope_checks
 from tfdp.training.optimizer import arguments
 from tfdp.training.optimizer.features import Features
@@ -44,7 +44,7 @@ from tfdp.training.step.empty_step import record_update
 from tfdp.training.step.loss_scale import MOST_SKIPS, LossScaling
 from tfdp.training.step.path import take_step
 from tfdp.training.step.state_layout import StateLayout
-from tfdp.training.step.step import Step, checked_gradients
+from tfdp.training.step.step import Step, match_gradients
 
 
 @keras.saving.register_keras_serializable(package="tfdp")
@@ -120,7 +120,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             shard_scope,
             offload,
             UnitOptions(
-                groups_of(gather_groups, units),
+                resolve_gather_groups(gather_groups, units),
                 reshard_after_forward,
                 prefetch,
                 gather_compression,
@@ -131,11 +131,11 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             outer, optimizer = optimizer, optimizer.inner_optimizer
         arguments.check_strategy(keras_optimizer.strategy_of_optimizer(optimizer))
-        scope_checks.bring_into_scope(optimizer)
+        scope_checks.bring_optimizer_into_scope(optimizer)
         own_steps = file_view.pop_accumulation_steps(optimizer)
-        steps = arguments.agreed_steps(accumulation_steps, own_steps)
+        steps = arguments.resolve_accumulation_steps(accumulation_steps, own_steps)
         super().__init__(learning_rate=0.0, name=name)
-        optimizer_state.untrack(self, [keras_optimizer.rate_variable(self)])
+        optimizer_state.untrack(self, [keras_optimizer.rate_or_schedule(self)])
         keras_optimizer.share_strategy(optimizer, self)
         scaling = scaling or (outer and file_view.loss_scaling_of(outer))
         self.inner_optimizer = optimizer
@@ -159,7 +159,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         """
         if self.built:
             return
-        scope_checks.bring_into_scope(self)
+        scope_checks.bring_optimizer_into_scope(self)
         arguments.check_variables(list(variables))
         is_new = not self.inner_optimizer.built
         if is_new:
@@ -257,8 +257,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             loss: Scalar tensor, this replica's part of the loss, if a feature reads it.
                 Defaults to `None`.
         """
-        scope_checks.bring_into_scope(self)
-        gradients, variables = checked_gradients(self, grads, trainable_variables)
+        scope_checks.bring_optimizer_into_scope(self)
+        gradients, variables = match_gradients(self, grads, trainable_variables)
         # On one device the step waits for the first gradient. If the data has ended,
         # the step then fails before it changes a variable, as a step on replicas does.
         with (
@@ -331,18 +331,20 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             "rate that is too high, or for bad values in the data."
         )
 
-    def as_keras(self, whole: FullState | None = None) -> keras.optimizers.Optimizer:
+    def as_keras(
+        self, full_state: FullState | None = None
+    ) -> keras.optimizers.Optimizer:
         """Return the optimizer in the form of Keras files, sharing this one's state.
 
         Args:
-            whole: `FullState`, the gathered sharded state, or `None`. Defaults to
+            full_state: `FullState`, the gathered sharded state, or `None`. Defaults to
                 `None`.
 
         Returns:
             Keras optimizer: the wrapped one with `gradient_accumulation_steps`, inside
             a `LossScaleOptimizer` if the loss is scaled.
         """
-        return file_view.keras_view(self, whole or FullState())
+        return file_view.keras_view(self, full_state or FullState())
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor, as Keras serializes them."""
@@ -355,7 +357,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             **self.sharding_options.config,
         }
 
-    def renewed(self) -> DistributedOptimizer:
+    def renew(self) -> DistributedOptimizer:
         """Return an unbuilt optimizer with these settings; this one refuses `apply`."""
         self._is_replaced = True
         inner = self.inner_optimizer
@@ -395,7 +397,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         if outer is not None and outer.built and scale is not None:
             scale.value.assign(outer.dynamic_scale.numpy())
             scale.good_steps.assign(outer.step_counter.numpy())
-        file_view.take_accumulated_gradients(
+        file_view.move_accumulated_gradients(
             self.inner_optimizer,
             steps,
             self.features.accumulation,

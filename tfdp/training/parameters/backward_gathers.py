@@ -25,7 +25,7 @@ from tfdp.communication.collectives import timing
 from tfdp.ground._compat import graphs, programs, tensor_reads
 from tfdp.training.parameters.step_gathers import (
     GatheredUnit,
-    StepGathers,
+    UnitGatherer,
     gather_unit,
 )
 
@@ -66,11 +66,11 @@ class BackwardGathers:
     """Gathers again, for backward passes, the parameters freed after the forward pass.
 
     Args:
-        step: `StepGathers`. The backward passes that it has recorded are taken from it,
-            so that they are handled once.
+        step: `UnitGatherer`. The backward passes that it has recorded are taken from
+            it, so that they are handled once.
     """
 
-    def __init__(self, step: StepGathers) -> None:
+    def __init__(self, step: UnitGatherer) -> None:
         self._step = step
         passes = step.take_backward_passes()
         freed = [

@@ -32,7 +32,7 @@ from tfdp.training.parameters.sharded_parameter import (
     parameter_of,
     sharded_parameter,
 )
-from tfdp.training.replicas.synchronized_scope import first_workers_bytes
+from tfdp.training.replicas.synchronized_scope import broadcast_bytes
 
 # Number of conversions in this process. A function that was traced before the latest
 # conversion uses variables that are no longer the parameters of the model.
@@ -150,10 +150,10 @@ def discard_values(variables: Sequence[Any], strategy: Any) -> None:
 
 
 @contextlib.contextmanager
-def whole_variables(model: Any) -> Iterator[None]:
-    """Replace sharded parameters of a model by whole variables in a context.
+def full_variables(model: Any) -> Iterator[None]:
+    """Replace sharded parameters of a model by full variables in a context.
 
-    All workers call it. An exported model needs whole variables, since it has no
+    All workers call it. An exported model needs full variables, since it has no
     replicas to gather from.
 
     Args:
@@ -326,7 +326,7 @@ def _initial_value(extended: Any, name: str, arguments: dict[str, Any]) -> tf.Te
         return own
     spec = tf.TensorSpec(own.shape, own.dtype, name)
     check_same_variables(worker_group, f"making {name!r}", [spec], "creates")
-    first = first_workers_bytes(extended, own.numpy().tobytes())
+    first = broadcast_bytes(extended, own.numpy().tobytes())
     if worker_group.rank == 0:
         return own
     values = np.frombuffer(first, own.dtype.as_numpy_dtype)

@@ -14,7 +14,7 @@ from tfdp.ground._compat import tensor_reads, tf_distribute
 from tfdp.ground.base import program_trace
 from tfdp.ground.base.context import replica_context
 from tfdp.ground.base.program_trace import ProgramTrace
-from tfdp.ground.plans.units import UnitOptions, most_gathered
+from tfdp.ground.plans.units import UnitOptions, peak_gathered_bytes
 from tfdp.training.parameters.backward_gathers import BackwardGathers
 from tfdp.training.parameters.host_gathers import gather_parameter, serve_parameter
 from tfdp.training.parameters.quantized_gathers import (
@@ -23,7 +23,7 @@ from tfdp.training.parameters.quantized_gathers import (
 )
 from tfdp.training.parameters.shard_groups import ShardGroups
 from tfdp.training.parameters.sharded_parameter import ShardedParameter
-from tfdp.training.parameters.step_gathers import StepGathers, Unit, read_dtype
+from tfdp.training.parameters.step_gathers import Unit, UnitGatherer, read_dtype
 
 
 class Gathers:
@@ -64,11 +64,11 @@ class Gathers:
         return [unit for unit in found if unit is not None]
 
     @property
-    def most_gathered(self) -> int:
+    def peak_gathered_bytes(self) -> int:
         """Int, the most bytes of parameters that a step gathers at a time."""
         sizes = [unit.num_bytes for unit in self.units]
         prefetch = max((unit.options.prefetch for unit in self.units), default=0)
-        return most_gathered(sizes, prefetch)
+        return peak_gathered_bytes(sizes, prefetch)
 
     def source(self, parameter: ShardedParameter) -> tf.Tensor:
         """Return the tensor that stands for the parameter on gradient tapes.
@@ -108,8 +108,8 @@ class Gathers:
         if step is not None:
             step.forget(_unit_of(parameter))
 
-    def step(self) -> StepGathers | None:
-        """Return the `StepGathers` of the running replica, or `None` outside of a step.
+    def step(self) -> UnitGatherer | None:
+        """Return the `UnitGatherer` of the running replica, or `None` outside a step.
 
         Raises:
             ValueError: In a `tf.function` that a step calls.
@@ -132,7 +132,7 @@ class Gathers:
         return tensor_reads.attached(
             graph,
             (id(self), replica),
-            lambda: StepGathers(graph, self.groups, replica),
+            lambda: UnitGatherer(graph, self.groups, replica),
         )
 
     def gather_on_hosts(self, parameter: ShardedParameter) -> tf.Tensor:
@@ -214,8 +214,8 @@ def regather_used_units() -> None:
                 BackwardGathers(step).gather_rest()
 
 
-def _steps_of_replica() -> list[StepGathers]:
-    """Return the `StepGathers` of the running replica's step.
+def _steps_of_replica() -> list[UnitGatherer]:
+    """Return the `UnitGatherer` objects of the running replica's step.
 
     Returns:
         List with one for each `Gathers` whose parameters the step has read; empty in

@@ -11,7 +11,10 @@ from tfdp.communication.collectives import Member, ProcessGroup, node_levels, ri
 from tfdp.ground import user_code
 from tfdp.ground.plans.shards import ShardBucket
 from tfdp.training.compression.algorithm_choice import AlgorithmChoice
-from tfdp.training.compression.compressed_reduce import Caller, reduce_scatter_in_levels
+from tfdp.training.compression.compressed_reduce import (
+    CallingReplica,
+    reduce_scatter_in_levels,
+)
 from tfdp.training.parameters.packing import place_row, take_row
 
 
@@ -78,14 +81,14 @@ class ShardGroups:
         return is_only or (outer is not None and outer.position(replica) == 0)
 
     def reduce_scatter(
-        self, flat: tf.Tensor, route: AlgorithmChoice, caller: Caller
+        self, flat: tf.Tensor, route: AlgorithmChoice, caller: CallingReplica
     ) -> tf.Tensor:
         """Sum a tensor over all replicas, and keep the calling replica's slice.
 
         Args:
             flat: Tensor of shape `[num_owners * slice_size]`.
             route: `AlgorithmChoice`, the wire formats inside and across nodes.
-            caller: `Caller`.
+            caller: `CallingReplica`.
 
         Returns:
             Tensor of shape `[slice_size]`.
@@ -134,7 +137,7 @@ class ShardGroups:
         bucket: ShardBucket,
         flat: tf.Tensor,
         route: AlgorithmChoice,
-        caller: Caller,
+        caller: CallingReplica,
     ) -> tf.Tensor:
         """Sum a bucket over all replicas, and keep the calling replica's slice.
 
@@ -144,7 +147,7 @@ class ShardGroups:
             flat: Tensor, the elements in the layout of `bucket.moved`: by owner, padded
                 to `slice_size`; or without padding if the bucket is lopsided.
             route: `AlgorithmChoice`; not used by an all-reduce.
-            caller: `Caller`.
+            caller: `CallingReplica`.
 
         Returns:
             Tensor of shape `[slice_size]`.

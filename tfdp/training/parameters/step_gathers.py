@@ -99,7 +99,7 @@ class GatheredUnit:
     age: int
 
 
-class StepGathers:
+class UnitGatherer:
     """Gathers units in the step of one replica, and keeps their values.
 
     Args:
@@ -216,7 +216,7 @@ class StepGathers:
 
 
 def gather_unit(
-    step: StepGathers,
+    step: UnitGatherer,
     unit: Unit,
     dtypes: Sequence[tf.DType],
     gate: Sequence[tf.Operation],
@@ -227,7 +227,7 @@ def gather_unit(
     """Gather a unit on the calling replica, by one all-gather for each format.
 
     Args:
-        step: `StepGathers`.
+        step: `UnitGatherer`.
         unit: `Unit`.
         dtypes: Sequence of `tf.DType`, the dtype in which each parameter is read.
         gate: Sequence of operations that the gather waits for.
@@ -263,7 +263,7 @@ def gather_unit(
 
 
 def _gather_members(
-    step: StepGathers,
+    step: UnitGatherer,
     unit: Unit,
     members: list[ShardedParameter],
     gather_format: GatherFormat,
@@ -272,7 +272,7 @@ def _gather_members(
     """Gather parameters of one format: across nodes, then inside of nodes.
 
     Args:
-        step: `StepGathers`.
+        step: `UnitGatherer`.
         unit: `Unit`.
         members: List of `ShardedParameter` of the unit.
         gather_format: `GatherFormat` of the members.
@@ -306,12 +306,12 @@ def _gather_members(
 
 
 def _local_slice(
-    step: StepGathers, members: list[ShardedParameter], bucket: ShardBucket
+    step: UnitGatherer, members: list[ShardedParameter], bucket: ShardBucket
 ) -> tf.Tensor:
     """Return the replica's slice of a bucket.
 
     Args:
-        step: `StepGathers` of the replica.
+        step: `UnitGatherer` of the replica.
         members: List of the `ShardedParameter`s in the bucket.
         bucket: `ShardBucket`.
 

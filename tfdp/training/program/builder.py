@@ -24,9 +24,9 @@ from tfdp.ground.base.program_trace import ProgramTrace
 from tfdp.training.program import control_flow, sizes
 from tfdp.training.program.conversions import Replica
 from tfdp.training.program.facts import Fact, Form, is_known
-from tfdp.training.program.plan import Plan, Scope, with_inputs
+from tfdp.training.program.plan import Plan, ProgramProperties, with_inputs
 from tfdp.training.program.rules.state import ASSIGNMENTS, is_output
-from tfdp.training.program.view import AS_IS, PART, WHOLE, Decision, Kind, Need
+from tfdp.training.program.view import AS_IS, PART, WHOLE, Decision, Need, NeededForm
 from tfdp.training.reduction.sparse import are_unique, marked_unique
 
 # Operations that return shapes and sizes of a tensor, or of the items of a list.
@@ -40,7 +40,7 @@ class Builder:
     Args:
         trace: `ProgramTrace` of the step, with its effects.
         plan: `Plan` of the graph.
-        scope: `Scope`, properties of the whole program.
+        scope: `ProgramProperties`, properties of the whole program.
         replica: `Replica`, with its rows and its conversions.
         tensors: Dict from the `id` of a tensor of the program to the tensor that the
             replica holds.
@@ -52,7 +52,7 @@ class Builder:
 
     trace: ProgramTrace
     plan: Plan
-    scope: Scope
+    scope: ProgramProperties
     replica: Replica
     tensors: dict[int, Any]
     parent: tuple[Builder, dict[int, Any]] | None = None
@@ -74,7 +74,7 @@ class Builder:
         self._build_with_effects(self.plan.live)
         self._assign_statistics(is_last=self.parent is None)
 
-    def run_inside(
+    def build_inner_graph(
         self,
         plan: Plan,
         outer: Sequence[Any],
@@ -542,24 +542,24 @@ class Builder:
 
     def _get_sizes(self, tensor: Any, fact: Fact, need: Need) -> Any:
         """Return a tensor of `Form.SIZES`, integers from sizes, in the needed form."""
-        if need.kind is Kind.AS_IS:
+        if need.kind is NeededForm.AS_IS:
             return self.sizes_of(tensor, of_all=False)
         program_sizes = self.sizes_of(tensor, of_all=True)
-        if need.kind is Kind.WHOLE:
+        if need.kind is NeededForm.WHOLE:
             return program_sizes
         with self.graph.as_default():
-            if need.kind is Kind.PART:
+            if need.kind is NeededForm.PART:
                 return self.replica.only_on_first(program_sizes)
             return self.replica.take_rows(program_sizes, need.axis, None)
 
     @staticmethod
     def _has_form(fact: Fact, need: Need) -> bool:
         """Return whether a tensor with this `Fact` needs no conversion for a `Need`."""
-        if need.kind is Kind.AS_IS:
+        if need.kind is NeededForm.AS_IS:
             return True
-        if need.kind is Kind.WHOLE:
+        if need.kind is NeededForm.WHOLE:
             return fact.form in (Form.WHOLE, Form.EMPTY)
-        if need.kind is Kind.PART:
+        if need.kind is NeededForm.PART:
             return fact.form in (Form.PART, Form.EMPTY)
         return (fact.is_rows and fact.axis == need.axis) or fact.form is Form.EMPTY
 
@@ -581,12 +581,12 @@ class Builder:
         # `tfdp.training.program.plan` allows only one conversion of a list: a
         # replicated list becomes a partial sum, with zeros on all replicas but the
         # first.
-        is_whole = fact.form is Form.WHOLE and need.kind is Kind.PART
+        is_whole = fact.form is Form.WHOLE and need.kind is NeededForm.PART
         assert is_whole or tensor.dtype not in (tf.variant, tf.resource), tensor
         own = self._own_value(tensor)
-        if need.kind is Kind.WHOLE:
+        if need.kind is NeededForm.WHOLE:
             return self._gather_or_sum(tensor, own, fact)
-        if need.kind is Kind.PART:
+        if need.kind is NeededForm.PART:
             if fact.form is Form.LOCAL:
                 return self.replica.weight_by_rows(own)
             return self.replica.only_on_first(self.get(tensor, WHOLE))

@@ -114,7 +114,7 @@ def _describe_gathers(loop: Loop, gathers: StepGathers, listed: Any) -> str:
 def _warn_of_gathers(strategy: Any, loop: Loop, gathers: StepGathers) -> None:
     """Warn on the first worker, once per user's line and model, of large gathers."""
     topics = {f"{g.operation} {g.place}" for g in gathers.large}
-    unread = {topic for topic in topics if user_code.is_first_time(topic, loop.model)}
+    unread = {topic for topic in topics if user_code.record_if_new(topic, loop.model)}
     new = [g for g in gathers.large if f"{g.operation} {g.place}" in unread]
     if new and strategy.extended.worker_group.is_chief:
         _log.warning(

@@ -31,7 +31,7 @@ def build(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
         return _build_loop(builder, op, decision, inputs)
     if programs.is_call(op):
         (plan,) = decision.plans
-        inner = builder.run_inside(plan, op.inputs)
+        inner = builder.build_inner_graph(plan, op.inputs)
         results = programs.results_of_call(op, plan.graph)
         return [inner.get(tensor, AS_IS) for tensor in results]
     return _build_branches(builder, op, decision, inputs)
@@ -59,7 +59,7 @@ def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> 
 
         def compute() -> list:
             """Build the branch, and return its results in the needed forms."""
-            inner = builder.run_inside(plan, op.inputs[1:])
+            inner = builder.build_inner_graph(plan, op.inputs[1:])
             return [
                 tf.identity(inner.get(tensor, need))
                 for tensor, need in zip(plan.graph.outputs, needs, strict=True)
@@ -109,7 +109,7 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
     is_counter = is_counter and _counts_passes(op, body_plan.graph)
     changed = changed[1:] if is_counter else changed
 
-    def run_inside(plan: Any, values: Sequence[Any]) -> Any:
+    def build_inner_graph(plan: Any, values: Sequence[Any]) -> Any:
         """Build the condition or the body, and return its `Builder`.
 
         `plan` is the plan of either, and `values` are this replica's values of the loop
@@ -121,16 +121,16 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         }
         if is_counter:
             values_by_input[id(plan.graph.inputs[0])] = programs.while_loop_counter()
-        return builder.run_inside(plan, op.inputs, values_by_input)
+        return builder.build_inner_graph(plan, op.inputs, values_by_input)
 
     def cond(*values: Any) -> Any:
         """Build the condition, a bool tensor, for values of the changed variables."""
-        inner = run_inside(cond_plan, values)
+        inner = build_inner_graph(cond_plan, values)
         return inner.get(cond_plan.graph.outputs[0], WHOLE)
 
     def body(*values: Any) -> list:
         """Build a pass of the loop, and return the changed variables after it."""
-        inner = run_inside(body_plan, values)
+        inner = build_inner_graph(body_plan, values)
         results = [
             inner.get(body_plan.graph.outputs[index], need_of(facts[index]))
             for index in changed

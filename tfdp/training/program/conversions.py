@@ -79,7 +79,7 @@ class Replica:
         # `None` without micro-batches.
         self.is_first_part: tf.Tensor | None = None
 
-    def of_part(self, rows: Rows, index: tf.Tensor) -> Replica:
+    def for_micro_batch(self, rows: Rows, index: tf.Tensor) -> Replica:
         """Return a copy of the replica that computes only one micro-batch.
 
         Args:

@@ -116,7 +116,7 @@ def _divides_by_name(text: str, num_replicas: int, names: set[str]) -> bool:
     return "" in names or not names.isdisjoint(re.findall(r"\w+", text))
 
 
-def name_of_count(text: str) -> str | None:
+def replica_count_name(text: str) -> str | None:
     """Return the name to which a line assigns the number of replicas.
 
     Args:
@@ -128,10 +128,10 @@ def name_of_count(text: str) -> str | None:
 
     Example:
 
-    >>> name_of_count("self.replicas = strategy.num_replicas_in_sync")
+    >>> replica_count_name("self.replicas = strategy.num_replicas_in_sync")
     'replicas'
-    >>> name_of_count("batch_size = 64 * strategy.num_replicas_in_sync")
-    >>> name_of_count("model = Model(strategy.num_replicas_in_sync)")
+    >>> replica_count_name("batch_size = 64 * strategy.num_replicas_in_sync")
+    >>> replica_count_name("model = Model(strategy.num_replicas_in_sync)")
     ''
     """
     plain = re.match(

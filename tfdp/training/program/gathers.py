@@ -17,7 +17,13 @@ from tfdp.ground._compat import programs
 from tfdp.ground.base.program_trace import ProgramTrace, tracing
 from tfdp.ground.plans.gathers import Gather, StepGathers
 from tfdp.training.program.facts import Fact, Form, own_rows, static_sizes, with_rows
-from tfdp.training.program.plan import Plan, Scope, in_order, is_conversion, make_plan
+from tfdp.training.program.plan import (
+    Plan,
+    ProgramProperties,
+    in_order,
+    is_conversion,
+    make_plan,
+)
 from tfdp.training.program.rules.state import is_output, writes_state
 from tfdp.training.program.view import AS_IS, PART, WHOLE, Need
 from tfdp.training.reduction.communication_plan import gradients_of_outputs
@@ -245,7 +251,7 @@ def user_line_of(op: Any) -> tuple[str, int] | None:
     starts = [i for i, f in enumerate(frames) if f.filename.startswith(_PACKAGE_FOLDER)]
     inside = frames[starts[-1] :] if starts else frames
     for frame in reversed(inside):
-        if user_code.is_of_user(frame.filename):
+        if user_code.is_user_file(frame.filename):
             return frame.filename, frame.lineno
     return None
 
@@ -290,5 +296,5 @@ def gathers_of_model(model: Any) -> StepGathers:
         gradients = gradients_of_outputs(model, inputs)
     needed = tf.nest.flatten(gradients, expand_composites=True)
     needed = [tensor for tensor in needed if tensor is not None]
-    plan = make_plan(graph, facts, needed, Scope(lambda _: False, {}))
+    plan = make_plan(graph, facts, needed, ProgramProperties(lambda _: False, {}))
     return StepGathers(None, gathers_of(conversions_of(trace, plan, [])))

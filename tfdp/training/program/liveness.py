@@ -26,7 +26,7 @@ PRUNED = operations(
 )
 
 
-def find_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
+def mark_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
     """Set `live` and `needed` of a plan: what outputs and effects depend on.
 
     `live` is set to the operations that must be built, `needed` to the `id`s of the
@@ -36,7 +36,7 @@ def find_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
     Args:
         plan: `Plan` that is changed.
         outputs: Sequence of tensors of its graph that are needed outside.
-        scope: `Scope` of the program, with its effects, such as updates.
+        scope: `ProgramProperties` of the program, with its effects, such as updates.
     """
     graph = plan.graph
     plan.live, plan.needed = set(), set()
@@ -68,7 +68,7 @@ def find_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
             pending += [other for other in op.control_inputs if other not in plan.live]
             plan.live.add(op)
             if op in plan.decisions and plan.is_loop(op):
-                _find_live_variables(plan, op, scope)
+                _mark_live_variables(plan, op, scope)
             tensors = [t for i, t in enumerate(op.inputs) if plan.is_needed(op, i)]
 
 
@@ -85,7 +85,7 @@ def _follows_from_rows(fact: Fact | None) -> bool:
     return fact is not None and fact.form is Form.SIZES and is_known(fact)
 
 
-def _find_live_variables(plan: Any, op: Any, scope: Any) -> None:
+def _mark_live_variables(plan: Any, op: Any, scope: Any) -> None:
     """Mark the variables of a loop that are needed, in the loop or after it.
 
     A list that keeps shapes for the gradient is not needed where these shapes follow
@@ -94,14 +94,14 @@ def _find_live_variables(plan: Any, op: Any, scope: Any) -> None:
     Args:
         plan: `Plan` of the graph that has the loop; its `needed` is changed.
         op: `tf.Operation`, the loop.
-        scope: `Scope` of the program.
+        scope: `ProgramProperties` of the program.
     """
     cond, body = plan.decisions[op].plans
     cond_inputs, body_inputs = cond.graph.inputs, body.graph.inputs
     before = -1
     while len(plan.needed) > before:
         before = len(plan.needed)
-        find_live(
+        mark_live(
             body,
             [
                 result
@@ -124,7 +124,7 @@ def _effects_inside(decision: Decision, scope: Any) -> Iterator[Any]:
     Args:
         decision: `Decision` for the operation, with the plans of its branches, loop or
             call.
-        scope: `Scope` of the program, with its effects.
+        scope: `ProgramProperties` of the program, with its effects.
     """
     for inner in decision.plans:
         yield from scope.effects.get(inner.graph, ())

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdp.ground._compat import programs
 from tfdp.training.program.facts import Form
-from tfdp.training.program.plan import Plan, Scope, in_order
+from tfdp.training.program.plan import Plan, ProgramProperties, in_order
 from tfdp.training.program.rules.state import READS
 from tfdp.training.program.view import AS_IS, WHOLE
 
@@ -97,14 +97,14 @@ class LogTail:
 
 
 def find_log_tail(
-    plan: Plan, results: Any, scope: Scope, *, is_of_all: bool
+    plan: Plan, results: Any, scope: ProgramProperties, *, is_of_all: bool
 ) -> LogTail:
     """Remove from a plan the operations that only its logs need, and return them.
 
     Args:
         plan: `Plan` of the step.
         results: Nest of tensors and other values that the step returns.
-        scope: `Scope` of the plan.
+        scope: `ProgramProperties` of the plan.
         is_of_all: Bool, whether all replicas share the program and merge their logs in
             each step. If not, numbers are averaged over replicas, weighted by rows, but
             metrics' states are summed.
@@ -131,7 +131,7 @@ def find_log_tail(
     return LogTail(results, cuts, order)
 
 
-def _bound_to_step(plan: Plan, scope: Scope) -> set:
+def _bound_to_step(plan: Plan, scope: ProgramProperties) -> set:
     """Return the set of operations that must run within the step, not after it.
 
     Examples are operations with effects or on rows. All operations that they depend

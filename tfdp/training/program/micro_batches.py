@@ -59,7 +59,7 @@ class MicroPlan:
         """Int, the stage in which states change."""
         return len(self.loops)
 
-    def is_anywhere(self, op: Any) -> bool:
+    def is_built_per_stage(self, op: Any) -> bool:
         """Return whether every loop and stage that needs an operation builds it itself.
 
         It is `True` if the outputs are known numbers, follow from sizes, or are lists
@@ -129,7 +129,7 @@ class _Planner:
                     "normalizes the rows of each micro-batch separately",
                     f"Use another normalization. {_ADVICE}",
                 )
-            if not self._micro.is_anywhere(op) and self._is_inside(op):
+            if not self._micro.is_built_per_stage(op) and self._is_inside(op):
                 self._micro.inside.add(op)
         self._find_states()
         for op in self._order:
@@ -247,7 +247,9 @@ class _Planner:
             pairs = [self._micro.forwarded[op]]
         for tensor, need in pairs:
             before = self._levels.get(tensor.op, 0)
-            if tensor.op not in self._micro.inside or self._micro.is_anywhere(op):
+            if tensor.op not in self._micro.inside or self._micro.is_built_per_stage(
+                op
+            ):
                 level = max(level, before)
                 continue
             crosses = not is_inside or is_conversion(self._fact(tensor), need)

@@ -14,7 +14,7 @@ from tfdp.training.program.conversions import Rows, slice_along
 from tfdp.training.program.facts import Fact, Form
 from tfdp.training.program.micro_batches import MicroPlan
 from tfdp.training.program.plan import is_conversion
-from tfdp.training.program.view import AS_IS, WHOLE, Kind, Need
+from tfdp.training.program.view import AS_IS, WHOLE, Need, NeededForm
 from tfdp.training.reduction.fusion import wide_dtype
 
 
@@ -145,7 +145,7 @@ class StagedBuilder(Builder):
             self.trace,
             self.plan,
             self.scope,
-            self.replica.of_part(part, index),
+            self.replica.for_micro_batch(part, index),
             tensors={},
             micro=self.micro,
             around=self,
@@ -173,7 +173,7 @@ class MicroBatchBuilder(Builder):
         A tensor that is needed whole, but that replicas have in parts, is returned for
         the whole batch, from outside of the loop.
         """
-        is_total = need.kind is Kind.WHOLE and self.parent is None
+        is_total = need.kind is NeededForm.WHOLE and self.parent is None
         if is_total and is_conversion(self.fact(tensor), need):
             return self.around.get(tensor, WHOLE)
         return super().get(tensor, need)
@@ -202,7 +202,7 @@ class MicroBatchBuilder(Builder):
         is_here = (
             self.parent is not None
             or tensor.op in self.micro.inside
-            or self.micro.is_anywhere(tensor.op)
+            or self.micro.is_built_per_stage(tensor.op)
         )
         if is_here or id(tensor) in self.tensors:
             return super()._own_value(tensor)

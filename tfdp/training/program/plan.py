@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdp.ground._compat import programs
 from tfdp.training.program import sizes
 from tfdp.training.program.facts import Fact, Form, static_sizes, whole
-from tfdp.training.program.liveness import LOOPS, find_live
+from tfdp.training.program.liveness import LOOPS, mark_live
 from tfdp.training.program.rules import decide
 from tfdp.training.program.rules.elementwise import compares_with_itself
 from tfdp.training.program.sizes import array
@@ -28,8 +28,8 @@ from tfdp.training.program.view import (
     WHOLE,
     CannotDivideError,
     Decision,
-    Kind,
     Need,
+    NeededForm,
     View,
     need_of,
     rows_along,
@@ -98,7 +98,7 @@ class Plan:
 
 
 @dataclasses.dataclass
-class Scope:
+class ProgramProperties:
     """Properties of the whole program that the rules of operations look up.
 
     Args:
@@ -122,7 +122,10 @@ class Scope:
 
 
 def make_plan(
-    graph: Any, inputs: Mapping[int, Fact], outputs: Sequence[Any], scope: Scope
+    graph: Any,
+    inputs: Mapping[int, Fact],
+    outputs: Sequence[Any],
+    scope: ProgramProperties,
 ) -> Plan:
     """Plan how replicas build a graph: decide on each operation, in order.
 
@@ -130,7 +133,8 @@ def make_plan(
         graph: `tf.Graph` to plan.
         inputs: Dict from the `id` of a placeholder to its `Fact`.
         outputs: Sequence of tensors of the graph that are needed.
-        scope: `Scope` of the program. Operations that must run whole are added to it.
+        scope: `ProgramProperties` of the program. Operations that must run whole
+            are added to it.
 
     Raises:
         CannotDivideError: If a tensor has to be gathered that no collective can carry.
@@ -142,7 +146,7 @@ def make_plan(
             _plan_operation(plan, op, scope)
         if len(scope.whole) == before:
             break
-    find_live(plan, outputs, scope)
+    mark_live(plan, outputs, scope)
     for op, tensor, fact in plan.conversions():
         _check_conversion(op, tensor, fact)
         if fact.form is Form.PART:
@@ -225,7 +229,7 @@ def _check_conversion(op: Any, tensor: Any, fact: Fact) -> None:
         )
 
 
-def _plan_operation(plan: Plan, op: Any, scope: Scope) -> None:
+def _plan_operation(plan: Plan, op: Any, scope: ProgramProperties) -> None:
     """Add an operation to the plan: its decision, and the facts of its outputs."""
     if op.type == "Const":
         _set_decision(plan, op, Decision([], [_fact_of_constant(op)]))
@@ -243,7 +247,7 @@ def _plan_operation(plan: Plan, op: Any, scope: Scope) -> None:
     decision = _decide(View(op, facts, scope))
     for tensor, fact, need in zip(op.inputs, facts, decision.needs, strict=True):
         is_divided = fact.form in (Form.ROWS, Form.PART)
-        if tensor.dtype == tf.variant and need.kind is Kind.WHOLE and is_divided:
+        if tensor.dtype == tf.variant and need.kind is NeededForm.WHOLE and is_divided:
             # No collective carries lists. The operation that returns this list runs on
             # the whole batch instead.
             scope.whole.add(tensor.op)
@@ -355,7 +359,7 @@ def _plan_marker(view: View, marker: str) -> Decision:
 def _plan_inside(
     graph: Any,
     facts: Sequence[Fact],
-    scope: Scope,
+    scope: ProgramProperties,
     outputs: Sequence[Any] | None = None,
 ) -> Plan:
     """Plan the graph of a branch, a loop or a call, from the facts of its inputs.
@@ -363,7 +367,7 @@ def _plan_inside(
     Args:
         graph: `tf.Graph` of the branch, the loop or the call.
         facts: Sequence of `Fact`, one for each input of the graph.
-        scope: `Scope` of the program.
+        scope: `ProgramProperties` of the program.
         outputs: Sequence of tensors that are needed, or `None` for the graph's outputs.
             Defaults to `None`.
     """
@@ -527,11 +531,11 @@ def is_conversion(fact: Fact, need: Need) -> bool:
         need: `Need` with the needed form.
     """
     if fact.form is Form.PART:
-        return need.kind in (Kind.WHOLE, Kind.ROWS)
+        return need.kind in (NeededForm.WHOLE, NeededForm.ROWS)
     if fact.is_rows:
-        is_other = need.kind is Kind.ROWS and need.axis != fact.axis
-        return is_other or need.kind in (Kind.WHOLE, Kind.PART)
-    return fact.form is Form.LOCAL and need.kind is Kind.WHOLE
+        is_other = need.kind is NeededForm.ROWS and need.axis != fact.axis
+        return is_other or need.kind in (NeededForm.WHOLE, NeededForm.PART)
+    return fact.form is Form.LOCAL and need.kind is NeededForm.WHOLE
 
 
 def _is_list(tensor: Any) -> bool:

@@ -33,7 +33,12 @@ from tfdp.training.program.gathers import (
 from tfdp.training.program.logs import LogTail, find_log_tail
 from tfdp.training.program.micro_batches import MicroPlan, plan_micro_batches
 from tfdp.training.program.micro_builder import StagedBuilder
-from tfdp.training.program.plan import CannotDivideError, Plan, Scope, make_plan
+from tfdp.training.program.plan import (
+    CannotDivideError,
+    Plan,
+    ProgramProperties,
+    make_plan,
+)
 from tfdp.training.program.rules.state import writes_state
 from tfdp.training.program.view import AS_IS, WHOLE
 from tfdp.training.reduction.training_group import TrainingGroup
@@ -50,7 +55,7 @@ class _Traced:
         parts: List of `BatchPlaceholder`, one for each part of the batch.
         results: Nest of tensors and other values that the step returns.
         plan: `Plan` of the graph.
-        scope: `Scope` of the plan.
+        scope: `ProgramProperties` of the plan.
         micro: `MicroPlan`, or `None` unless rows are computed in micro-batches.
         tail: `LogTail` that computes the logs, or `None` if the step returns rows.
         conversions: List of `Conversion`, in the order of the program.
@@ -62,7 +67,7 @@ class _Traced:
     parts: list[BatchPlaceholder]
     results: Any
     plan: Plan
-    scope: Scope
+    scope: ProgramProperties
     micro: MicroPlan | None
     tail: LogTail | None
     conversions: list[Conversion]
@@ -151,7 +156,7 @@ class DividedStep:
             warn_of_division(
                 self._traced.trace,
                 self._strategy.num_replicas_in_sync,
-                self._strategy.extended.names_of_count,
+                self._strategy.extended.replica_count_names,
                 self._loop.model,
             )
         found = self._traced
@@ -216,7 +221,7 @@ class DividedStep:
         for loop in zip(*self._gates, strict=True):
             arrived = [own for own, _ in loop]
             for _, gate in loop:
-                graphs.run_after(gate, arrived)
+                graphs.add_control_inputs(gate, arrived)
         self._gates = []
 
     def _rows_of(self, builder: Builder, replica: Replica, result: Any) -> Any:
@@ -295,7 +300,7 @@ class DividedStep:
         ]
         facts = {id(tensor): fact for part in parts for tensor, fact in part.facts}
         shared = self._shared_states(graph)
-        scope = Scope(
+        scope = ProgramProperties(
             self._is_metric,
             trace.effects,
             lambda op: any(id(self._outermost(t)) in shared for t in op.inputs),

@@ -69,7 +69,7 @@ class CannotDivideError(Exception):
         self.advice = advice
 
 
-class Kind(enum.Enum):
+class NeededForm(enum.Enum):
     """Form in which an operation needs an input.
 
     AS_IS: as the replica holds it, with sizes for its own rows. WHOLE: the tensor of
@@ -89,7 +89,7 @@ class Need:
     """The form that an operation needs of an input.
 
     Args:
-        kind: `Kind`: in the form that the replica holds, sizes for its own rows;
+        kind: `NeededForm`: in the form that the replica holds, sizes for its own rows;
             whole, sizes for the whole batch; own rows; a partial sum; or nothing, so
             that the input need not be computed.
         axis: Int, the axis of rows. Defaults to 0.
@@ -97,15 +97,15 @@ class Need:
             broadcasts. Defaults to `False`.
     """
 
-    kind: Kind
+    kind: NeededForm
     axis: int = 0
     may_broadcast: bool = False
 
 
-AS_IS = Need(Kind.AS_IS)
-WHOLE = Need(Kind.WHOLE)
-PART = Need(Kind.PART)
-NOTHING = Need(Kind.NOTHING)
+AS_IS = Need(NeededForm.AS_IS)
+WHOLE = Need(NeededForm.WHOLE)
+PART = Need(NeededForm.PART)
+NOTHING = Need(NeededForm.NOTHING)
 
 
 def rows_along(axis: int = 0, *, may_broadcast: bool = False) -> Need:
@@ -116,7 +116,7 @@ def rows_along(axis: int = 0, *, may_broadcast: bool = False) -> Need:
         may_broadcast: Bool, whether an axis of size one is not sliced, since it
             broadcasts. Defaults to `False`.
     """
-    return Need(Kind.ROWS, axis, may_broadcast)
+    return Need(NeededForm.ROWS, axis, may_broadcast)
 
 
 def need_of(fact: Fact) -> Need:
@@ -161,7 +161,7 @@ class View:
     Args:
         op: `tf.Operation` of the program.
         facts: Sequence of `Fact`, one for each input.
-        scope: `Scope` of the plan, which knows its variables.
+        scope: `ProgramProperties` of the plan, which knows its variables.
     """
 
     def __init__(self, op: Any, facts: Sequence[Fact], scope: Any) -> None:

@@ -84,8 +84,8 @@ class AlgorithmSelector:
     @property
     def is_hierarchical(self) -> bool:
         """Bool, whether buckets are reduced inside nodes first and then across."""
-        is_flat = self._fixed is not None and not self._fixed.has_levels
-        return self.topology.has_levels and not is_flat
+        is_flat = self._fixed is not None and not self._fixed.is_hierarchical
+        return self.topology.supports_hierarchy and not is_flat
 
     def set_links(self, links: Links) -> None:
         """Set measured `Links` for predicted times; all workers set the same ones."""
@@ -206,7 +206,7 @@ class AlgorithmSelector:
             inner_ratio=fraction if inner else 1.0,
             outer_ratio=fraction if outer else 1.0,
         )
-        if not algorithm.has_levels and inner != outer:
+        if not algorithm.is_hierarchical and inner != outer:
             # A flat algorithm has one dtype for all messages, so it cannot compress
             # those of one level only.
             inner = outer = inner if self.topology.num_nodes == 1 else None
@@ -257,7 +257,7 @@ def _fixed_algorithm(
         wanted = Algorithm(HIERARCHICAL.name, **option)
     else:
         wanted = Algorithm(option)
-    if not wanted.has_levels:
+    if not wanted.is_hierarchical:
         return wanted, ""
     if wanted.is_adasum:
         return _adasum_of_nodes(wanted, topology)

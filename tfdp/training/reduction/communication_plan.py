@@ -134,7 +134,7 @@ class CommunicationPlan:
         """
         itemsize = tf.as_dtype(bucket.dtype).size
         num_replicas, node_size = self.num_replicas, self.node_size
-        if not route.algorithm.has_levels:
+        if not route.algorithm.is_hierarchical:
             node_size = num_replicas
         inner = 1 - 1 / node_size
         outer = (1 - node_size / num_replicas) / node_size

@@ -61,7 +61,7 @@ class LevelCompressors:
         return self.inner == self.outer
 
     @property
-    def are_both_compressed(self) -> bool:
+    def can_combine_formats(self) -> bool:
         """Bool, whether one hierarchical reduction can apply both formats.
 
         With different formats it can. With the same one on both levels it can only if
@@ -115,12 +115,12 @@ def _carriers(
     """
     carriers: dict[Algorithm, None] = {}
     for algorithm in candidates:
-        is_hierarchical = algorithm.has_levels and topology.has_levels
+        is_hierarchical = algorithm.is_hierarchical and topology.supports_hierarchy
         if levels.is_uniform and not levels.cuts_buckets:
             # A compressor that needs whole buckets sums small tensors, for example the
             # factors of a low-rank approximation, by any algorithm.
             carriers[algorithm] = None
-        elif is_hierarchical and levels.are_both_compressed:
+        elif is_hierarchical and levels.can_combine_formats:
             carriers[HIERARCHICAL] = None
         elif levels.is_uniform:
             carriers[RING] = None
@@ -147,9 +147,9 @@ def _choice_of(
     itemsize = tf.as_dtype(dtype).size
     whole = GradientBucket(num_bytes // itemsize, dtype, topology.num_replicas, entries)
     inside = across = whole
-    if algorithm.has_levels and not levels.is_uniform:
+    if algorithm.is_hierarchical and not levels.is_uniform:
         across = dataclasses.replace(whole, num_replicas=topology.num_nodes)
-    if algorithm.has_levels and levels.cuts_buckets:
+    if algorithm.is_hierarchical and levels.cuts_buckets:
         node_size = topology.replicas_per_node
         inside = dataclasses.replace(whole, num_replicas=node_size, entries=())
         across = dataclasses.replace(

@@ -153,7 +153,7 @@ def _measure_samples(
     """
     algorithms = [Algorithm(name) for name in FLAT]
     topology = algorithm_selector.topology
-    if topology.has_levels:
+    if topology.supports_hierarchy:
         algorithms.append(HIERARCHICAL)
     return [
         Sample(algorithm, size, topology, _measure_seconds(algorithm, size, group))

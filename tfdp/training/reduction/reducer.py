@@ -145,7 +145,7 @@ class Reducer:
         ]
         if self.group.size == 1:
             return unbucketed(flat)
-        progress.reduction_traced(str([(t.dtype.name, str(t.shape)) for t in flat]))
+        progress.record_reduction(str([(t.dtype.name, str(t.shape)) for t in flat]))
         dense = [index for index, item in enumerate(flat) if not _is_sparse(item)]
         flats, buckets = self._reduce_dense(flat, dense, variables, replica, weight)
         with timing.labelled(timing.ROWS):

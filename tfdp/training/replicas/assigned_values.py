@@ -92,7 +92,7 @@ class AssignedValues:
         text = f"{before} {replaces} {hashlib.sha256(content).hexdigest()}"
         self._digest = hashlib.sha256(text.encode()).hexdigest()
 
-    def compared(self, *, are_alike: bool) -> None:
+    def clear_after_comparison(self, *, are_alike: bool) -> None:
         """Clear the record after the workers have compared this parameter.
 
         Args:

@@ -56,7 +56,7 @@ def checksums(values: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.stack(sums) if sums else tf.zeros([0], tf.int64)
 
 
-def combined(sums: tf.Tensor) -> tf.Tensor:
+def combine_checksums(sums: tf.Tensor) -> tf.Tensor:
     """Combine checksums, in order, into one.
 
     Args:

@@ -180,7 +180,7 @@ def _raise_drift(
     for weight, column in zip(weights, zip(*all_tables, strict=True), strict=True):
         record = getattr(weight.value, "assigned", None)
         if record is not None:
-            record.compared(are_alike=len(set(column)) == 1)
+            record.clear_after_comparison(are_alike=len(set(column)) == 1)
     drift = describe_drift(totals, all_tables, paths, replica_names(strategy))
     raise RuntimeError(
         f"Replicas have drifted apart, as seen {when}: {drift}. Every replica makes "

@@ -181,13 +181,13 @@ class SynchronizedScope:
         # After an error they are not: this worker may be the only one with the error,
         # and may enter the scope again.
         if kind is None and not extended.num_scopes:
-            line = user_code.place_of(inspect.currentframe())
+            line = user_code.describe_user_line(inspect.currentframe())
             # If a collective ran inside, all workers leave the scope and can compare
             # their variables, even if only one worker has created any.
             is_called_by_all = extended.worker_group.num_calls > calls
             # The collectives of the synchronization are the first ones of a script. If
             # a firewall blocks them, the error explains it.
-            with extended.explaining():
+            with extended.naming_lost_workers():
                 synchronize_new_variables(
                     self._strategy, line, is_called_by_all=is_called_by_all
                 )
@@ -220,7 +220,7 @@ def synchronize_new_variables(
     if new or is_called_by_all:
         _synchronize(strategy, new, line)
     elif line:
-        progress.scope_left(line)
+        progress.record_scope_left(line)
 
 
 def synchronize_in_step(strategy: Any) -> None:
@@ -397,7 +397,7 @@ def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
     extended = strategy.extended
     values = [np.asarray(v.values[0].numpy()) for v in variables]
     local_bytes = b"".join(value.tobytes() for value in values)
-    data = first_workers_bytes(extended, local_bytes)
+    data = broadcast_bytes(extended, local_bytes)
     if extended.worker_group.rank == 0:
         return
     begin = 0
@@ -409,7 +409,7 @@ def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
         begin = end
 
 
-def first_workers_bytes(extended: Any, own: bytes) -> bytes:
+def broadcast_bytes(extended: Any, own: bytes) -> bytes:
     """Broadcast the first worker's bytes to all workers. All workers call it.
 
     Args:

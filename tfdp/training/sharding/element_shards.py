@@ -25,7 +25,7 @@ from tfdp.ground.plans.shards import Segment, ShardBucket
 from tfdp.training.parameters.sharded_parameter import own_elements
 from tfdp.training.reduction.fusion import pack
 from tfdp.training.sharding.sharded_gradients import ShardedGradients
-from tfdp.training.sharding.sharded_param_group import OwnedState
+from tfdp.training.sharding.sharded_param_group import OptimizerShard
 from tfdp.training.step.flat_params import FlatParameterRange, TensorView
 from tfdp.training.step.grouped_update import gains_from_xla
 
@@ -33,10 +33,10 @@ from tfdp.training.step.grouped_update import gains_from_xla
 Place = tuple[Segment, int, int]
 
 
-class ElementShards(OwnedState):
+class ElementShards(OptimizerShard):
     """A replica's slots on flat slices of buckets, for elementwise optimizers.
 
-    Arguments are those of `OwnedState`.
+    Arguments are those of `OptimizerShard`.
     """
 
     def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
@@ -73,7 +73,7 @@ class ElementShards(OwnedState):
             List with the new values of the replica's slice of each bucket, or `None`
             where no variable of the bucket has a gradient.
         """
-        optimizer = optimizer_views.stand_in(optimizer, **self.singles)
+        optimizer = optimizer_views.copy_with(optimizer, **self.singles)
         keras_optimizer.update_variables(optimizer, [], [], rate)
 
         def kind(place: Place) -> Any:
@@ -158,7 +158,7 @@ class ElementShards(OwnedState):
             return view.read_value()
 
         with tf.device(self.device):
-            if xla.is_wanted() and gains_from_xla([gradient]):
+            if xla.should_compile() and gains_from_xla([gradient]):
                 return xla.run(update, (values, gradient, rate), self.device)
             return update(values, gradient, rate)
 

@@ -19,7 +19,7 @@ def memory_report(distributed: Any) -> MemoryReport:
     frozen = distributed.frozen_parameters
     whole = ReplicaMemory(sum(entry_of(v).num_bytes for v in frozen), 0, 0, 0)
     shards = distributed.shards
-    gathered = 0 if shards is None else shards.most_gathered
+    gathered = 0 if shards is None else shards.peak_gathered_bytes
     sharded = ReplicaMemory(sum(map(_bytes_held, frozen)), 0, 0, 0, gathered)
     for part in innermost(distributed.inner_optimizer):
         variables = keras_optimizer.trained_by(part) if part.built else []

@@ -14,7 +14,7 @@ from tfdp.ground._compat import optimizer_state, runtime, tf_distribute
 from tfdp.ground.plans.shards import Segment
 from tfdp.training.parameters.sharded_parameter import ShardedParameter
 from tfdp.training.sharding.element_shards import ElementShards
-from tfdp.training.sharding.sharded_param_group import OwnedState, ShardedParamGroup
+from tfdp.training.sharding.sharded_param_group import OptimizerShard, ShardedParamGroup
 from tfdp.training.sharding.state_tensors import (
     READ_ELEMENTS,
     LocalShard,
@@ -151,7 +151,7 @@ def _tensor(
 
 
 def _named_shards(
-    group: ShardedParamGroup, state: OwnedState
+    group: ShardedParamGroup, state: OptimizerShard
 ) -> list[tuple[str, LocalShard]]:
     """Return pairs of a state tensor's name and a shard, for all state of a replica."""
     shards = [(name, _full_shard(item)) for name, item in state.singles.items()]

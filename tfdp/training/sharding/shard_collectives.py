@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdp.communication.collectives import timing
 from tfdp.ground._compat import graphs
 from tfdp.ground.plans.shards import ShardPlan
-from tfdp.training.compression.compressed_reduce import Caller
+from tfdp.training.compression.compressed_reduce import CallingReplica
 from tfdp.training.parameters.backward_gathers import BackwardGathers
 from tfdp.training.parameters.packing import pack_row, pack_rows, place_row, unpack_rows
 from tfdp.training.parameters.shard_groups import ShardGroups
@@ -137,7 +137,7 @@ class ShardCollectives:
         residuals = self.extended.reducer.residuals.of_bucket(
             "reduce-scatter", number, members, self.replica
         )
-        caller = Caller(self.replica, number, residuals)
+        caller = CallingReplica(self.replica, number, residuals)
         return self.groups.scatter_bucket(bucket, flat, route, caller)
 
     def _gather_before(self, tensors: Iterable[tf.Tensor]) -> None:

@@ -207,7 +207,7 @@ class ShardedGradientStatistics(GradientStatistics):
         ]
 
 
-def own_squares(
+def local_squared_norm(
     group: ShardedParamGroup, sums: ShardedGradients, owner: int
 ) -> tf.Tensor:
     """Compute the squared norm of an owner's slices of the gradients.

@@ -17,7 +17,7 @@ from tfdp.training.sharding.shard_collectives import ShardCollectives
 from tfdp.training.sharding.sharded_gradients import (
     ShardedGradients,
     ShardedGradientStatistics,
-    own_squares,
+    local_squared_norm,
 )
 from tfdp.training.sharding.sharded_param_group import ShardedParamGroup
 from tfdp.training.step.grouped_update import decay_without_gradients, with_schedule
@@ -166,18 +166,18 @@ class ShardedLayout(StateLayout):
             sharded_groups, sums, self._collectives, is_needed=needed, loss=loss
         )
 
-    def own_squares(
+    def local_squared_norm(
         self, groups: Sequence[ParamGroup], sums: list[ShardedGradients]
     ) -> tf.Tensor:
         """Return the sum of squares of the gradients in this replica's slices.
 
         It is divided by the number of replicas with the same slices, so that the sum
         over all replicas is the squared norm of all gradients. The arguments are those
-        of `StateLayout.own_squares`.
+        of `StateLayout.local_squared_norm`.
         """
         collectives = self._collectives
         squares = [
-            own_squares(self._sharded(group), item, collectives.owner)
+            local_squared_norm(self._sharded(group), item, collectives.owner)
             for group, item in zip(groups, sums, strict=True)
         ]
         return tf.add_n(squares) / collectives.groups.num_copies
@@ -350,7 +350,7 @@ class ShardedLayout(StateLayout):
         return self._groups[id(group.optimizer)]
 
     def _state(self, group: ShardedParamGroup) -> Any:
-        """Return this replica's `OwnedState` of a group."""
+        """Return this replica's `OptimizerShard` of a group."""
         return group.replicas[self._collectives.replica]
 
 

@@ -12,7 +12,7 @@ from tfdp.ground._compat import optimizer_state, tf_distribute
 from tfdp.ground.plans.shards import ShardPlan
 
 
-class OwnedState:
+class OptimizerShard:
     """One replica's shard of an optimizer's state; base of the two kinds of shards.
 
     A clone of the optimizer is built on the shard, so that slots are created sharded.
@@ -86,10 +86,10 @@ class ShardedParamGroup:
         optimizer: Keras optimizer that holds the settings but no slots.
         variables: List of the Keras variables that it trains.
         plan: `ShardPlan` of the variables.
-        replicas: Sequence of the `OwnedState` of each local replica.
+        replicas: Sequence of the `OptimizerShard` of each local replica.
     """
 
     optimizer: Any
     variables: list[Any]
     plan: ShardPlan
-    replicas: Sequence[OwnedState]
+    replicas: Sequence[OptimizerShard]

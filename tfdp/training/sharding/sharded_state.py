@@ -243,9 +243,9 @@ class ShardedState:
         )
 
     @property
-    def most_gathered(self) -> int:
+    def peak_gathered_bytes(self) -> int:
         """Int, the most bytes of parameters that a step has gathered at a time."""
-        return 0 if self._gathers is None else self._gathers.most_gathered
+        return 0 if self._gathers is None else self._gathers.peak_gathered_bytes
 
     @property
     def compression_ratio(self) -> float:

@@ -20,10 +20,10 @@ from tfdp.training.parameters.packing import pack_row
 from tfdp.training.parameters.sharded_parameter import sharded_parameter
 from tfdp.training.reduction.fusion import pack
 from tfdp.training.sharding.sharded_gradients import ShardedGradients
-from tfdp.training.sharding.sharded_param_group import OwnedState
+from tfdp.training.sharding.sharded_param_group import OptimizerShard
 
 
-class VariableShards(OwnedState):
+class VariableShards(OptimizerShard):
     """Slots of whole variables, for optimizers that are not elementwise.
 
     The methods have the arguments and results of those of `ElementShards`.
@@ -50,7 +50,7 @@ class VariableShards(OwnedState):
         owned = [optimizer_views.with_local_value(v, replica) for v in values]
         if self.owned and sharded_parameter(variables[0]) is not None:
             self._parts = dict(zip(self.owned, owned, strict=True))
-        elif owned and not optimizer_state.is_on(owned[0], self.device):
+        elif owned and not optimizer_state.is_on_device(owned[0], self.device):
             owned = [optimizer_state.copy_of(variable) for variable in owned]
             self._copies = dict(zip(self.owned, owned, strict=True))
         self.clone = optimizer_views.plain_clone(optimizer)
@@ -193,7 +193,7 @@ class VariableShards(OwnedState):
         settings = _settings_of(optimizer)
         for name in self._set_by_build & settings.keys():
             del settings[name]
-        return optimizer_views.stand_in(self.clone, **settings)
+        return optimizer_views.copy_with(self.clone, **settings)
 
 
 def _assemble(parts: list[tf.Tensor], variable: Any) -> tf.Tensor:

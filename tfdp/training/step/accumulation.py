@@ -48,7 +48,7 @@ class Accumulator:
     def __init__(self, weight: tf.Tensor | None) -> None:
         self._weight = weight
 
-    def take(
+    def accumulate(
         self, gradients: list | None
     ) -> tuple[Callable[[], Totals], tf.Tensor | None]:
         """Add the gradients of a micro-batch, times the replica's weight.
@@ -71,7 +71,7 @@ class Accumulator:
         self._add(added)
         return self._release, self._is_due()
 
-    def take_nothing(self) -> tuple[Callable[[], Any], tf.Tensor | bool]:
+    def handle_empty_step(self) -> tuple[Callable[[], Any], tf.Tensor | bool]:
         """Handle a step without data, see `tfdp.training.step.empty_step`.
 
         Returns:
@@ -98,7 +98,7 @@ class Accumulator:
 class NoAccumulation(Accumulator):
     """Accumulator of a single micro-batch: every one leads to an update."""
 
-    def take(self, gradients: list | None) -> tuple[Callable[[], Totals], None]:
+    def accumulate(self, gradients: list | None) -> tuple[Callable[[], Totals], None]:
         """Pass on the gradients of a micro-batch, for an update of them alone.
 
         Args:
@@ -111,7 +111,7 @@ class NoAccumulation(Accumulator):
         """
         return lambda: Totals(gradients, weight=self._weight), None
 
-    def take_nothing(self) -> tuple[Callable[[], Any], bool]:
+    def handle_empty_step(self) -> tuple[Callable[[], Any], bool]:
         """Return a callable that does nothing, and `True`: an update is always due."""
         return lambda: None, True
 
@@ -300,7 +300,7 @@ class KerasAccumulation(Accumulator):
         self._scale = optimizer.loss_scale_factor
         self._counter = optimizer_state.micro_batch_counter(optimizer)
 
-    def take_nothing(self) -> tuple[Callable[[], Any], tf.Tensor]:
+    def handle_empty_step(self) -> tuple[Callable[[], Any], tf.Tensor]:
         """Return a callable that resets the sums, and whether an update is due.
 
         Keras, too, resets the sums in a step without data in which an update is due.

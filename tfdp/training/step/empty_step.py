@@ -26,7 +26,7 @@ class Updates:
     """Record of the optimizer updates of a traced step, for Keras's empty step.
 
     For each optimizer it has a callable that creates the `Step` of its latest traced
-    update. `record_update` fills it, and `take_without_data` runs the empty step of all
+    update. `record_update` fills it, and `run_empty_step` runs the empty step of all
     optimizers: Keras's step without data at the end of data of unknown length.
     """
 
@@ -53,7 +53,7 @@ class Updates:
         """
         self._left_out = name
 
-    def take_without_data(self, strategy: Any) -> None:
+    def run_empty_step(self, strategy: Any) -> None:
         """Run the empty step, an update without data, of all recorded optimizers.
 
         Warn if Keras would also make a change that is left out.

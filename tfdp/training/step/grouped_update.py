@@ -75,7 +75,7 @@ def decay_without_gradients(
     """
     optimizer, rate = with_schedule(optimizer, rate)
     keras_optimizer.apply_weight_decay(optimizer, list(variables))
-    view = optimizer_views.stand_in(optimizer, **singles)
+    view = optimizer_views.copy_with(optimizer, **singles)
     keras_optimizer.update_variables(view, [], [], rate)
 
 
@@ -123,7 +123,7 @@ def _update(optimizer: Any, gradients: list, variables: list, rate: Any) -> None
         keras_optimizer.apply_weight_decay(optimizer, variables)
         keras_optimizer.update_variables(optimizer, gradients, variables, rate)
 
-    if xla.is_wanted() and gains_from_xla(gradients):
+    if xla.should_compile() and gains_from_xla(gradients):
         device = tf_distribute.local_part(variables[0]).device
         xla.run(update, (gradients, rate), device)
     else:

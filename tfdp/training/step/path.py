@@ -71,13 +71,15 @@ def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
         feature.begin(has_batch=gradients is not None)
     micro_batch = None if gradients is None else list(gradients)
     with step_residuals(lambda: _scale_of(step)) as micro_batch_residuals:
-        take_totals, is_due = step.accumulator.take(micro_batch)  # stage 1: accumulate
+        release, is_due = step.accumulator.accumulate(
+            micro_batch
+        )  # stage 1: accumulate
         step.add_loss(is_due)
-    micro_batch_residuals.keep_finite()
+    micro_batch_residuals.assign_finite()
 
     def update() -> tf.Tensor:
         """Reduce gradients and update variables; return whether it was not skipped."""
-        totals = take_totals()
+        totals = release()
         with (
             step_residuals(lambda: _divisor(step, totals)) as residuals,
             carrying(step.take_loss(totals)) as loss,
@@ -92,7 +94,7 @@ def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
             """Clip gradients, update variables, and keep compressors' residuals."""
             clipped = _clip(step, sums, statistics)  # stage 5: clip
             _decay_and_update(step, clipped)  # stage 6: decay and update
-            residuals.keep()
+            residuals.assign_all()
 
         run_if(
             is_made,
@@ -130,7 +132,7 @@ def take_empty_step(step: Step) -> None:
         # With a loss scale Keras updates only if the gradients are finite, which it
         # cannot know without gradients.
         return
-    release, is_due = step.accumulator.take_nothing()
+    release, is_due = step.accumulator.handle_empty_step()
 
     def update() -> None:
         """Reset the sums, and run the parts of an update that need no gradients."""
@@ -210,7 +212,7 @@ def _examine(
         loss=loss,
     )
     step_events.record_squared_norm(
-        lambda: step.layout.own_squares(step.param_groups, sums)
+        lambda: step.layout.local_squared_norm(step.param_groups, sums)
     )
     conditions = []
     if features:

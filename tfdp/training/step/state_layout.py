@@ -121,7 +121,7 @@ class StateLayout:
             return None if loss is None else loss.total
         return self._reducer.sum([loss.value])[0]
 
-    def own_squares(self, groups: Sequence[ParamGroup], sums: list) -> tf.Tensor:
+    def local_squared_norm(self, groups: Sequence[ParamGroup], sums: list) -> tf.Tensor:
         """Compute this replica's addend of the squared norm of all reduced gradients.
 
         The sum of the addends over all replicas is the squared norm.

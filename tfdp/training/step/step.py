@@ -263,7 +263,7 @@ class LoopFeature(StepFeature):
     list of active features.
     """
 
-    def take_batch(self, args: tuple) -> tuple:
+    def replace_batch(self, args: tuple) -> tuple:
         """Return the arguments that replace those of a step: by default the same.
 
         `args` are nests of per-replica values, before replicas select theirs.
@@ -427,7 +427,7 @@ def keras_step(optimizer: Any, variables: list, reducer: GradientReducer) -> Ste
     )
 
 
-def checked_gradients(
+def match_gradients(
     optimizer: Any, grads: Sequence[Any], variables: Sequence[Any] | None
 ) -> tuple[list, list]:
     """Match gradients with variables; build the optimizer if it is not built.

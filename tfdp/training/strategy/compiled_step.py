@@ -29,7 +29,7 @@ from tfdp.training.parameters.sharded_parameter import sharded_parameter
 
 
 @dataclasses.dataclass
-class _Traced:
+class _CompiledPart:
     """The compiled part of a step, and the optimizer updates that run after it.
 
     Args:
@@ -86,12 +86,12 @@ class CompiledStep:
                 update.apply(_in_backward_order(update, own), update.variables)
         return outputs
 
-    def _record_compiled(self, traced: _Traced | None) -> None:
+    def _record_compiled(self, traced: _CompiledPart | None) -> None:
         """Record for `communication_plan` whether XLA compiles the backward pass.
 
         Args:
-            traced: `_Traced`, the compiled part of the step, or `None` if XLA cannot
-                compile it. The loop's model is put into the strategy's
+            traced: `_CompiledPart`, the compiled part of the step, or `None` if XLA
+                cannot compile it. The loop's model is put into the strategy's
                 `compiled_models` if it has updates that run after that part, or else
                 removed.
         """
@@ -103,7 +103,7 @@ class CompiledStep:
 
     def _trace_or_warn(
         self, args: tuple, part: BatchWeight | None, numbers: list
-    ) -> _Traced | None:
+    ) -> _CompiledPart | None:
         """Trace the compiled part of a step; warn and return `None` if XLA cannot.
 
         Args:
@@ -130,7 +130,7 @@ class CompiledStep:
 
     def _trace(
         self, args: tuple, part: BatchWeight | None, numbers: list, *, is_whole: bool
-    ) -> _Traced:
+    ) -> _CompiledPart:
         """Trace the compiled part of a step.
 
         Args:
@@ -142,7 +142,7 @@ class CompiledStep:
                 deferred: the function returns their gradients.
 
         Returns:
-            `_Traced`, whose list of updates is empty if `is_whole`.
+            `_CompiledPart`, whose list of updates is empty if `is_whole`.
 
         Raises:
             CannotCompileError: If XLA cannot compile the step.
@@ -178,7 +178,7 @@ class CompiledStep:
         _check_order(concrete.graph, updates)
         replica = tf_distribute.local_replica_id(tf.distribute.get_replica_context())
         xla.check(concrete, self.strategy.extended.worker_devices[replica])
-        return _Traced(concrete, updates)
+        return _CompiledPart(concrete, updates)
 
 
 def _in_backward_order(update: Update, gradients: list) -> list:
@@ -254,7 +254,7 @@ def _check_order(graph: Any, updates: list[Update]) -> None:
         changed |= {
             id(tf_distribute.local_part(variable).handle)
             for variable in variables
-            if variable is not keras_optimizer.rate_variable(optimizer)
+            if variable is not keras_optimizer.rate_or_schedule(optimizer)
         }
     if not updates:
         return

@@ -24,7 +24,7 @@ from tfdp.communication.collectives import (
     timing,
 )
 from tfdp.communication.coordination.checks import agreed_topology
-from tfdp.communication.coordination.watch import watch_data
+from tfdp.communication.coordination.watch import start_data_watchdog
 from tfdp.communication.coordination.worker_group import WorkerGroup, remember_group
 from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base import loops
@@ -92,7 +92,7 @@ class ReplicaExtended:
     step_gathers: weakref.WeakKeyDictionary[Any, dict[str, Any]]
     # The names by which the user's script refers to the number of replicas, see
     # `tfdp.training.program.divisions`.
-    names_of_count: set[str]
+    replica_count_names: set[str]
     # Whether parameters are sharded when they are created, see
     # `tfdp.training.parameters.conversion`.
     defers_parameters = False
@@ -110,7 +110,7 @@ class ReplicaExtended:
     # them assert it, if training continues after the loss of workers.
     _is_current: Any
 
-    def explaining(self) -> contextlib.AbstractContextManager:
+    def naming_lost_workers(self) -> contextlib.AbstractContextManager:
         """Return a context that names a lost worker in errors; here it does nothing."""
         return contextlib.nullcontext()
 
@@ -133,8 +133,8 @@ class ReplicaExtended:
         if self.options.timeout_seconds is not None:
             count_reads()
             if self.worker_group.num_workers == 1:
-                watch_data(self.options.timeout_seconds)
-        self.names_of_count = set()
+                start_data_watchdog(self.options.timeout_seconds)
+        self.replica_count_names = set()
         self.step_gathers = weakref.WeakKeyDictionary()
         self.compiled_models = weakref.WeakSet()
         topology = agreed_topology(self.worker_group, hosts, len(devices), self.options)

@@ -110,7 +110,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
         align_group_keys(functools.partial(self.worker_group.all_gather, "group keys"))
         hosts = worker.cluster.hosts if worker.cluster else ["localhost"]
         self._set_up_communication(worker.rank, hosts, all_devices)
-        self._check_transport()
+        self._prepare_for_worker_loss()
 
     def add_facts(self, facts: dict[str, str]) -> None:
         """Add facts, such as versions, that must be equal on all workers, also later.
@@ -123,7 +123,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
         if self.worker.membership is not None:
             self.worker.membership.facts = self.facts
 
-    def _check_transport(self) -> None:
+    def _prepare_for_worker_loss(self) -> None:
         """Prepare the transport for the loss of a worker, if there are several workers.
 
         TensorFlow's collectives may wait for a lost worker indefinitely, so the
@@ -163,7 +163,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
     @property
     def is_applicant(self) -> bool:
         """Bool, whether this process is alone, and joins a running job in `fit`."""
-        return self.worker.applies_to is not None
+        return self.worker.job_to_join is not None
 
     def change_cluster(self, change: ClusterChanges) -> None:
         """Join the next cluster, after workers were lost or have applied to join.
@@ -216,7 +216,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
         )
         return join_next_cluster(worker, survivors, applicants)
 
-    def explaining(self) -> contextlib.AbstractContextManager:
+    def naming_lost_workers(self) -> contextlib.AbstractContextManager:
         """Return a context that names the lost worker in errors of TensorFlow."""
         if self._watchdog is None:
             return contextlib.nullcontext()

@@ -21,7 +21,7 @@ from tfdp.training.data import batch_weights
 from tfdp.training.data.other_rows import unwrap_other_rows
 from tfdp.training.data.rows import count_of, first_tensor, num_rows, rows_of_rank
 from tfdp.training.keras_hooks.logs import metric_states
-from tfdp.training.program.divisions import name_of_count
+from tfdp.training.program.divisions import replica_count_name
 from tfdp.training.program.eager import EagerStep
 from tfdp.training.program.step import DividedStep, rows_of_replica
 from tfdp.training.reduction.training_group import merging_group, training_group
@@ -59,7 +59,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
         _warn_of_former_batch(strategy, args)
     if loop is None or strategy_of(loop.model) is not strategy:
         return fn, args
-    if loop.whole_batches and strategy.num_replicas_in_sync > 1:
+    if loop.receives_global_batches and strategy.num_replicas_in_sync > 1:
         whole = first_tensor(args)
         loops.record_batch_rows(None if whole is None else whole.shape[0])
         args = tuple(_split_global_batch(strategy, argument) for argument in args)
@@ -83,7 +83,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
         parts[0].num_samples if parts else _local_samples(local[0])
     )
     is_whole = parts is None and divider is None
-    if is_whole and not xla.is_wanted():
+    if is_whole and not xla.should_compile():
         return _wait_for_data(loop, fn), args
     loop.program_logs = None
     step: Callable
@@ -170,7 +170,7 @@ def _divided_step(
     divided = DividedStep(strategy, loop, fn, others, divider)
     # Whether XLA is wanted is read once for all replicas, because the answer changes if
     # the step of the first replica builds the model.
-    compiles = xla.is_wanted()
+    compiles = xla.should_compile()
     counts = {
         rank: tf.cast(count_of(first), tf.int32)
         for rank, batch in enumerate(local, strategy.extended.first_rank)
@@ -266,7 +266,7 @@ def _taken_by_features(
     if divider is not None:
         args = divider.keep_batch(args)
     for feature in active.active() if loop is not None and loop.trains else ():
-        args = feature.take_batch(args)
+        args = feature.replace_batch(args)
     return args
 
 
@@ -306,11 +306,11 @@ def _none_for_optional(part: Any) -> Any:
     return None if isinstance(first, tf.experimental.Optional) else part
 
 
-def record_count_read(strategy: Any, reader: types.FrameType) -> None:
+def record_replica_count_name(strategy: Any, reader: types.FrameType) -> None:
     """Record the name that a user's line gives to the number of replicas.
 
-    The name is kept in the strategy's `names_of_count`. Steps that are traced later
-    warn of a loss that is divided by the number.
+    The name is kept in the strategy's `replica_count_names`. Steps that are traced
+    later warn of a loss that is divided by the number.
 
     Args:
         strategy: A tfdp strategy.
@@ -321,9 +321,9 @@ def record_count_read(strategy: Any, reader: types.FrameType) -> None:
     if module.partition(".")[0] in _LIBRARIES:
         return
     line = user_code.text_of_line(reader.f_code.co_filename, reader.f_lineno)
-    name = name_of_count(line)
+    name = replica_count_name(line)
     if name is not None:
-        strategy.extended.names_of_count.add(name)
+        strategy.extended.replica_count_names.add(name)
 
 
 def _wait_for_data(loop: loops.Loop, fn: Callable) -> Callable:
@@ -345,7 +345,7 @@ def _wait_for_data(loop: loops.Loop, fn: Callable) -> Callable:
         begins = step_events.record_step_begin(data)
         graph = tf.compat.v1.get_default_graph()
         first = len(graph.get_operations())
-        with tf.control_dependencies(begins), graphs.ordered_by_itself():
+        with tf.control_dependencies(begins), graphs.independent_side_effects():
             after = _begin_features(loop)
             outputs = fn(*args)
             for finish in after:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdp.communication.cluster import Cluster, find_cluster, unconnected_processes
 from tfdp.communication.cluster.cpu_kernels import warn_of_slow_kernels
 from tfdp.communication.cluster.devices import (
-    default_cpus,
+    create_default_cpus,
     local_devices,
     resolve_devices,
 )
@@ -94,7 +94,7 @@ class _Strategy:
             return 1
         reader = inspect.currentframe()
         if reader is not None and reader.f_back is not None:
-            replica_step.record_count_read(self, reader.f_back)
+            replica_step.record_replica_count_name(self, reader.f_back)
         return super().num_replicas_in_sync  # type: ignore[misc]
 
     def run(
@@ -247,11 +247,11 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         options = communication or CommunicationOptions()
         worker = start_worker(cluster_resolver, devices, options)
         if cluster_resolver is None:
-            _warn_of_processes_apart(worker.cluster or find_cluster())
+            _warn_of_unconnected_processes(worker.cluster or find_cluster())
         for feature in overriders(Feature.on_strategy):
             # Rank 0 means the first worker of the job. A process that will join a
             # running job has rank 0 too while it is alone, and passes 1 instead.
-            feature.on_strategy(worker.rank + (worker.applies_to is not None))
+            feature.on_strategy(worker.rank + (worker.job_to_join is not None))
         extended = MultiWorkerReplicaExtended(self, worker=worker, options=options)
         tf.distribute.Strategy.__init__(self, extended)
         random_seed.agree_on_seed(self)
@@ -274,7 +274,7 @@ def _warn_of_slow_kernels(strategy: Any) -> None:
         warn_of_slow_kernels()
 
 
-def _warn_of_processes_apart(cluster: Cluster | None) -> None:
+def _warn_of_unconnected_processes(cluster: Cluster | None) -> None:
     """Warn if a launcher has started several processes and no cluster connects them."""
     apart = unconnected_processes() if cluster is None else None
     if apart:
@@ -333,11 +333,11 @@ def auto_strategy(
     _prepare_process()
     timeout_seconds = communication.timeout_seconds if communication else None
     cluster = find_cluster(timeout_seconds)
-    _warn_of_processes_apart(cluster)
+    _warn_of_unconnected_processes(cluster)
     if cluster is not None and cluster.is_job:
         return MultiWorkerMirroredStrategy(communication=communication)
     if not tf.config.list_physical_devices("GPU"):
-        default_cpus(cluster.devices_per_worker if cluster else None)
+        create_default_cpus(cluster.devices_per_worker if cluster else None)
     strategy = MirroredStrategy(local_devices(), communication=communication)
     # A script for any number of workers reads its task from the strategy's cluster
     # resolver, so that this strategy of one worker needs one, too.

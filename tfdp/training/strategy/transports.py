@@ -23,10 +23,10 @@ from tfdp.communication.transport import (
     Mesh,
     MpiCommunicator,
     TransportError,
-    check_job,
     is_mpi_job,
     listening_address,
     new_communicator,
+    start_and_check_job,
 )
 from tfdp.ground import forks, user_code
 from tfdp.ground._compat import runtime
@@ -70,7 +70,9 @@ def new_transport(
     connect: Callable[[int, str], Connection] | None = None
     if name == "mpi":
         timeout_seconds = options.timeout_seconds
-        check_job(worker_group.num_workers, worker_group.rank, timeout_seconds)
+        start_and_check_job(
+            worker_group.num_workers, worker_group.rank, timeout_seconds
+        )
         new_group = functools.partial(MpiCommunicator, timeout_seconds=timeout_seconds)
     elif worker_group.num_workers > 1:
         mesh = _mesh(options, worker_group, host, interfaces)

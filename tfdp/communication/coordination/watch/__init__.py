@@ -43,8 +43,8 @@ __all__ = [
     "WorkerLost",
     "WorkersChanged",
     "WorkersJoin",
+    "start_data_watchdog",
     "watch",
-    "watch_data",
 ]
 
 # Watchdogs of this process. Each list has at most one item, since a process is a worker
@@ -82,7 +82,7 @@ def watch(
     return _watchdogs[0]
 
 
-def watch_data(limit_seconds: float) -> None:
+def start_data_watchdog(limit_seconds: float) -> None:
     """Start a thread that ends this process if its data hangs, once per process.
 
     For a process without other workers.

@@ -233,7 +233,7 @@ def _describe_stack(name: str, thread: int, stack: _Stack) -> ThreadStack:
         stack: List of tuples of file, line and function, the innermost first.
     """
     is_main = thread == threading.main_thread().ident
-    places = [(path, line) for path, line, _ in stack if user_code.is_of_user(path)]
+    places = [(path, line) for path, line, _ in stack if user_code.is_user_file(path)]
     line = user_code.describe_line(*places[0]) if places else ""
     frames = [f"{path}:{line} in {function}" for path, line, function in stack]
     return ThreadStack(name, is_main, frames, line)

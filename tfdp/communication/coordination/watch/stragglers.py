@@ -91,7 +91,7 @@ class StragglerCheck:
         rank = self._detector.first_with_other_reductions(own)
         if rank is not None and limit is not None and idle > limit:
             self._declare_lost(rank, f"its step reduces other tensors; {_SAME_CALLS}")
-        elif user_code.is_first_time("deadlock", self):
+        elif user_code.record_if_new("deadlock", self):
             # The warning is printed once only, since a long step on GPUs leaves the
             # CPUs idle as well.
             sources = self._detector.sources()
@@ -136,7 +136,7 @@ class StragglerCheck:
             own: `WorkerProgress` of this worker.
             text: String, a sentence.
         """
-        if user_code.is_first_time(f"place {own.count}", self):
+        if user_code.record_if_new(f"place {own.count}", self):
             # The text is printed, because a warning that is turned into an error would
             # end this thread.
             say(text)

@@ -173,10 +173,10 @@ class Watchdog(threading.Thread):
             yield
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             if self.owner.is_current:
-                self._report_error(error)
+                self._raise_or_publish(error)
             raise
 
-    def _report_error(self, error: BaseException) -> None:
+    def _raise_or_publish(self, error: BaseException) -> None:
         """Raise `WorkerLost` if a lost worker caused an error; else publish the error.
 
         Its text is sent to the other workers with the heartbeat. They name it if this

@@ -210,7 +210,7 @@ class _Preloaded:
         if name == "tfdp":
             # Whether experiment trackers are disabled depends on the rank, which a
             # worker has, but not the process that imports tfdp in advance.
-            importlib.import_module("tfdp.features.tracking.watch").watch_trackers()
+            importlib.import_module("tfdp.features.tracking.watch").disable_trackers()
         if not self._modules:
             sys.meta_path.remove(self)
 

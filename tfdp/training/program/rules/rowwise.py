@@ -12,7 +12,7 @@ from tfdp.training.program.view import (
     AS_IS,
     WHOLE,
     Decision,
-    Kind,
+    NeededForm,
     View,
     operations,
     rows_along,
@@ -183,7 +183,7 @@ def build_or_use_zero_row(builder: Any, op: Any, replica_inputs: list) -> list:
         """Return the output for no rows, computed with one row of zeros."""
         with_one_row = [
             _one_row_of_zeros(tensor)
-            if builder.need(op, index).kind is Kind.ROWS
+            if builder.need(op, index).kind is NeededForm.ROWS
             else _shape_of_one_row(tensor)
             if own.form is Form.SIZES or (index == 0 and op.type in _SHAPE_IS_INPUT)
             else tensor
