@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
+import tfdp
 from tests.harness.env import Env
 from tests.harness.registry import case
 from tests.program.programs import (
@@ -455,6 +456,77 @@ class DrawnByOperations(layers.Layer):
 
 
 DRAWS.layers("draws_of_operations_with_seeds", lambda: _dense(DrawnByOperations()))
+
+
+# In parallel iterations one device draws in any order.
+_IN_ORDER = {"parallel_iterations": 1}
+
+
+def _three_times(step: Any, start: Any) -> Any:
+    return tf.while_loop(
+        lambda i, _: i < 3,
+        lambda i, value: (i + 1, step(value)),
+        [0, start],
+        **_IN_ORDER,
+    )[1]
+
+
+class DrawnInLoops(layers.Layer):
+    """Draws by `tf.random.*` for each row, for all rows, and for a state, in loops."""
+
+    def build(self, shape: Any) -> None:
+        self.chain = self.add_weight(
+            shape=(2, shape[-1]), initializer="zeros", trainable=False
+        )
+
+    def call(self, x: Any) -> Any:
+        x = tf.map_fn(
+            lambda row: row * tf.random.uniform([], 0.5, 1.5, seed=2), x, **_IN_ORDER
+        )
+        x = _three_times(
+            lambda rows: 0.9 * rows + 0.1 * tf.random.normal(tf.shape(rows), seed=3), x
+        )
+        chain = _three_times(
+            lambda old: 0.5 * old + tf.random.uniform(tf.shape(old), seed=4),
+            tf.convert_to_tensor(self.chain),
+        )
+        self.chain.assign(chain)
+        return x + tf.reduce_mean(chain, axis=0)
+
+
+DRAWS.layers("draws_in_loops", lambda: _dense(DrawnInLoops()))
+
+
+class DrawnUnseeded(layers.Layer):
+    """Keeps draws of operations without seeds, in loops and for sampled classes."""
+
+    def build(self, shape: Any) -> None:
+        self.drawn = self.add_weight(
+            shape=(shape[-1],), initializer="zeros", trainable=False
+        )
+
+    def call(self, x: Any) -> Any:
+        classes = tf.random.log_uniform_candidate_sampler(
+            tf.zeros([1, 1], tf.int64), 1, 4, unique=True, range_max=50
+        ).sampled_candidates
+        begin, _, _ = tf.image.sample_distorted_bounding_box(
+            [50, 50, 3], tf.zeros([1, 0, 4]), use_image_if_no_bounding_boxes=True
+        )
+        scanned = tf.scan(lambda old, one: old + one * tf.random.uniform([]), x)
+        numbers = tf.concat([classes[:3], tf.cast(begin[:2], tf.int64)], axis=0)
+        self.drawn.assign(tf.cast(numbers, x.dtype) + scanned[-1])
+        return x + 0.01 * self.drawn
+
+
+@DRAWS.add
+def draws_without_seeds_are_the_same_on_all_replicas(env: Env) -> dict:
+    tf.random.set_seed(None)  # type: ignore[arg-type]
+    with env.scope():
+        model = keras.Sequential([*_dense(DrawnUnseeded())])
+        model.compile(sgd(), "mse")
+    check = [] if env.strategy is None else [tfdp.callbacks.ConsistencyCheck(every=1)]
+    fit(env, model, FEATURES, targets(FEATURES), callbacks=check)
+    return {}
 
 
 class Noisy(keras.Model):
@@ -1037,6 +1109,7 @@ register(
     "layers that draw, or couple rows in Python",
     named(
         "dropout",
+        "draws_in_loops",
         "python",
         of=[*DRAWS, *FUNCTIONS],
     ),

@@ -319,6 +319,34 @@ def lookup_table(env: Env) -> dict:
     )
 
 
+class Counts(layers.Layer):
+    """Adds how often each row's class has occurred before, and the number of classes.
+
+    Args:
+        table: Mutable table.
+    """
+
+    def __init__(self, table: Any) -> None:
+        super().__init__()
+        self.table = table
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        classes = tf.argmax(x, axis=1)
+        before = tf.ensure_shape(self.table.lookup(classes), [None])
+        number = tf.cast(self.table.size(), x.dtype)
+        total = tf.reduce_sum(self.table.export()[1])
+        if training:
+            self.table.insert(classes, before + 1.0)
+        return x + 0.1 * before[:, None] + 0.01 * (number + total)
+
+
+@LAYERS.add
+def table_that_is_read_and_written(env: Env) -> dict:
+    options = {"key_dtype": tf.int64, "value_dtype": tf.float32, "default_value": 0.0}
+    table = tf.lookup.experimental.MutableHashTable(**options)
+    return fit_layers(env, _around(lambda: Counts(table)))
+
+
 # States of steps.
 
 
@@ -490,6 +518,7 @@ register(
     "states that layers and steps write",
     named(
         "codebook_by_scatter_nd_add",
+        "table_that_is_read_and_written",
         "variable_made_outside_of_the_scope",
         of=[*LAYERS, *STEPS],
     ),

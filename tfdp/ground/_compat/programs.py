@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,6 +84,16 @@ def marker_of(op: tf.Operation) -> str:
     except ValueError:
         return ""
     return marker.decode() if isinstance(marker, bytes) else str(marker)
+
+
+def seed_operation(op: tf.Operation) -> None:
+    """Give a random operation without seeds random ones, which all its copies have."""
+    names = {"seed", "seed2"} & set(op.node_def.attr)
+    if any(op.get_attr(name) for name in names):
+        return
+    for name in names:
+        seed = random.SystemRandom().getrandbits(62) + 1
+        op._set_attr(name, attr_value_pb2.AttrValue(i=seed))
 
 
 def has_effect(op: tf.Operation) -> bool:

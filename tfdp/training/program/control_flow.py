@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.ground._compat import programs
+from tfdp.training.program.rules.state import STATEFUL_RANDOM
 from tfdp.training.program.view import AS_IS, WHOLE, Decision, Need, need_of
 
 
@@ -147,12 +148,15 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         else builder.own_static_shape(op.outputs[index], facts[index])
         for index, value in zip(changed, initial, strict=True)
     ]
+    # Passes that run at the same time draw random numbers in any order, which would
+    # differ between replicas.
+    is_random = any(map(_draws, (cond_plan, body_plan)))
     final = tf.while_loop(
         cond,
         body,
         initial,
         shape_invariants=invariants,
-        parallel_iterations=op.get_attr("parallel_iterations"),
+        parallel_iterations=1 if is_random else op.get_attr("parallel_iterations"),
     )
     outputs = list(inputs)
     for index, value in zip(changed, final, strict=True):
@@ -160,6 +164,17 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
     if is_counter:
         outputs[0] = final[0].op.outputs[0]
     return outputs
+
+
+def _draws(plan: Any) -> bool:
+    """Return whether a graph of this plan draws random numbers of stateful generators.
+
+    Those of branches, loops and calls inside of it count, too.
+    """
+    return any(
+        op.type in STATEFUL_RANDOM or any(map(_draws, decision.plans))
+        for op, decision in plan.decisions.items()
+    )
 
 
 def _counts_passes(op: Any, body: Any) -> bool:

@@ -112,6 +112,7 @@ class ProgramProperties:
             needs their lists whole.
         unread: Set of operations whose values no result depends on; each replica
             computes them from its own rows.
+        num_loops: Int, number of loops around the graph that is being planned.
     """
 
     is_metric: Callable[[Any], bool]
@@ -119,6 +120,7 @@ class ProgramProperties:
     is_shared: Callable[[Any], bool] = lambda op: False
     whole: set[Any] = dataclasses.field(default_factory=set)
     unread: set[Any] = dataclasses.field(default_factory=set)
+    num_loops: int = 0
 
 
 def make_plan(
@@ -285,6 +287,11 @@ def _run_whole(view: View) -> Decision:
     needs = [
         AS_IS if tensor.dtype == tf.resource or fact.form is Form.EMPTY else WHOLE
         for fact, tensor in inputs
+    ]
+    # A loop that adds to a partial sum, such as a metric's state, begins with one.
+    needs = [
+        PART if inner_need is PART else need
+        for inner_need, need in zip(decision.needs, needs, strict=True)
     ]
     return dataclasses.replace(decision, needs=needs)
 
@@ -456,6 +463,7 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
         fact if same or _is_list(given) else _without_value(fact)
         for fact, same, given in zip(view.facts, is_same, body.inputs, strict=True)
     ]
+    scope.num_loops += 1
     for _ in range(_MAX_PASSES):
         body_plan = _plan_inside(body, facts, scope)
         after = [
@@ -476,6 +484,7 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
             "Use an operation on the whole batch in place of the loop.",
         )
     cond_plan = _plan_inside(cond, facts, scope)
+    scope.num_loops -= 1
     is_converted = any(
         is_conversion(body_plan.fact(output), need_of(fact))
         for fact, output, same in zip(facts, body.outputs, is_same, strict=True)

@@ -34,7 +34,7 @@ def decide_variable(view: View) -> Decision | None:
     States of metrics stay partial sums; any other variable has the same value on every
     replica.
     """
-    if view.type in (*READS, "RngReadAndSkip") and view.scope.is_shared(view.op):
+    if view.scope.is_shared(view.op) and view.op.outputs:
         return _decide_shared_read(view)
     if view.type in READS:
         shape = view.output_sizes()
@@ -58,21 +58,28 @@ def decide_variable(view: View) -> Decision | None:
 def _decide_shared_read(view: View) -> Decision:
     """Decide how replicas build a read of a state that a worker's replicas share.
 
-    One replica of each worker reads it, and the value of the first replica counts.
-    Others have zeros, so that the results are partial sums.
+    TensorFlow orders all operations on one state, so that other replicas would read the
+    value after the first one's write. One replica of each worker reads it, and the
+    value of the first replica counts: it is broadcast, or all others have zeros, so
+    that the results are partial sums.
 
     Raises:
-        CannotDivideError: If the value cannot be summed over replicas.
+        CannotDivideError: In a loop, which must have no collectives.
     """
-    (result,) = view.op.outputs
-    if result.dtype == tf.string or not result.shape.is_fully_defined():
+    if view.scope.num_loops:
         raise CannotDivideError(
             view.op,
-            "reads and writes a state created outside of `strategy.scope()`",
-            "Create it inside the scope.",
+            "reads, in a loop, a state that the step writes and that was created "
+            "outside of `strategy.scope()`",
+            "Create it inside the scope, or read it before the loop.",
         )
     needs = [AS_IS] + [WHOLE] * (len(view) - 1)
-    return Decision(needs, view.part_outputs(), _build_shared_read)
+    outputs = view.op.outputs
+    if all(t.dtype != tf.string and t.shape.is_fully_defined() for t in outputs):
+        return Decision(needs, view.part_outputs(), _build_shared_read)
+    return Decision(
+        needs, view.whole_outputs(), _build_on_first_only, has_collective=True
+    )
 
 
 _STATELESS_RANDOM = operations(
@@ -168,30 +175,46 @@ def is_output(op: Any) -> bool:
     return is_summary or op.type == "PrintV2"
 
 
-# Random operations whose generator belongs to the operation, and cannot skip numbers.
-STATEFUL_RANDOM = operations(
+# Random operations whose generator belongs to the operation, and cannot skip numbers,
+# with an input that is the shape of the result.
+_SHAPED_RANDOM = operations(
     """
     RandomUniform RandomStandardNormal TruncatedNormal RandomUniformInt RandomGamma
-    RandomPoissonV2 RandomShuffle Multinomial ParameterizedTruncatedNormal
+    RandomPoissonV2 ParameterizedTruncatedNormal
+    """
+)
+STATEFUL_RANDOM = _SHAPED_RANDOM | operations(
+    """
+    RandomShuffle Multinomial RandomCrop NonDeterministicInts Timestamp
+    AllCandidateSampler FixedUnigramCandidateSampler LearnedUnigramCandidateSampler
+    LogUniformCandidateSampler ThreadUnsafeUnigramCandidateSampler
+    UniformCandidateSampler SampleDistortedBoundingBox SampleDistortedBoundingBoxV2
     """
 )
 
 
 def decide_stateful_random(view: View) -> Decision | None:
-    """Decide how replicas build stateful random numbers, drawn on the first replica."""
+    """Decide how replicas build stateful random numbers, drawn on the first replica.
+
+    In a loop, which must have no collectives, each replica draws the same numbers.
+    """
     if view.type not in STATEFUL_RANDOM:
         return None
-    shape = view.facts[0].value
-    if shape is None or view.type in ("RandomShuffle", "Multinomial"):
-        return Decision([WHOLE] * len(view), view.part_outputs(), _build_on_first)
-    shape = tuple(shape)
-    if view.type in ("RandomGamma", "RandomPoissonV2"):
-        shape = (*shape, *(view.facts[1].sizes or ()))
-    needs, axis = [WHOLE] * len(view), axis_of_rows(shape)
-    if axis is None or shape[axis].number is None:
-        return Decision(needs, [part(shape)], _build_on_first)
-    fact = own_rows(shape, axis)
-    return Decision(needs, [fact], _build_rows_of_first, has_collective=True)
+    needs: list[Need] = [WHOLE] * len(view)
+    shape = view.facts[0].value if view.type in _SHAPED_RANDOM else None
+    axis = None
+    if shape is not None:
+        shape = tuple(shape)
+        if view.type in ("RandomGamma", "RandomPoissonV2"):
+            shape = (*shape, *(view.facts[1].sizes or ()))
+        axis = axis_of_rows(shape)
+    if axis is not None and shape[axis].number is not None:
+        fact = own_rows(shape, axis)
+        return Decision(needs, [fact], _build_rows_of_first, has_collective=True)
+    if view.scope.num_loops:
+        programs.seed_operation(view.op)
+        return Decision(needs, view.whole_outputs())
+    return Decision(needs, view.part_outputs(shape), _build_on_first)
 
 
 def _build_on_first(builder: Any, op: Any, replica_inputs: list) -> list:
@@ -226,18 +249,25 @@ def decide_python(view: View) -> Decision | None:
 def _build_python(builder: Any, op: Any, replica_inputs: list) -> list:
     """Call the function on the first replica, and broadcast its results.
 
-    In a loop, which must have no collectives, each replica calls it. Replicas that do
-    not call the function do not know the shapes of its results. TensorFlow keeps one
-    tape for all calls of a function, which the gradient of the first call consumes: a
-    second call would have no gradient.
+    In a loop, which must have no collectives, each replica calls it. TensorFlow keeps
+    one tape for all calls of a function, which the gradient of the first call consumes:
+    a second call would have no gradient.
     """
     if builder.is_in_loop:
         return builder.copy(op, replica_inputs)
+    return _build_on_first_only(builder, op, replica_inputs)
+
+
+def _build_on_first_only(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build an operation on the first replica, and broadcast its results.
+
+    Other replicas do not know the shapes of the results.
+    """
     replica = builder.replica
     is_first = not replica.rank
     outputs = builder.copy(op, replica_inputs) if is_first else [None] * len(op.outputs)
     # Other replicas have to take part in the gathers of the inputs, though they do not
-    # call the function. The control dependency keeps these gathers in their graphs.
+    # build the operation. The control dependency keeps these gathers in their graphs.
     with tf.control_dependencies([] if is_first else replica_inputs):
         return [
             replica.broadcast_from_first(own, tensor.dtype, tensor.shape)
@@ -248,9 +278,8 @@ def _build_python(builder: Any, op: Any, replica_inputs: list) -> list:
 def _build_shared_read(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build a read of a state that the replicas of a worker share and the step writes.
 
-    Only one replica of a worker reads it. TensorFlow orders all operations on one
-    state, so that other replicas would read the value after the first one's write. They
-    return zeros. Where the value is needed whole, a sum over replicas gives it to all.
+    Replicas that do not read it return zeros. Where the value is needed whole, a sum
+    over replicas gives it to all.
 
     Args:
         builder: `Builder` of the replica's program.
