@@ -57,6 +57,13 @@ def _wrong_uses(env: Env) -> Iterator[tuple[str, Callable[[], Any]]]:
     optimizer = in_scope(lambda: tfdp.DistributedOptimizer(optimizers.SGD()))
     in_scope(optimizer.build, weights)
     gradients = [tf.zeros(w.shape) for w in weights]
+
+    class Clipping(optimizers.SGD):
+        def _clip_gradients(self, grads: Any) -> Any:
+            return [tf.clip_by_norm(g, 0.1) for g in grads]
+
+    sharded = in_scope(tfdp.DistributedOptimizer, Clipping(), sharding="optimizer")
+    yield "sharded, clips by itself", lambda: in_scope(sharded.build, weights)
     yield (
         "apply outside `run`",
         lambda: in_scope(optimizer.apply, gradients, weights),

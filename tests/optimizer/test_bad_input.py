@@ -57,6 +57,19 @@ def test_loss_scale_that_is_no_positive_number_is_refused(scale):
     refused(lambda: Optimizer(sgd(), loss_scale=scale), *expected)
 
 
+class Halving(optimizers.SGD):
+    def apply(self, grads, trainable_variables=None):
+        super().apply([0.5 * g for g in grads], trainable_variables)
+
+
+def test_a_scaled_loss_with_an_apply_of_the_users_own_is_refused():
+    weight = keras.Variable([1.0])
+    optimizer = Optimizer(Halving(0.1), loss_scale=2.0)
+    update = lambda: optimizer.apply([np.float32([1.0])], [weight])  # noqa: E731
+    refused(update, "`Halving` overrides `apply`", "Override `update_step`")
+    assert weight.numpy() == 1.0
+
+
 @pytest.mark.parametrize("name", ["initial_scale", "min_scale"])
 @pytest.mark.parametrize("scale", [0, -1.0, math.nan, math.inf, "big", None])
 def test_scale_of_loss_scaling_that_is_not_positive_is_refused(name, scale):
@@ -292,6 +305,7 @@ EXPECTED = {
     "warmup, not compiled": f"`LearningRateWarmup` needs a model.*{COMPILE}",
     "noise, not compiled": f"`GradientNoiseScale` needs a model.*{COMPILE}",
     "sharding, not compiled": f"`ShardedOptimizer` needs a model.*{COMPILE}",
+    "sharded, clips by itself": "overrides `_clip_gradients`.*Override `update_step`",
     "apply outside `run`": "given to `strategy.run`",
     "warmup of unknown length": "`LearningRateWarmup(steps=...)`",
 }

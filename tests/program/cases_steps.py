@@ -114,16 +114,44 @@ def signs_of_gradients(model: Any, x: Any, y: Any) -> dict:
 
 
 class ClippingSGD(keras.optimizers.SGD):
-    """Clips in `apply`."""
+    """Clips in `apply`, and halves."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         clipped, _ = tf.clip_by_global_norm(grads, 0.1)
-        return super().apply(clipped, trainable_variables)
+        return super().apply([0.5 * g for g in clipped], trainable_variables)
 
 
 @GRADIENTS.add
 def clipped_in_the_apply_of_an_optimizer(env: Env) -> dict:
     return fit_model(env, Perceptron, optimizer=lambda: ClippingSGD(0.1))
+
+
+@GRADIENTS.add
+def clipped_in_the_apply_of_a_wrapped_optimizer(env: Env) -> dict:
+    callbacks = [] if env.is_reference else [tfdp.callbacks.ShardedOptimizer()]
+    return fit_model(
+        env, Perceptron, optimizer=lambda: ClippingSGD(0.1), callbacks=callbacks
+    )
+
+
+class Langevin(keras.optimizers.SGD):
+    """Adds noise to gradients, see Welling and Teh 2011."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        self.noise = keras.random.SeedGenerator(3)
+        self.generator = tf.random.Generator.from_seed(4)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        noise = keras.random.normal(gradient.shape, seed=self.noise)
+        noise += tf.random.normal(gradient.shape, seed=5)
+        noise += self.generator.normal(gradient.shape)
+        super().update_step(gradient + 0.1 * noise, variable, learning_rate)
+
+
+@GRADIENTS.add
+def drawn_in_the_update_of_an_optimizer(env: Env) -> dict:
+    return fit_model(env, Perceptron, optimizer=lambda: Langevin(0.1))
 
 
 @_step(GRADIENTS)
@@ -851,6 +879,9 @@ register(
     "gradients changed by hand",
     named(
         "clipped_by_the_global_norm",
+        "clipped_in_the_apply_of_an_optimizer",
+        "clipped_in_the_apply_of_a_wrapped_optimizer",
+        "drawn_in_the_update_of_an_optimizer",
         "penalty_on_gradients_of_inputs",
         of=GRADIENTS,
     ),

@@ -105,6 +105,18 @@ def inner_index(multi_optimizer: Any, variable: Any) -> int:
     return multi_optimizer._var_to_optimizer_idx[multi_optimizer._var_key(variable)]
 
 
+def overridden(optimizer: Any, *names: str) -> list[str]:
+    """Return those of the named methods that a user's own class overrides."""
+    modules = [getattr(getattr(type(optimizer), n), "__module__", "") for n in names]
+    known = ("keras.", "tfdp.")
+    return [n for n, m in zip(names, modules, strict=True) if not m.startswith(known)]
+
+
+def overrides_apply(optimizer: Any) -> bool:
+    """Return whether an optimizer is of a user's class with an `apply` of its own."""
+    return bool(overridden(optimizer, "apply", "apply_gradients"))
+
+
 def rate_or_schedule(optimizer: Any) -> Any:
     """Return an optimizer's learning rate itself: a variable or a schedule."""
     return optimizer._learning_rate

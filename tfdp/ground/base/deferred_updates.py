@@ -52,7 +52,7 @@ def defer(
     optimizer: Any,
     gradients: Sequence[Any],
     variables: Any,
-    apply: Callable | None = None,
+    apply: Callable,
 ) -> bool:
     """Defer an update within `deferring`, or while a one-device program is traced.
 
@@ -64,7 +64,7 @@ def defer(
         gradients: Sequence of tensors, `tf.IndexedSlices` and `None`.
         variables: Sequence of Keras variables, or `None`.
         apply: Callable that makes the update with the gradients of a replica and the
-            variables, or `None` for the optimizer's `apply`. Defaults to `None`.
+            variables.
 
     Returns:
         Bool, whether the update is deferred.
@@ -73,10 +73,9 @@ def defer(
         CannotDeferError: If the update is made in a branch or a loop.
     """
     variables = None if variables is None else list(variables)
-    update = apply or optimizer.apply
     trace, deferred = program_trace.current(), step_context.current().deferred
     if trace is not None:
-        trace.add(list(gradients), lambda own: update(own, variables), "parts")
+        trace.add(list(gradients), lambda own: apply(own, variables), "parts")
         return True
     if deferred is None:
         return False
@@ -84,7 +83,5 @@ def defer(
     if tf.compat.v1.get_default_graph() is not graph:
         raise CannotDeferError("an update is made in a branch, a loop or a function")
     num_operations = len(graph.get_operations())
-    updates.append(
-        Update(optimizer, update, list(gradients), variables, num_operations)
-    )
+    updates.append(Update(optimizer, apply, list(gradients), variables, num_operations))
     return True

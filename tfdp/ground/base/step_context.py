@@ -31,6 +31,8 @@ class StepContext:
         ops_before_need: Sequence of operations, the last ones that run without the
             results of the collectives that are traced now, see `timing.needed_after`.
         carried: `CarriedScalar` that a bucket of gradients may carry, or `None`.
+        update_draws: Iterator of ints in an optimizer's update, where all replicas draw
+            the same random numbers: seeds of operations without one. Else `None`.
     """
 
     trace: Any = None
@@ -41,6 +43,7 @@ class StepContext:
     label: str | None = None
     ops_before_need: Sequence[Any] = ()
     carried: Any = None
+    update_draws: Iterator[int] | None = None
 
 
 class _Thread(threading.local):

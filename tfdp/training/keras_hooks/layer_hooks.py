@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import step_events
 from tfdp.ground._compat import owners, programs, runtime
-from tfdp.ground.base import loops, program_trace, xla
+from tfdp.ground.base import loops, program_trace, step_context, xla
 from tfdp.ground.base.context import in_tfdp_scope, is_tfdp, replica_context
 from tfdp.training.reduction.training_group import training_group
 
@@ -258,7 +258,8 @@ def _may_be_empty(inputs: Any) -> bool:
 def draw_seed(original: Callable, seed: Any) -> Any:
     """Draw a Keras seed, and add an offset by which replicas draw different numbers.
 
-    The offset of rank 0 is zero. A step that is traced as on one device has one seed.
+    The offset of rank 0 is zero. A step that is traced as on one device has one seed,
+    and so has an optimizer's update, after which all replicas have the same weights.
     """
     drawn = original(seed)
     if (trace := program_trace.current()) is not None:
@@ -266,7 +267,7 @@ def draw_seed(original: Callable, seed: Any) -> Any:
             drawn += _seed_of_group(trace, drawn.dtype)
         return drawn
     context = replica_context()
-    if context is None:
+    if context is None or step_context.current().update_draws is not None:
         return drawn
     rank = context.replica_id_in_sync_group
     return drawn + tf.cast(tf.stack([rank * _SEED_STRIDE, 0]), drawn.dtype)

@@ -9,6 +9,7 @@ is active.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from tfdp.ground._compat import keras_optimizer
 from tfdp.ground.base import program_trace
 from tfdp.ground.base.context import in_tfdp_scope, replica_context
 from tfdp.ground.base.deferred_updates import defer
+from tfdp.ground.base.wrappers import wrapper_of
 from tfdp.training.keras_hooks.scope_checks import (
     bring_optimizer_into_scope,
     check_variables_in_scope,
@@ -39,11 +41,16 @@ def apply(
     """Reduce the gradients of a plain Keras optimizer over replicas, and apply them.
 
     While a step is traced as on one device, or compiled by XLA, the update is only
-    recorded; each replica runs it later.
+    recorded; each replica runs it later, without what a user's own class does before it
+    calls this method.
     """
+    wrapper = wrapper_of(optimizer)
+    if wrapper is not None and keras_optimizer.overrides_apply(optimizer):
+        return wrapper.apply_directly(grads, trainable_variables)
     if replica_context() is None:
         return original(optimizer, grads, trainable_variables)
-    if defer(optimizer, grads, trainable_variables):
+    update = functools.partial(apply, original, optimizer)
+    if defer(optimizer, grads, trainable_variables, update):
         return None
     if len(grads) == 0:
         return None
@@ -90,7 +97,8 @@ def apply_or_defer(
         grads: Sequence of gradients.
         trainable_variables: Sequence of Keras variables, or `None`. Defaults to `None`.
     """
-    if defer(optimizer, grads, trainable_variables):
+    update = functools.partial(apply_or_defer, original, optimizer)
+    if defer(optimizer, grads, trainable_variables, update):
         return
     if replica_context() is not None and trainable_variables is not None:
         bring_optimizer_into_scope(optimizer)

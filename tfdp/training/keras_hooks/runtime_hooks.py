@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdp.communication.collectives import end_failed_call
 from tfdp.communication.coordination.worker_group import latest_group
 from tfdp.ground._compat import owners, programs
-from tfdp.ground.base import program_trace
+from tfdp.ground.base import program_trace, step_context
 from tfdp.training.parameters.gathers import backward_pass, marked_backward_pass
 from tfdp.training.replicas.random_seed import stand_in_seed
 
@@ -100,11 +100,15 @@ def seeds_of_operation(original: Callable, op_seed: Any) -> Any:
 
     `stand_in_seed` is the global seed that tfdp sets where the user sets none. An
     operation with its own seed gets the pair that it would have without a global seed.
+    In an optimizer's update each operation has its own seed, the same on all replicas.
 
     Args:
         original: Callable, `get_seed` of TensorFlow.
         op_seed: Int, the operation's own seed, or `None`.
     """
+    draws = step_context.current().update_draws
+    if op_seed is None and draws is not None:
+        op_seed = next(draws)
     seeds = original(op_seed)
     if op_seed is not None and seeds[0] == stand_in_seed():
         return owners.random_seed.DEFAULT_GRAPH_SEED, seeds[1]
@@ -114,9 +118,11 @@ def seeds_of_operation(original: Callable, op_seed: Any) -> Any:
 def key_of_generator(original: Callable, generator: Any, key: Any) -> Any:
     """Derive a replica's random key from a generator's `key`, as TensorFlow does.
 
-    In a step that is traced as on one device, the key is returned unchanged.
+    In a step that is traced as on one device, and in an optimizer's update, the key is
+    returned unchanged.
     """
-    if program_trace.current() is not None:
+    context = step_context.current()
+    if context.trace is not None or context.update_draws is not None:
         return key
     return original(generator, key)
 

@@ -209,7 +209,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
                 optimizer was built for.
 
         Raises:
-            ValueError: If it is called outside `strategy.run`.
+            ValueError: If it is called outside `strategy.run`, or if the wrapped
+                optimizer overrides `apply` and the loss is scaled.
         """
         if len(grads) == 0:
             return
@@ -223,10 +224,32 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
                 "The workers have changed, and a new optimizer has the sharded state: "
                 "use `model.optimizer` in the step."
             )
+        inner = self.inner_optimizer
+        if not keras_optimizer.overrides_apply(inner):
+            self.apply_directly(grads, trainable_variables)
+            return
+        if self.features.scaling is not None:
+            raise ValueError(
+                f"`{type(inner).__name__}` overrides `apply`, which would receive "
+                "gradients times the loss scale. Override `update_step` instead, or "
+                "train without a loss scale."
+            )
+        variables = trainable_variables or keras_optimizer.trained_by(self)
+        # The user's method calls that of Keras, which calls `apply_directly`.
+        inner.apply_gradients(list(zip(grads, variables, strict=True)))
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_directly(self, grads: Sequence[Any], trainable_variables: Any) -> None:
+        """Accumulate or apply gradients, without an `apply` of the user's own.
+
+        Args:
+            grads: Sequence of gradients of this replica, as in `apply`.
+            trainable_variables: Sequence of variables, or `None`, as in `apply`.
+        """
         if self.features.measures_loss:
             tensors = [*grads, self.features.take_loss()]
             self._apply_with_loss(tensors, trainable_variables)
-        elif not defer(self, grads, trainable_variables):
+        elif not defer(self, grads, trainable_variables, self.apply_directly):
             self._take_step(grads, trainable_variables)
 
     def _apply_with_loss(self, tensors: Sequence[Any], variables: Any) -> None:

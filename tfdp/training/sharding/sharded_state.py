@@ -342,7 +342,20 @@ def shard_plan(
     Returns:
         `ShardPlan`: flat slices for optimizers that are known to be elementwise, whole
         variables for all others.
+
+    Raises:
+        ValueError: If the optimizer is of a user's class that looks at all gradients.
     """
+    looks_at_all = keras_optimizer.overridden(
+        optimizer, "_backend_update_step", "_clip_gradients"
+    )
+    if looks_at_all:
+        raise ValueError(
+            f"The state of `{type(optimizer).__name__}` cannot be sharded: it "
+            f"overrides `{looks_at_all[0]}`, which would receive only the gradients "
+            "whose state a replica has. Override `update_step`, or train without "
+            "sharding."
+        )
     entries = [entry_of(variable) for variable in variables]
     bucket_bytes = bucket_bytes_of(entries, options)
     if not is_elementwise(optimizer):

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import step_events
 from tfdp.ground._compat import keras_optimizer
+from tfdp.ground.base import step_context
 from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.param_groups import ParamGroup
 from tfdp.training.compression.step_residuals import step_residuals
@@ -263,7 +265,8 @@ def _decay_and_update(step: Step, gradients: list) -> None:
     ):
         if schedule.momentum_factor is not None:
             step.layout.scale_momentum(group, schedule.momentum_factor)
-        step.layout.update(group, clipped, group.of(step.variables), schedule.rate)
+        with step_context.using(update_draws=itertools.count(1)):
+            step.layout.update(group, clipped, group.of(step.variables), schedule.rate)
     if step.scale is not None:
         step.scale.record_success()
 

@@ -208,7 +208,7 @@ def decide_stateful_random(view: View) -> Decision | None:
         if view.type in ("RandomGamma", "RandomPoissonV2"):
             shape = (*shape, *(view.facts[1].sizes or ()))
         axis = axis_of_rows(shape)
-    if axis is not None and shape[axis].number is not None:
+    if shape is not None and axis is not None and shape[axis].number is not None:
         fact = own_rows(shape, axis)
         return Decision(needs, [fact], _build_rows_of_first, has_collective=True)
     if view.scope.num_loops:
