@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from tests.cli.launcher import DEADLINE_SECONDS, Launcher
 from tests.coordination.test_watch import Store
+from tests.harness.forks import run_script
 from tests.harness.tiers import full
 from tests.harness.timing import wait_until
 from tfdp.communication.cluster import process_tree
@@ -162,6 +163,29 @@ def test_the_signals_of_records_are_used_for_nothing_else():
     signals = {flight_record.RECORD_SIGNAL, flight_record.LAUNCHER_SIGNAL}
     assert len(signals) == 2
     assert not signals & used
+
+
+FORKS = """
+import ctypes, os, socket, time
+from tfdp.communication.coordination.watch import recorder
+stops = []
+recorder.forks.at_exit = stops.append
+socket.setdefaulttimeout(0.01)
+recorder.listen(lambda: print("asked", flush=True))
+time.sleep(0.1)
+os.kill(os.getpid(), recorder.RECORD_SIGNAL)
+if os.fork() == 0 or ctypes.PyDLL(None).fork() == 0:  # the latter calls no hooks
+    time.sleep(600)
+stops[0]()
+print("ended")
+"""
+
+
+def test_a_process_that_was_forked_does_not_keep_the_recorder_from_its_end():
+    # As a `multiprocessing.Pool` does that is still open when the script ends.
+    done = run_script(FORKS, deadline_seconds=DEADLINE_SECONDS)
+    first, *_, last = done.output.split()
+    assert (first, last) == ("asked", "ended"), done
 
 
 # With two workers.

@@ -242,15 +242,17 @@ def _describe_stack(name: str, thread: int, stack: _Stack) -> ThreadStack:
 def listen(request: Callable[[], None]) -> None:
     """Call a function on a thread whenever this process receives a signal for records.
 
-    The handlers are those of `faulthandler`, which write to a pipe: they run while the
-    main thread is in native code, as in a collective, where handlers of Python do not
-    run. A signal for which the script has a handler is left to the script.
+    The handlers are those of `faulthandler`, which write to a socket: they run while
+    the main thread is in native code, as in a collective, where handlers of Python do
+    not run. A signal for which the script has a handler is left to the script.
 
     Args:
         request: Callable without arguments.
     """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    reader, writer = map(forks.close_in_forks, socket.socketpair())
+    # `socket.setdefaulttimeout` of the script applies to neither of them.
+    reader.setblocking(True)
+    writer.setblocking(False)
     signals = {
         number
         for number in (RECORD_SIGNAL, LAUNCHER_SIGNAL)
@@ -260,17 +262,17 @@ def listen(request: Callable[[], None]) -> None:
         and not process_tree.has_signal_handler(os.getpid(), number)
     }
     for number in signals:
-        faulthandler.register(number, writer, all_threads=False)
+        faulthandler.register(number, writer.fileno(), all_threads=False)
 
     @forks.in_forks
     def restore_in_fork() -> None:
-        """Restore the signals in a forked process, whose pipe is that of the parent."""
+        """Restore the signals in a forked process, which closes the sockets."""
         for number in signals:
             faulthandler.unregister(number)
 
     def serve() -> None:
-        """Call `request` after each write of a handler to the pipe."""
-        while os.read(reader, _READ_BYTES):
+        """Call `request` after each write of a handler to the socket."""
+        while reader.recv(_READ_BYTES):
             request()
 
     thread = threading.Thread(target=serve, name="tfdp flight recorder", daemon=True)
@@ -280,7 +282,8 @@ def listen(request: Callable[[], None]) -> None:
         for number in signals:
             faulthandler.unregister(number)
             signal.signal(number, signal.SIG_IGN)
-        os.close(writer)
+        # Unlike `close`, this ends the thread even if a forked process has the socket.
+        writer.shutdown(socket.SHUT_WR)
         thread.join()
 
     thread.start()
