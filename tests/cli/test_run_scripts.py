@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -133,7 +134,20 @@ def test_what_python_can_run_is_let_through(tmp_path, name, content):
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("__main__.py", content)
     check_program(str(archive), is_module=False)
-    check_program("/dev/stdin", is_module=False)  # nothing is taken from a pipe
+    reader, writer = os.pipe()
+    with open(reader) as pipe:
+        os.write(writer, b"print(")
+        os.close(writer)
+        check_program(f"/dev/fd/{reader}", is_module=False)
+        assert pipe.read() == "print("  # nothing is taken from a pipe
+
+
+def test_what_has_no_end_is_not_read(tmp_path):
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(2**40)
+    for path, words in (("/dev/zero", "is a device"), (file.name, "16777216 bytes")):
+        with pytest.raises(click.UsageError, match=words):
+            check_program(path, is_module=False)
 
 
 def test_a_script_in_the_place_of_a_command_is_told_how_to_run_it(capsys):

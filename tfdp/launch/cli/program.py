@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import shlex
+import stat
 import sys
 import warnings
 import zipfile
 
 import click
+
+# Largest size in bytes of a script that is checked; more is a file of something else.
+_MOST_BYTES = 2**24
 
 
 def check_program(script: str, is_module: bool) -> None:
@@ -54,15 +58,17 @@ def _fault_of_script(script: str) -> str | None:
     # For an invalid name, functions of `os.path` return false, while some methods of
     # `Path` raise.
     main = os.path.join(script, "__main__.py")
-    if os.path.isdir(script) and not os.path.isfile(main):
-        return (
-            "The script is a folder; give the path of a Python file, or -m and the "
-            "name of a module"
-        )
+    what = ""
     if not os.path.exists(script):
+        what = "does not exist"
+    elif os.path.isdir(script) and not os.path.isfile(main):
+        what = "is a folder"
+    elif stat.S_ISCHR(mode := os.stat(script).st_mode) or stat.S_ISBLK(mode):
+        what = "is a device"
+    if what:
         return (
-            "The script does not exist; give the path of a Python file, or -m and the "
-            "name of a module"
+            f"The script {what}; give the path of a Python file, or -m and the name of "
+            "a module"
         )
     if script.endswith(".ipynb"):
         return (
@@ -98,7 +104,10 @@ def _fault_of_source(script: str) -> str | None:
     try:
         with open(script, "rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the workers show the same warnings
-            compile(file.read(), script, "exec", dont_inherit=True)
+            source = file.read(_MOST_BYTES + 1)
+            if len(source) > _MOST_BYTES:
+                return f"it has more than {_MOST_BYTES} bytes"
+            compile(source, script, "exec", dont_inherit=True)
     except SyntaxError as error:
         line = (error.text or "").strip()
         shown = f", `{line}`" if line.isprintable() and 0 < len(line) <= 80 else ""
