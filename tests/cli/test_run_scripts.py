@@ -53,6 +53,7 @@ BAD_INPUT = [
     (["-n", "2", "."], "Received: ."),
     (["-n", "2", "--log-dir", "script.py/logs", "script.py"], "script.py/logs"),
     (["-n", "2", "--log-dir", "script.py", "script.py"], "Received: script.py"),
+    (["-n", "2", "--log-dir", "", "script.py"], "with --log-dir. Received: ''"),
     (["script.py"], "-n"),
     (["-n", "2"], "SCRIPT"),
     (["-n", "2", "--no-such-option", "script.py"], "--no-such-option"),

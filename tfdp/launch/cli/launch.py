@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import resource
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -232,16 +233,19 @@ def make_log_dir(path: str | None) -> pathlib.Path:
     """
     try:
         if path is not None:
+            # An empty string raises an error here, but as a `Path` it is the current
+            # folder.
+            make_private_folder(path)
             folder = pathlib.Path(path)
-            make_private_folder(folder)
         else:
             folder = _make_new_folder(pathlib.Path("tfdp-logs"))
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(0, "no permission to write in it")
     except OSError as error:
+        received = "tfdp-logs" if path is None else path
         raise ValueError(
             f"The log folder cannot be used: {error.strerror}. Give another one "
-            f"with --log-dir. Received: {path or 'tfdp-logs'}"
+            f"with --log-dir. Received: {shlex.quote(received)}"
         ) from error
     return folder
 
