@@ -66,18 +66,24 @@ sys.exit(7)
     assert logs_of(launcher.folder)[1].name in output[-1]
 
 
-SAME_ERROR = """
+SAME_ERROR = (
+    IGNORE_SIGNALS
+    + """
 import atexit
 @atexit.register
 def end():  # when all have told their error, for the first to end stops the others
     pathlib.Path(f"told-{RANK}").touch()
     for rank in range(3):
         wait_for(f"told-{rank}")
+    time.sleep(0.5 if RANK else 1.0)
+if RANK:
+    wait_for("told-0")
 def fit():
     raise ValueError("wrong\\nshape")
 print("2/9", end="\\r", flush=True)
 fit()
 """
+)
 
 
 def test_one_error_of_all_workers_is_one_traceback(launcher):
@@ -96,6 +102,9 @@ def test_one_error_of_all_workers_is_one_traceback(launcher):
     same = [line for line in output if "tfdp: the same error as on worker" in line]
     assert len(same) == 2
     assert len(output) == 1 + 7 + 2 + 1, result.stdout
+    # The message is about the worker with the traceback, which has ended last.
+    assert f"tfdp: worker {first} failed with exit code 1" in output[-1]
+    assert output[-1].endswith(f"worker-{first}.log")
     assert all(
         path.read_text().count("Traceback") == 1 for path in logs_of(launcher.folder)
     )

@@ -345,31 +345,34 @@ class Job:
         if failed.tail and not is_seen:
             self._screen.repeat_lines(failed.rank, failed.tail)
 
-    def _wait_for_lost(self, failed: Worker) -> Worker:
-        """Wait until the worker that `failed` names as lost ends; return the cause.
+    def _wait_for_cause(self, failed: Worker) -> Worker:
+        """Wait until the worker that explains a failure ends; return the cause.
 
-        The wait makes the result independent of which of the two ends first. It ends
-        early at a signal, if the lost worker is suspended, or after
-        `LOST_EXIT_SECONDS`.
+        That is the worker that `failed` names as lost, or the one with the same error
+        whose traceback is shown. The wait makes the result independent of which of the
+        two ends first. It ends early at a signal, if the other worker is suspended, or
+        after `LOST_EXIT_SECONDS`.
 
         Args:
             failed: `Worker` that failed first.
 
         Returns:
-            `Worker`, the lost one if it has failed as well, otherwise `failed`. It is
+            `Worker`, the other one if it has failed as well, otherwise `failed`. It is
             also set as `self.failed`.
         """
+        shown = self._tracebacks.shown_for.get(failed.rank, failed.rank)
+        same = self._workers[shown - self._first_rank]
         end = time.monotonic() + LOST_EXIT_SECONDS
-        while (lost := self.lost) and lost.is_running and not lost.is_suspended:
+        while (other := self.lost or same).is_running and not other.is_suspended:
             if time.monotonic() >= end or self._signals.received:
                 break
             self._poll()
-        self.failed = lost if lost and lost.exit_code else failed
+        self.failed = other if other.exit_code else failed
         return self.failed
 
     def _end_by_failure(self, failed: Worker) -> int:
         """Stop all workers after a failure, and return the exit code of its cause."""
-        failed = self._wait_for_lost(failed)
+        failed = self._wait_for_cause(failed)
         if self._others is not None:
             self._others.report_failure(failed, self.lost or failed)
         assert failed.exit_code is not None

@@ -78,6 +78,8 @@ class Tracebacks:
 
     Attributes:
         is_interrupted: Bool, whether Ctrl-C was forwarded to the workers.
+        shown_for: Dict from the rank of a worker whose last traceback is not shown to
+            the rank of the worker whose same traceback is.
 
     Example:
 
@@ -94,6 +96,7 @@ class Tracebacks:
     def __init__(self) -> None:
         self._held: dict[int, _Block] = {}
         self._shown: list[_Block] = []
+        self.shown_for: dict[int, int] = {}
         self.is_interrupted = self._has_shown_interruption = False
 
     def interrupt(self) -> None:
@@ -167,6 +170,7 @@ class Tracebacks:
         If another worker has just shown the same one, a single line names that worker.
         If only the message differs, the frames are left out.
         """
+        self.shown_for.pop(block.rank, None)
         now = time.monotonic()
         self._shown = [b for b in self._shown if now - b.added_at < _RECENT_SECONDS]
         for other in self._shown:
@@ -175,6 +179,7 @@ class Tracebacks:
             size = _num_common_lines(block.lines, other.lines)
             rest = block.lines[size:]
             if not rest:
+                self.shown_for[block.rank] = other.rank
                 return [f"tfdp: the same error as on worker {other.rank}"]
             # The condition is true if the tracebacks have the same frames, and differ
             # only in the message of the error.
