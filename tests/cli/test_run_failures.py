@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.cli.launcher import (
+    DEADLINE_SECONDS,
     IGNORE_SIGNALS,
     STOPS_WITHIN_SECONDS,
     WAKING_SLEEP,
@@ -108,6 +109,43 @@ def test_one_error_of_all_workers_is_one_traceback(launcher):
     assert all(
         path.read_text().count("Traceback") == 1 for path in logs_of(launcher.folder)
     )
+
+
+# The launcher does not see these imports, before which it would import TensorFlow.
+WAITS = """
+import importlib
+if RANK == 1 and sys.argv[1] == "never joins":
+    sys.exit(0)
+cluster = importlib.import_module("tfdp.communication.cluster").find_cluster()
+membership = importlib.import_module("tfdp.communication.store").Membership(cluster)
+membership.join(None)
+if RANK == 0:
+    time.sleep(1)
+membership.leave()
+"""
+
+# A launcher that asks often whether workers wait.
+ASKS = """
+from tfdp.launch.cli import job
+from tfdp.launch.cli.main import main
+job._CHECK_SECONDS = 0.2
+main(["run", "-n", "2", "script.py", {!r}])
+"""
+
+
+@pytest.mark.parametrize("what", ["never joins", "joins"])
+def test_workers_do_not_wait_for_one_that_has_ended_with_code_0(launcher, what):
+    launcher.script(WAITS)
+    process = launcher.python(ASKS.format(what))
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == (what == "never joins"), output
+    if process.returncode:
+        assert (
+            "tfdp: worker 1 ended with exit code 0 before it created a strategy, and "
+            "the other one waits for it. Full output of worker 1: "
+        ) in output.splitlines()[-1]
+    else:
+        assert len(output.splitlines()) == 1, output
 
 
 LOST_FIRST = """

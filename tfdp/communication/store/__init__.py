@@ -12,7 +12,13 @@ order:
 """
 
 from tfdp.communication.connection.messages import MessageTooLong
-from tfdp.communication.store.admission import Admission, JobState, ask_job, ask_workers
+from tfdp.communication.store.admission import (
+    Admission,
+    JobState,
+    ask_job,
+    ask_workers,
+    has_waiting_workers,
+)
 from tfdp.communication.store.client import Gathering, HostLost, Store
 from tfdp.communication.store.membership import (
     JobAlreadyRunning,
@@ -34,5 +40,6 @@ __all__ = [
     "ask_job",
     "ask_workers",
     "beat_seconds",
+    "has_waiting_workers",
     "own_version",
 ]

@@ -192,9 +192,33 @@ def ask_workers(
         `JobState` of the latest generation among the answers, or `None` if no answer is
         of a job that has started.
     """
+    found = _states(cluster, workers, APPLIES if applies else ASKS)
+    started = [state for state in found if state.is_running or state.generation]
+    return max(started, key=lambda state: state.generation, default=None)
+
+
+def has_waiting_workers(cluster: Cluster, workers: Sequence[str]) -> bool:
+    """Return whether some workers wait until all of the first cluster have joined.
+
+    Args:
+        cluster: `Cluster`.
+        workers: Sequence of strings, `"host:port"` of each worker that is asked.
+    """
+    found = _states(cluster, workers, ASKS)
+    return any(not state.is_running and not state.generation for state in found)
+
+
+def _states(cluster: Cluster, workers: Sequence[str], kind: int) -> list[JobState]:
+    """Return the answers of some workers that are asked for the state of their job.
+
+    Args:
+        cluster: `Cluster`, whose task is that of this process, if it applies.
+        workers: Sequence of strings, as for `ask_workers`.
+        kind: Int, `ASKS` or `APPLIES`.
+    """
     admission = Admission.of(cluster)
     own = cluster.workers[cluster.rank].encode()
-    claim = CLAIM.pack(cluster.rank, APPLIES if applies else ASKS, own)
+    claim = CLAIM.pack(cluster.rank, kind, own)
 
     def ask(worker: str) -> JobState | None:
         """Ask one worker for the job's state; return `None` if it does not answer."""
@@ -213,9 +237,7 @@ def ask_workers(
     # it, since the user may have seeded it, and initial weights depend on its state.
     asked = random.SystemRandom().sample(workers, min(len(workers), _MOST_ASKED))
     with ThreadPoolExecutor(len(asked) or 1) as pool:
-        found = [state for state in pool.map(ask, asked) if state is not None]
-    started = [state for state in found if state.is_running or state.generation]
-    return max(started, key=lambda state: state.generation, default=None)
+        return [state for state in pool.map(ask, asked) if state is not None]
 
 
 def _is_one_machine(hosts: Sequence[str]) -> bool:

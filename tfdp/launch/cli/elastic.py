@@ -95,6 +95,13 @@ class ElasticJob(SeparateWorkersJob):
         """Return whether a worker of the job has ended and is not replaced."""
         return len(self._running()) + len(self._starts_at) < len(self._workers)
 
+    def _awaited_worker(self) -> Worker | None:
+        """Return the worker that has ended while others wait until it joins, or `None`.
+
+        A late worker waits for others that have ended, too, but these have trained.
+        """
+        return None if self._late else super()._awaited_worker()
+
     def _check_waits(self, now: float, has_success: bool) -> None:
         """Stop workers that wait for others that will not join them.
 

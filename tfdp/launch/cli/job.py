@@ -19,6 +19,7 @@ import click
 
 from tfdp.communication.cluster import Cluster, process_tree
 from tfdp.communication.coordination.preemption import PREEMPTED, SAVE_SIGNAL
+from tfdp.communication.store import has_waiting_workers
 from tfdp.features.goodput.ledger import Launch
 from tfdp.launch.cli.launch import worker_environment
 from tfdp.launch.cli.noise import is_noise, is_peer_failure
@@ -41,6 +42,8 @@ _BEHIND_SECONDS = 0.01
 # Seconds after which the request to save is repeated, since a worker outside of `fit`
 # does not receive a request.
 _ASK_AGAIN_SECONDS = 5.0
+# Seconds between checks whether workers wait for one that has ended.
+_CHECK_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +113,9 @@ class Job:
         self._is_stopping = self._has_asked_to_save = False
         # Time at which workers are asked to save, for the first time or again.
         self._ask_at = math.inf
+        # Time of the next check whether workers wait for one that has ended, and the
+        # result of the last one.
+        self._ask_waiting_at, self._has_waiting = 0.0, False
         self._num_record_requests = 0
         self._selector = selectors.DefaultSelector()
         self._tracebacks = Tracebacks()
@@ -215,6 +221,8 @@ class Job:
                 return self._leave(EndReason(why, code, signal.SIGTERM))
             if reason is not None:
                 return self._end_by_timeout(reason)
+            if (awaited := self._awaited_worker()) is not None:
+                return self._end_wait_for(awaited)
             self._ask_to_save()
         return self._code
 
@@ -450,6 +458,36 @@ class Job:
         self._request_records()
         self._name_records(self._logs[0].path.parent)
         return self._leave(reason)
+
+    def _awaited_worker(self) -> Worker | None:
+        """Return the worker that has ended while others wait until it joins, or `None`.
+
+        Once a worker has ended with exit code 0, the others are asked whether they wait
+        for all to join. They have to say so twice: a worker that has joined may end
+        before the others have learned that all have.
+        """
+        ended = [worker for worker in self._workers if worker.exit_code == 0]
+        if not ended or time.monotonic() < self._ask_waiting_at:
+            return None
+        self._ask_waiting_at = time.monotonic() + _CHECK_SECONDS
+        pairs = zip(self._workers, self._clusters, strict=True)
+        running = [each.workers[each.rank] for w, each in pairs if w.is_running]
+        before = self._has_waiting
+        self._has_waiting = has_waiting_workers(self._clusters[0], running)
+        return ended[0] if before and self._has_waiting else None
+
+    def _end_wait_for(self, ended: Worker) -> int:
+        """Stop workers that wait for one that has ended; return the exit code, 1."""
+        why = f"worker {ended.rank} ended with exit code 0 before it created a strategy"
+        is_pair = self._clusters[0].num_workers == 2
+        others = "the other one waits" if is_pair else "the others wait"
+        self._screen.message(
+            f"tfdp: {why}, and {others} for it. Full output of worker {ended.rank}: "
+            f"{ended.log.path}",
+            "error",
+            rank=ended.rank,
+        )
+        return self._leave(EndReason(why, 1, signal.SIGTERM))
 
     def _stop(self, signum: int) -> None:
         """Ask the workers to exit, and kill those that outlast the grace period.
