@@ -647,6 +647,17 @@ def test_workers_that_share_no_directory_are_told_to(tmp_path):
     assert folders(places[0]) == []
 
 
+def test_a_folder_that_another_job_has_removed_is_named(tmp_path, monkeypatch):
+    def removes(storage: Storage, token: str, text: str) -> None:
+        shutil.rmtree(tmp_path)
+        storage.replace_text(INDEX_FILE, text, token)
+
+    monkeypatch.setattr(writing, "replace_index", removes)
+    (reply,) = save(values(), tmp_path, 1)
+    assert "No such file" in str(reply)
+    assert "does another job use this directory?). The save has" in str(reply)
+
+
 def test_workers_that_find_different_checkpoints_load_none(tmp_path):
     places = [tmp_path / "first", tmp_path / "second"]
     for place in places:

@@ -179,6 +179,8 @@ def error_text(error: Exception) -> str:
         String: the message of an `OSError` or `ValueError`; else such as
         `"NotFoundError: no such file"`.
     """
+    if isinstance(error, FileNotFoundError):
+        return f"{error} (was it removed, or does another job use this directory?)"
     if isinstance(error, (OSError, ValueError)):
         return str(error)
     text = error.message if isinstance(error, tf.errors.OpError) else str(error)
