@@ -22,7 +22,7 @@ from tfdp.communication.coordination.facts import digest
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import user_code
-from tfdp.ground._compat import tensor_reads, tf_distribute
+from tfdp.ground._compat import patches, tensor_reads, tf_distribute
 from tfdp.ground.base.context import in_replica_thread, replica_context
 
 # Approximate number of bytes of the variables that are broadcast together: many small
@@ -172,6 +172,7 @@ class SynchronizedScope:
         extended.num_scopes += 1
         return result
 
+    @patches.filter_traceback
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
         extended = self._strategy.extended
         extended.defers_parameters, calls = self._outer.pop()
