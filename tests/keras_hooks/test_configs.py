@@ -266,6 +266,9 @@ def test_settings_of_kerass_callbacks_that_act_on_training_are_compared():
     assert _difference(model, model, callbacks=rates) == ""
     stopping = [kinds.EarlyStopping("loss")], [kinds.CSVLogger("log")]
     assert _difference(model, model, callbacks=stopping) == ""
+    best = [kinds.EarlyStopping("loss", restore_best_weights=True)]
+    expected = "callbacks/0: {'class_name': 'EarlyStopping'"
+    assert _difference(model, model, callbacks=(best, [])).startswith(expected)
 
 
 def test_every_callback_says_which_of_its_settings_are_compared():

@@ -39,6 +39,7 @@ _IGNORED_ENDINGS = ("seed", "initializer")
 # Callbacks of Keras that set the learning rate or the weights on each worker. So their
 # settings must be the same on all workers, and are compared.
 _TRAINING_CALLBACKS = (
+    keras.callbacks.EarlyStopping,
     keras.callbacks.LearningRateScheduler,
     keras.callbacks.ReduceLROnPlateau,
     keras.callbacks.SwapEMAWeights,
@@ -272,6 +273,9 @@ def _compared_settings(callback: Any) -> tuple[str, ...] | None:
     """Return the names of a callback's settings to compare, or `None` to ignore it."""
     if hasattr(callback, "compared"):
         return callback.compared
+    if not getattr(callback, "restore_best_weights", True):
+        # It only requests a stop, on which workers agree.
+        return None
     for kind in _TRAINING_CALLBACKS:
         if isinstance(callback, kind):
             names = inspect.signature(kind.__init__).parameters
