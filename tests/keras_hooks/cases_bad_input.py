@@ -448,6 +448,58 @@ DIFFERENT_PROCESSES: dict[str, tuple[str, typing.Callable, list, typing.Any]] = 
 }
 
 
+class SetRate(keras.callbacks.Callback):
+    """Sets the learning rate at the end of each epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.optimizer.learning_rate = 0.5**epoch
+
+
+def _assigned_on_one_worker(env: Env) -> dict:
+    """What loops raise after one worker has assigned something, and not the other."""
+
+    def build() -> keras.Model:
+        model = common.compiled(common.mlp(), keras.optimizers.Adam(0.01))
+        before = model.get_weights()
+        if env.rank == 0:
+            # Leaving the scope gives these values to the other worker.
+            model.set_weights([weight + 1 for weight in before])
+        return model
+
+    def raised(method: str, callbacks: list | None = None) -> dict:
+        data = (X,) if method == "predict" else (X, Y)
+        options: dict = {"callbacks": callbacks} if callbacks else {}
+        if not method.endswith("on_batch"):
+            options["verbose"] = 0
+        found = _raised(lambda: getattr(model, method)(*data, **options))
+        return {**found["local"], "method": method}
+
+    with env.scope():
+        model = build()
+    weights = model.get_weights()
+    if env.rank == 0:
+        # Another state for a moment, as to save it, and the common state again.
+        model.set_weights([weight + 1 for weight in weights])
+        model.set_weights(weights)
+    model.evaluate(X, Y, verbose=0)
+    found = {}
+    if env.rank == 0:
+        model.set_weights([weight + 1 for weight in weights])
+    for method in ("fit", "evaluate", "predict", "train_on_batch"):
+        found[f"assigned before {method}"] = raised(method)
+    model.set_weights(weights)
+    common.fit(model, X, Y)
+    if env.rank == 1:
+        model.optimizer.learning_rate = 0.02
+    found["rate before fit"] = raised("fit")
+    # Evaluation does not depend on it.
+    model.evaluate(X, Y, verbose=0)
+    model.optimizer.learning_rate = 0.01
+    common.fit(model, X, Y)
+    found["rate within fit"] = raised("fit", [SetRate()][env.rank :])
+    return found
+
+
 @case(
     "Bad input: workers that call or compile a model differently",
     **TWO,
@@ -490,6 +542,7 @@ def different_calls(env: Env) -> dict:
         for rows in (16, 8, 16 - 4 * env.rank, 8):
             model.train_on_batch(X[:rows], Y[:rows])
 
+    found |= _assigned_on_one_worker(env)
     found["a later batch"] = {**_raised(later)["local"], "method": "train_on_batch"}
     found["activation"] = {**_raised(activation)["local"], "method": "predict"}
     return {"local": found}
@@ -524,9 +577,14 @@ def messages_of_loops(env: Env) -> dict:
         for _ in range(3):
             model.train_on_batch(X[:rows], Y[:rows])
 
+    def evaluate_assigned() -> None:
+        model.set_weights([weight + 1 for weight in model.get_weights()])
+        model.evaluate(X, Y, verbose=0)
+
     fit()
     return {
         "fit": _topics(env, fit),
+        "evaluate what all have assigned": _topics(env, evaluate_assigned),
         "evaluate": _topics(env, lambda: model.evaluate(X, Y, verbose=0)),
         "predict": _topics(env, lambda: model.predict(X, verbose=0)),
         "predict again": _topics(env, lambda: model.predict(X, verbose=0)),

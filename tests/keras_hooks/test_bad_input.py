@@ -126,6 +126,7 @@ OTHER = " with other values on worker 1 than on worker 0"
 KEYS = ("method", "type", "text", "seconds")
 SETTINGS = "Workers call `{}` with different settings."
 ARRAYS = "Workers give `{}` different arrays."
+ASSIGNED = "Workers have assigned different values to weights or the learning rate."
 CONFIGS = "Workers have models, optimizers, losses, metrics or callbacks with different"
 OF_CALLS = {
     "steps of fit": (SETTINGS, "steps_per_execution: 1 on worker 0, 2 on worker 1"),
@@ -178,6 +179,19 @@ OF_CALLS = {
     "train_on_batch": (ARRAYS, "x/rows: 16 on worker 0, 15 on worker 1"),
     "test_on_batch": (ARRAYS, "y/shape/1: 1 on worker 0, nothing on worker 1"),
     "predict_on_batch": (ARRAYS, "x/rows: 16 on worker 0, 15 on worker 1"),
+    **{
+        f"assigned before {method}": (
+            ASSIGNED,
+            "Received: sequential/dense/kernel, sequential/dense/bias, "
+            f"sequential/dense/kernel#2, sequential/dense/bias#2{OTHER}",
+        )
+        for method in ("fit", "evaluate", "predict", "train_on_batch")
+    },
+    "rate before fit": (ASSIGNED, f"Received: adam/learning_rate{OTHER}"),
+    "rate within fit": (
+        "Workers have set different learning rates within `fit`",
+        "Received: [[1.0], [0.01]], by worker",
+    ),
     "a later batch": (ARRAYS, " on worker 1"),
     "optimizer": (
         CONFIGS,
@@ -249,6 +263,7 @@ def test_workers_compare_what_they_call_by_one_message_and_none_in_a_step(cluste
             for name in ("evaluate", "predict", "train_on_batch")
         }
         assert topics["evaluate"] == [settings["evaluate"], *OF_DATA]
+        assert topics["evaluate what all have assigned"] == topics["evaluate"]
         # A step that is traced for the first time is compared, with what it has
         # created, and when Keras leaves its scope.
         first = {

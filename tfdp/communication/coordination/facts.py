@@ -12,7 +12,8 @@ one differs, all workers raise one error, which names the first difference. The 
 - checkpoint: variables (`checks.check_same_variables`).
 
 Not here: weights within `fit` are compared by checksums in a collective, since they are
-on devices and sharded; assignments to sharded weights also by what earlier comparisons
+on devices and sharded; weights and learning rates that a script has assigned outside of
+steps, at the next loop; assignments to sharded weights also by what earlier comparisons
 have found; seeds, transports and new variables are not refused but set alike.
 """
 

@@ -77,6 +77,13 @@ def other_optimizers(model: Any) -> dict[str, Any]:
     return others
 
 
+def rate_variables(model: Any) -> list:
+    """Return the learning rates of a model's optimizers that are Keras variables."""
+    optimizers = [getattr(model, "optimizer", None), *other_optimizers(model).values()]
+    variables = [v for o in optimizers if o is not None for v in o.variables]
+    return [v for v in variables if v.name == "learning_rate"]
+
+
 def _parts(optimizer: Any) -> list[Any]:
     """Return all optimizers inside an optimizer, at any depth, without itself."""
     parts = []

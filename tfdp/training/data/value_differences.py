@@ -19,8 +19,10 @@ from tfdp.training.data.fingerprints import ArrayValues
 # Workers may have computed floats, and 8-bit integers such as images, with different
 # rounding. Values of a block count as equal up to this multiple of the block's norm.
 _ROUNDING = 1e-3
-# The maximum number of groups of workers that an error message lists.
+# The maximum numbers of groups of workers, and of arrays of a group, that an error
+# message lists.
 _MAX_GROUPS = 3
+_MAX_NAMES = 8
 _SAME_ROWS = "with the same rows in another order"
 _OTHER_VALUES = "with other values"
 # Error of datasets with different values, to which a remedy is appended.
@@ -180,6 +182,8 @@ def _describe_pair(first: dict[str, Any], other: dict[str, Any]) -> str:
     """
     names = _different_names(first, other)
     same_rows = all(_have_same_rows(first[name], other[name]) for name in names)
+    if len(names) > _MAX_NAMES:
+        names[_MAX_NAMES:] = [f"{len(names) - _MAX_NAMES} more"]
     return f"{', '.join(names)} {_SAME_ROWS if same_rows else _OTHER_VALUES}"
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.ground._compat import keras_model, tf_distribute
 from tfdp.ground.base.feature import batches_between_syncs, equalize_replicas
-from tfdp.ground.base.wrappers import other_optimizers
+from tfdp.ground.base.wrappers import other_optimizers, rate_variables
 from tfdp.training.replicas.synchronized_scope import broadcast_variables
 
 # The number of batches between checks for overflows: a check reads a variable, and so
@@ -38,22 +40,42 @@ class TensorBoardParticipant(keras.callbacks.Callback):
 
 
 class SyncStopTraining(keras.callbacks.Callback):
-    """Stop all workers at the end of an epoch in which any worker requested a stop."""
+    """Stop all workers at the end of an epoch in which any worker requested a stop.
+
+    In the same message, workers compare the learning rates that callbacks may have set.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._stop_requested = False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Agree with all workers on whether training stops after this epoch."""
-        self._synchronize()
+        """Agree with all workers on whether training stops after this epoch.
 
-    def _synchronize(self) -> None:
-        """Set `model.stop_training` on all workers if any worker requested a stop."""
+        Raises:
+            ValueError: On every worker, if learning rates differ.
+        """
+        rates = [float(variable.numpy()) for variable in rate_variables(self.model)]
+        self._synchronize([float(f"{rate:.6g}") for rate in rates])
+
+    def _synchronize(self, rates: Sequence[float] = ()) -> None:
+        """Set `model.stop_training` on all workers if any worker requested a stop.
+
+        Args:
+            rates: Sequence of floats, learning rates to compare. Defaults to none.
+        """
         worker_group = worker_group_of(self.model)
         stop = self._stop_requested or bool(self.model.stop_training)
-        self.model.stop_training = worker_group.any("stop_training", stop)
+        gathered = worker_group.all_gather("stop_training", [stop, *rates])
+        self.model.stop_training = any(each[0] for each in gathered)
         self._stop_requested = False
+        by_worker = [each[1:] for each in gathered]
+        if not np.allclose(by_worker, by_worker[0], rtol=1e-3, atol=0, equal_nan=True):
+            raise ValueError(
+                "Workers have set different learning rates within `fit`. Give every "
+                "worker the callbacks that set the learning rate, and let them set the "
+                f"same value. Received: {by_worker}, by worker"
+            )
 
 
 class SyncStopTrainingEachBatch(SyncStopTraining):

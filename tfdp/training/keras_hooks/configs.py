@@ -69,7 +69,7 @@ def configs_of(
         # Keras warns of configs that cannot be deserialized. tfdp only compares them.
         warnings.simplefilter("ignore")
         collected: dict[str, Any] = {
-            "model": _by_name(
+            "model": by_name(
                 [(x.name, _layer_config(x)) for x in keras_model.layers_of(model)]
             ),
             "inputs": _connections(model),
@@ -138,8 +138,9 @@ def _comparable_dict(value: dict) -> dict[str, Any]:
 def _is_ignored(key: str, value: Any) -> bool:
     """Return whether an entry of a config is not compared: it may differ by worker."""
     if key == "learning_rate":
-        # A dict is the config of a schedule, which is compared. A number is not
-        # compared, because it may differ between workers.
+        # A dict is the config of a schedule, which is compared. A number is not: it may
+        # be new, and about to be replaced by worker 0's. Assigned rates are compared
+        # as values of variables.
         return not isinstance(value, dict)
     return key == "name" or key in _IGNORED_KEYS or key.endswith(_IGNORED_ENDINGS)
 
@@ -153,7 +154,7 @@ def _connections(model: Any) -> dict[str, Any]:
     """
     calls = keras_model.calls_of(model)
     called = dict.fromkeys(name for name, _ in calls)
-    unique = {name: new for new, name in _by_name([(n, n) for n in called]).items()}
+    unique = {name: new for new, name in by_name([(n, n) for n in called]).items()}
     feeding_calls: dict[str, Any] = {name: [] for name in unique.values()}
     for name, sources in calls:
         feeding_calls[unique[name]].append(
@@ -162,14 +163,14 @@ def _connections(model: Any) -> dict[str, Any]:
     return feeding_calls
 
 
-def _by_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def by_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a dict of pairs, with names renumbered independently of the process.
 
     Keras counts layers of one class in each process, so that the counters differ.
 
     Example:
 
-    >>> _by_name([("dense_7", 1), ("dense_8", 2)])
+    >>> by_name([("dense_7", 1), ("dense_8", 2)])
     {'dense': 1, 'dense#2': 2}
     """
     renamed: dict[str, Any] = {}
@@ -187,7 +188,7 @@ def _argument_config(value: Any) -> Any:
     """Return comparable configs of losses or metrics in an argument of `compile`."""
     value = keras.tree.map_structure(_config, value)
     if isinstance(value, dict):
-        return _by_name([(str(key), item) for key, item in value.items()])
+        return by_name([(str(key), item) for key, item in value.items()])
     return value
 
 

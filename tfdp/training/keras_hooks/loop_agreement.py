@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -21,9 +21,11 @@ import tensorflow as tf
 from tfdp.communication.coordination.facts import SharedFact, compare, digest, explain
 from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground.base.feature import equalize_replicas
+from tfdp.ground.base.wrappers import rate_variables
 from tfdp.training.data.checks import describe_arrays, named_arrays
 from tfdp.training.data.fingerprints import ArrayValues
-from tfdp.training.data.value_differences import values_fact
+from tfdp.training.data.value_differences import find_difference, values_fact
 from tfdp.training.keras_hooks import configs
 from tfdp.training.keras_hooks.worker_callbacks import (
     callback_list,
@@ -33,7 +35,9 @@ from tfdp.training.keras_hooks.worker_callbacks import (
     tfdp_callback_names,
 )
 from tfdp.training.replicas.assigned_values import recorded_weights
+from tfdp.training.replicas.drift import replicated_weights
 from tfdp.training.replicas.synchronized_scope import synchronize_created
+from tfdp.training.replicas.variables import MirroredVariable
 
 _DATA_ARGUMENTS = ("x", "y", "sample_weight")
 # The batch size of arrays in Keras's loops if `batch_size` is `None`.
@@ -272,12 +276,20 @@ def _compare_workers(
             lambda: own["configs"],
         ),
     ]
+    weights = {} if strategy.extended.generation else _weights_of(name, model)
     extra = extra | {
         "created": created.summary,
         "assigned": _digest_of_assignments(model),
+        "weights": _digest_of_assigned(weights),
     }
     gathered = compare(worker_group, topic, facts, extra, before=before)
     _check_assignments(worker_group, topic, gathered, model)
+    if len({each["weights"] for each in gathered}) > 1:
+        # Between synchronizations of `LocalSGD`, weights differ for another reason.
+        equalize_replicas(model)
+        _check_weights(worker_group, topic, weights)
+    for weight in weights.values():
+        weight.was_assigned = False
     return gathered
 
 
@@ -301,6 +313,73 @@ def _array_facts(name: str, arrays: list[dict[str, Any] | None]) -> list[SharedF
         "`AutoShardPolicy.OFF`."
     )
     return [SharedFact("arrays", part, explain_arrays) for part in arrays]
+
+
+def _weights_of(name: str, model: Any) -> dict[str, Any]:
+    """Return the variables that a script may assign, and must assign on all workers.
+
+    Args:
+        name: String, name of the loop or of the method for a batch.
+        model: The Keras model.
+
+    Returns:
+        Dict of `tf.Variable`s by name: the model's replicated weights and, for
+        training, the learning rates that are variables.
+    """
+    weights = replicated_weights(model)
+    if name in ("fit", "train_on_batch"):
+        weights += rate_variables(model)
+    pairs = [(weight.path, weight.value) for weight in weights]
+    return configs.by_name([p for p in pairs if isinstance(p[1], MirroredVariable)])
+
+
+def _digest_of_assigned(weights: dict[str, Any]) -> str:
+    """Return a digest of the values that were assigned outside of steps, or `""`.
+
+    Args:
+        weights: Dict, the result of `_weights_of`.
+    """
+    names = _assigned_names(weights)
+    return digest(_values_of_weights(weights, names).fingerprints()) if names else ""
+
+
+def _assigned_names(weights: dict[str, Any]) -> list[str]:
+    """Return the names of weights assigned outside of steps since a comparison."""
+    return [name for name, weight in weights.items() if weight.was_assigned]
+
+
+def _values_of_weights(weights: dict[str, Any], names: Iterable[str]) -> ArrayValues:
+    """Return the values of the weights with some names, for a comparison."""
+    return ArrayValues({name: tf.convert_to_tensor(weights[name]) for name in names})
+
+
+def _check_weights(
+    worker_group: WorkerGroup, topic: str, weights: dict[str, Any]
+) -> None:
+    """Raise a `ValueError` if weights that a worker has assigned differ by worker.
+
+    Values are compared, and not who has assigned them: worker 0 may have set weights
+    before they were broadcast, or have restored them after it saved others.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        topic: String, the name of the all-gather in messages.
+        weights: Dict, the result of `_weights_of`.
+    """
+    assigned = worker_group.all_gather(
+        f"{topic}: assigned weights", _assigned_names(weights)
+    )
+    chosen = set().union(*assigned)
+    values = _values_of_weights(weights, [name for name in weights if name in chosen])
+    topic = f"{topic}: weights"
+    fingerprints = worker_group.all_gather(topic, values.fingerprints())
+    if difference := find_difference(worker_group, topic, fingerprints, values):
+        raise ValueError(
+            "Workers have assigned different values to weights or the learning rate. "
+            "Assign the same values on every worker, by the same calls of "
+            "`set_weights`, `assign` and `load_weights`, with files that all workers "
+            f"can read. Received: {difference}"
+        )
 
 
 def _digest_of_assignments(model: Any) -> str:

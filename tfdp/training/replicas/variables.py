@@ -39,6 +39,8 @@ class MirroredVariable(_Array, tf_distribute.MirroredVariable):
 
     # Whether each replica holds a part of the elements, not a copy of all.
     has_parts = False
+    # Whether it was assigned outside of steps since workers last compared its value.
+    was_assigned = False
     # Record of assignments outside of steps, for variables with sharded state.
     assigned: AssignedValues | None = None
 
@@ -97,14 +99,17 @@ class MirroredVariable(_Array, tf_distribute.MirroredVariable):
         return super().assign_sub(delta, *args, **kwargs)
 
     def record(self, value: Any, *, replaces: bool, is_negative: bool = False) -> None:
-        """Record an assignment outside of a step, if workers compare assignments.
+        """Record an assignment outside of a step; its value only with sharded state.
 
         Args:
             value: Tensor, the value that is assigned, added or subtracted.
             replaces: Bool, whether it replaces the previous value.
             is_negative: Bool, whether it is subtracted. Defaults to `False`.
         """
-        if self.assigned is None or replica_context() is not None:
+        if replica_context() is not None:
+            return
+        self.was_assigned = True
+        if self.assigned is None:
             return
         if self.distribute_strategy.extended.worker_group.num_workers > 1:
             value = tf.convert_to_tensor(value, self.dtype)
