@@ -412,3 +412,14 @@ def test_callbacks_do_the_same_on_one_device():
     assert history["loss_scale"] == [32.0]
     for plain, ours in zip(*results, strict=True):
         np.testing.assert_allclose(ours, plain, rtol=1e-5)
+
+
+def test_plan_whose_first_epoch_accumulates_nothing_accumulates_later():
+    """Keras builds the optimizer inside the first step, which later epochs run, too."""
+    x = np.ones((12, 2), "float32")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizers.SGD(0.01), "mse")
+    plan = tfdp.callbacks.GradientAccumulation({1: 3})
+    options = {"batch_size": 4, "epochs": 2, "verbose": 0}
+    model.fit(x, x[:, :1], callbacks=[plan], **options)
+    assert int(model.optimizer.iterations) == 3 + 1

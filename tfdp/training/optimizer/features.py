@@ -222,7 +222,11 @@ class Features:
         """Create the missing state of features in use, if the optimizer is built."""
         if self._trained is None:
             return
-        if self.steps > 1 and self.accumulation is None:
+        # Keras may build an optimizer inside the first step, whose trace later epochs
+        # use too: accumulators have to exist if any epoch of the plan needs them.
+        plan = self.plan.values() if isinstance(self.plan, Mapping) else ()
+        accumulates = any(steps > 1 for steps in (self.steps, *plan))
+        if accumulates and self.accumulation is None:
             self.accumulation = AccumulationState(
                 self._make_variable, self._accumulated, self.steps
             )
