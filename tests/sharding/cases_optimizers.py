@@ -50,6 +50,8 @@ if hasattr(optimizers, "MultiOptimizer"):
 class ListOfSlots(optimizers.Optimizer):
     """A user's momentum of gradients of unit length, in a list."""
 
+    decay = 0.9
+
     def build(self, variables):
         if not self.built:
             super().build(variables)
@@ -61,17 +63,19 @@ class ListOfSlots(optimizers.Optimizer):
     def update_step(self, gradient, variable, learning_rate):
         norm = keras.ops.sqrt(keras.ops.sum(keras.ops.square(gradient))) + 1e-3
         mean = self.mean_of(variable)
-        self.assign(mean, 0.9 * mean + gradient / norm)
+        self.assign(mean, self.decay * mean + gradient / norm)
         self.assign_sub(variable, learning_rate * mean)
 
 
 @keras.saving.register_keras_serializable(package="cases")
 class DictOfSlots(ListOfSlots):
-    """The same, in a dict."""
+    """The same, in a dict, beside a variable that is no slot."""
 
     def build(self, variables):
         if not self.built:
             optimizers.Optimizer.build(self, variables)
+            constant = keras.initializers.Constant(0.9)
+            self.decay = self.add_variable((), initializer=constant, name="decay")
             self.by_index = {
                 index: self.add_variable_from_reference(v, name="mean")
                 for index, v in enumerate(variables)

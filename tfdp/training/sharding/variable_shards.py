@@ -65,10 +65,13 @@ class VariableShards(OptimizerShard):
         if owned:
             self.clone.build(owned)
         built = _settings_of(self.clone)
-        # Names of attributes that `build` sets. The clone keeps its own values of them,
-        # since the user's optimizer may never be built.
-        self._set_by_build = {
-            name for name, value in built.items() if before.get(name, self) != value
+        # Names of attributes that hold state or that `build` sets. The clone keeps its
+        # own values of them: the user's optimizer may never be built, and has `None` in
+        # place of state that was freed.
+        self._kept = {
+            name
+            for name in vars(self.clone)
+            if name not in built or before.get(name, self) != built[name]
         }
         self.variables = optimizer_state.state_variables(self.clone)
         self.slots = optimizer_state.slots_of(self.clone) if owned else {}
@@ -191,7 +194,7 @@ class VariableShards(OptimizerShard):
         for index, copy in self._copies.items():
             keras_optimizer.copy_decay_exclusion(self.clone, copy, variables[index])
         settings = _settings_of(optimizer)
-        for name in self._set_by_build & settings.keys():
+        for name in self._kept & settings.keys():
             del settings[name]
         return optimizer_views.copy_with(self.clone, **settings)
 
