@@ -14,6 +14,7 @@ import tfdp
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import load_cases
 from tests.harness.tiers import full
+from tfdp.ground._compat import optimizer_views
 from tfdp.ground.plans.sharding import ShardingOptions
 
 WITHIN_SECONDS = 10.0
@@ -210,6 +211,21 @@ def test_wrapping_twice_is_refused():
 @pytest.mark.parametrize("optimizer", ["adam", None, optimizers.SGD])
 def test_wrapping_what_is_no_optimizer_is_refused(optimizer):
     refused(lambda: Optimizer(optimizer), "must be a Keras optimizer", "Received: ")
+
+
+class Warmed(optimizers.SGD):
+    """A user's optimizer whose `get_config` is missing."""
+
+    def __init__(self, rate: float, steps: int) -> None:
+        super().__init__(rate)
+        self.steps = steps
+
+
+def test_optimizer_that_cannot_be_cloned_is_refused():
+    refused(
+        lambda: optimizer_views.plain_clone(Warmed(0.1, 3)),
+        "`Warmed` cannot be created from its config, which sharding needs. Write",
+    )
 
 
 def test_number_of_micro_batches_given_to_both_places_is_refused():

@@ -11,6 +11,7 @@ import tfdp
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
 from tests.harness.tiers import full
+from tfdp.ground._compat import keras_optimizer, optimizer_state, optimizer_views
 from tfdp.ground.base import param_groups
 from tfdp.training.reduction.fusion import ReducedGradients, unbucketed
 from tfdp.training.step import grouped_update
@@ -315,6 +316,24 @@ def test_config_of_a_built_optimizer_with_a_schedule_makes_one_alike():
     optimizer.build(variables())
     again = tfdp.DistributedOptimizer.from_config(optimizer.get_config())
     assert again.get_config() == optimizer.get_config()
+
+
+class Halving(optimizers.schedules.LearningRateSchedule):
+    """A user's schedule without a config, which Keras cannot serialize."""
+
+    def __call__(self, step):
+        return 0.1 * 0.5 ** tf.cast(step, tf.float32)
+
+
+def test_clones_of_an_optimizer_share_a_schedule_without_config():
+    schedule = Halving()
+    adam = optimizers.Adam(schedule)
+    clones = [
+        optimizer_views.plain_clone(adam),
+        optimizer_state.built_without_memory(adam, [keras.Variable([1.0])]),
+        tfdp.DistributedOptimizer(adam).renew().inner_optimizer,
+    ]
+    assert all(keras_optimizer.rate_or_schedule(c) is schedule for c in clones)
 
 
 def test_wrapper_shows_itself_as_the_wrapped_optimizer():

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorflow.python.trackable import data_structures
 
 from tfdp.ground._compat.keras_optimizer import set_trained
+from tfdp.ground._compat.optimizer_views import clone_from_config, config_of
 from tfdp.ground._compat.tf_distribute import outside_strategies
 
 
@@ -166,9 +167,9 @@ def built_without_memory(optimizer: Any, variables: list) -> Any:
     """
     # `init_scope` lets the configuration be read while a step is traced.
     with tf.init_scope():
-        config = optimizer.get_config()
+        config = config_of(optimizer)
     with tf.Graph().as_default(), outside_strategies():
-        clone = type(optimizer).from_config(config)
+        clone = clone_from_config(optimizer, config)
         shells = []
         for variable in variables:
             shell = keras.Variable(

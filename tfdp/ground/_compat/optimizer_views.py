@@ -129,9 +129,45 @@ def copy_exclusions(optimizer: Any, clone: Any) -> None:
 
 def plain_clone(optimizer: Any) -> Any:
     """Return a clone of an optimizer, not built and without a strategy."""
-    config = optimizer.get_config()
+    config = config_of(optimizer)
     with outside_strategies():
-        return type(optimizer).from_config(config)
+        return clone_from_config(optimizer, config)
+
+
+def config_of(optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's config for `clone_from_config`.
+
+    A learning-rate schedule is in it as the object, not as its own config, which a
+    user's schedule may lack.
+    """
+    rate = optimizer._learning_rate
+    if isinstance(rate, keras.Variable):
+        return optimizer.get_config()
+    config = with_rate(optimizer, 0.0).get_config()
+    return config | ({"learning_rate": rate} if "learning_rate" in config else {})
+
+
+def clone_from_config(optimizer: Any, config: dict[str, Any]) -> Any:
+    """Create an unbuilt clone of an optimizer, which shares its learning-rate schedule.
+
+    Args:
+        optimizer: Keras optimizer.
+        config: Dict, the result of `config_of`.
+
+    Raises:
+        ValueError: If the class does not accept its own config.
+    """
+    try:
+        clone = type(optimizer).from_config(config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`{type(optimizer).__name__}` cannot be created from its config, which "
+            "sharding needs. Write `get_config`, with all arguments of its `__init__`. "
+            f"Received: {error}"
+        ) from error
+    if not isinstance(optimizer._learning_rate, keras.Variable):
+        clone.learning_rate = optimizer._learning_rate
+    return clone
 
 
 def loss_scale_optimizer(

@@ -384,7 +384,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         """Return an unbuilt optimizer with these settings; this one refuses `apply`."""
         self._is_replaced = True
         inner = self.inner_optimizer
-        optimizer = type(inner).from_config(inner.get_config())
+        config = optimizer_views.config_of(inner)
+        optimizer = optimizer_views.clone_from_config(inner, config)
         optimizer_views.copy_exclusions(inner, optimizer)
         return type(self)(
             optimizer,
