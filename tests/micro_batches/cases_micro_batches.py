@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import re
 import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -276,13 +277,13 @@ def micro_batches_that_are_refused(env: Env) -> None:
         "Remove `LocalSGD` or `DiLoCo`": _raised(
             made(), tfdp.callbacks.LocalSGD(sync_every=2)
         ),
-        "only one `GradientAccumulation`": _raised(
+        "Give `fit` one `tfdp.callbacks.GradientAccumulation`": _raised(
             made(), tfdp.callbacks.GradientAccumulation(4)
         ),
     }
     for expected, text in texts.items():
         assert expected in text, text
-        assert "steps=4" in text or "LocalSGD" in text, text
+        assert re.search("steps=4|LocalSGD|Give `fit` one", text), text
     for name, weight in env.weights(normalized).items():
         np.testing.assert_array_equal(weight, before[name])
 

@@ -69,6 +69,12 @@ def _wrong_uses(env: Env) -> Iterator[tuple[str, Callable[[], Any]]]:
         lambda: in_scope(optimizer.apply, gradients, weights),
     )
     compiled = in_scope(common.compiled, in_scope(common.mlp))
+    yield (
+        "a class",
+        lambda: compiled.fit(
+            *common.regression_data(8), callbacks=[tfdp.callbacks.ConsistencyCheck]
+        ),
+    )
     warmup = tfdp.callbacks.LearningRateWarmup(epochs=2)
 
     def begin() -> None:

@@ -322,6 +322,7 @@ EXPECTED = {
     "noise, not compiled": f"`GradientNoiseScale` needs a model.*{COMPILE}",
     "sharding, not compiled": f"`ShardedOptimizer` needs a model.*{COMPILE}",
     "sharded, clips by itself": "overrides `_clip_gradients`.*Override `update_step`",
+    "a class": "Received: the class `ConsistencyCheck`",
     "apply outside `run`": "given to `strategy.run`",
     "warmup of unknown length": "`LearningRateWarmup(steps=...)`",
 }
@@ -364,6 +365,24 @@ def test_callback_under_another_strategy_says_which_is_needed(clusters):
             "use `tfdp.MirroredStrategy`",
             "Received: tensorflow.python.distribute",
         )
+
+
+def test_two_callbacks_that_change_the_same_and_classes_are_refused():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    kinds = (
+        callbacks.GradientAccumulation,
+        callbacks.GradientNoiseScale,
+        callbacks.LearningRateWarmup,
+        callbacks.LossScaling,
+        callbacks.SpikeGuard,
+    )
+    for kind in kinds:
+        text = f"Give `fit` one `tfdp.callbacks.{kind.__name__}`. Received: 2"
+        refused(lambda k=kind: model.fit(np.zeros((2, 2)), callbacks=[k(), k()]), text)
+    for kind in callbacks.ConsistencyCheck, callbacks.BackupAndRestore:
+        text = f"Received: the class `{kind.__name__}`"
+        refused(lambda k=kind: model.fit(np.zeros((2, 2)), callbacks=[k]), text)
 
 
 def test_numbers_of_batches_in_two_places_are_refused():

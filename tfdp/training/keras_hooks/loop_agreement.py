@@ -89,9 +89,11 @@ def agree_on_loop(
     callbacks: list = []
     extra: dict[str, Any] = {}
     if name == "fit":
-        callbacks = callback_list(arguments.get("callbacks"))
+        given = callback_list(arguments.get("callbacks"))
         if worker_group_of(model).is_chief:
-            extra["problem"] = find_callback_problem(callbacks, arguments)
+            extra["problem"] = find_callback_problem(given, arguments)
+        # A class in place of a callback is such a problem, and has no settings.
+        callbacks = [c for c in given if not isinstance(c, type)]
         own["callbacks"] = tfdp_callback_names(callbacks)
         extra["each_batch"] = decide_per_batch(callbacks)
     has_trained = strategy.extended.generation > 0

@@ -105,7 +105,8 @@ def other_callbacks(callbacks: Any) -> list:
 
 def _resumes_fit(callback: Any) -> bool:
     """Return whether a callback saves the state of `fit`, or resumes it."""
-    return getattr(callback, "resumes_fit", False)
+    # A class in place of a callback is left to `find_callback_problem`.
+    return not isinstance(callback, type) and getattr(callback, "resumes_fit", False)
 
 
 def find_callback_problem(callbacks: Any, arguments: dict[str, Any]) -> str:
@@ -118,9 +119,27 @@ def find_callback_problem(callbacks: Any, arguments: dict[str, Any]) -> str:
     Returns:
         String, the first problem in one sentence, or `""` if there is none.
     """
-    if len(backup_callbacks(callbacks)) > 1:
-        return "Give `fit` one `tfdp.callbacks.BackupAndRestore`. Received: several"
-    validated = [c for c in callback_list(callbacks) if hasattr(c, "find_problem")]
+    given = callback_list(callbacks)
+    classes = [callback.__name__ for callback in given if isinstance(callback, type)]
+    if classes:
+        return (
+            f"Give `fit` instances of callbacks, such as `{classes[0]}(...)`. "
+            f"Received: the class `{classes[0]}`"
+        )
+    # Of two callbacks that change training in the same way, the last would replace the
+    # first, or both would act.
+    names = [
+        kind.__name__
+        for callback in given
+        if hasattr(callback, "enable_feature") or _resumes_fit(callback)
+        for kind in type(callback).__mro__
+        if kind.__module__.startswith("tfdp.") and "compared" in vars(kind)
+    ]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        count = names.count(repeated)
+        return f"Give `fit` one `tfdp.callbacks.{repeated}`. Received: {count}"
+    validated = [c for c in given if hasattr(c, "find_problem")]
     num_steps = num_fit_steps(arguments) if validated else None
     problems = [callback.find_problem(num_steps) for callback in validated]
     return next((problem for problem in problems if problem), "")
