@@ -452,6 +452,8 @@ def test_no_kernels_are_no_times():
     [
         (lambda: tfdp.callbacks.CommunicationMonitor("x", every=0), "every=0"),
         (lambda: tfdp.callbacks.CommunicationMonitor("x", every=2.5), "every=2.5"),
+        (lambda: tfdp.callbacks.CommunicationMonitor(None), "log_dir=None"),
+        (lambda: tfdp.callbacks.Timeline(None), "path=None"),
         (lambda: tfdp.callbacks.Timeline("x", steps=(1, 5)), "begin at 2 or later"),
         (lambda: tfdp.callbacks.Timeline("x", steps=(5, 4)), "steps=(5, 4)"),
         (lambda: tfdp.callbacks.Timeline("x", steps=7), "steps=7"),

@@ -385,6 +385,15 @@ def test_two_callbacks_that_change_the_same_and_classes_are_refused():
         refused(lambda k=kind: model.fit(np.zeros((2, 2)), callbacks=[k]), text)
 
 
+@pytest.mark.parametrize("strategy", [tfdp.MirroredStrategy, tfdp.auto_strategy])
+def test_options_that_are_no_options_are_refused(strategy):
+    refused(
+        lambda: strategy(communication="ring"),
+        "`communication` must be a `tfdp.CommunicationOptions` or None.",
+        "Received: communication='ring'",
+    )
+
+
 def test_numbers_of_batches_in_two_places_are_refused():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(Optimizer(sgd(), accumulation_steps=3), "mse")

@@ -35,6 +35,7 @@ from tfdp.ground.arguments import (
     check_choice,
     checked_bool,
     checked_integer,
+    checked_path,
     is_integer,
     plain,
 )
@@ -134,8 +135,9 @@ class BackupAndRestore(StrategyCallback):
         memory_every: int | None = None,
     ) -> None:
         super().__init__()
-        _check_arguments(directory, save_freq, batch)
-        self.directory = os.fspath(directory)
+        what = "the path of a directory, or a URL"
+        self.directory = checked_path("directory", directory, what)
+        _check_arguments(save_freq, batch)
         self.save_freq = plain(save_freq)
         self.keep = checked_integer("keep", keep, 1)
         self.delete_at_end = checked_bool("delete_at_end", delete_at_end)
@@ -549,13 +551,8 @@ class BackupAndRestore(StrategyCallback):
             keras_model.build_symbolically(self.model, spec)
 
 
-def _check_arguments(directory: Any, save_freq: Any, batch: Any) -> None:
+def _check_arguments(save_freq: Any, batch: Any) -> None:
     """Raise if an argument of `BackupAndRestore` is invalid."""
-    if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
-        raise ValueError(
-            "`directory` must be the path of a directory, or a URL. "
-            f"Received: directory={directory!r}"
-        )
     is_epoch = isinstance(save_freq, str) and save_freq == "epoch"
     if not is_epoch and not is_integer(save_freq, least=1):
         raise ValueError(

@@ -22,7 +22,7 @@ from tfdp.features.monitor.readings import Reading
 from tfdp.features.monitor.report import ReportThread, RunReport
 from tfdp.features.monitor.windows import Window, fraction, mean_of, window_of
 from tfdp.ground import user_code
-from tfdp.ground.arguments import checked_bool, checked_integer
+from tfdp.ground.arguments import checked_bool, checked_integer, checked_path
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.files import try_create_folder
 from tfdp.ground.base.finalizers import finalizers
@@ -73,7 +73,7 @@ class CommunicationMonitor(MeasuringCallback):
         histogram: Bool, whether TensorBoard also gets histograms. Defaults to `True`.
 
     Raises:
-        ValueError: If `every` is not positive; in `fit`, if `log_dir` cannot be
+        ValueError: If an argument is invalid; in `fit`, if `log_dir` cannot be
             written or the model has a strategy other than tfdp's.
 
     Example:
@@ -92,7 +92,7 @@ class CommunicationMonitor(MeasuringCallback):
         self, log_dir: str | os.PathLike[str], every: int = 10, histogram: bool = True
     ) -> None:
         super().__init__()
-        self.log_dir = Path(log_dir)
+        self.log_dir = Path(checked_path("log_dir", log_dir, "the path of a directory"))
         self.every = checked_integer("every", every, 1)
         self.histogram = checked_bool("histogram", histogram)
         self._epoch = 0

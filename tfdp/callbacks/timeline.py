@@ -15,7 +15,7 @@ from tfdp.features.monitor.readings import Reading
 from tfdp.features.monitor.sinks import write_json
 from tfdp.features.monitor.trace import WorkerTrace, chrome_trace
 from tfdp.ground import user_code
-from tfdp.ground.arguments import is_integer
+from tfdp.ground.arguments import checked_path, is_integer
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.files import try_create_folder
 from tfdp.ground.text import pluralize
@@ -58,7 +58,7 @@ class Timeline(MeasuringCallback):
         self, path: str | os.PathLike[str], steps: tuple[int, int] = (10, 15)
     ) -> None:
         super().__init__()
-        self.path = Path(path)
+        self.path = Path(checked_path("path", path, "the path of a file"))
         self.steps = _check_steps(steps)
         self._mailbox: Mailbox | None = None
         self._readings: list[tuple[int, Reading]] = []

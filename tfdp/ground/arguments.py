@@ -1,4 +1,4 @@
-"""Checks of booleans, numbers and choices in users' arguments.
+"""Checks of booleans, numbers, choices and paths in users' arguments.
 
 The checks accept NumPy's scalars and return Python's own types. Bools, infinity and NaN
 do not count as numbers.
@@ -7,6 +7,7 @@ do not count as numbers.
 from __future__ import annotations
 
 import numbers
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -81,6 +82,22 @@ def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> Non
             f"`{name}` must be {count}{', '.join(first)} or {last}. "
             f"Received: {name}={value!r}"
         )
+
+
+def checked_path(name: str, value: Any, what: str) -> str:
+    """Check that an argument is a path that is not empty, and return it as a string.
+
+    Args:
+        name: String, the name of the argument.
+        value: Object, the value of the argument.
+        what: String, the allowed values in words, for the message.
+
+    Raises:
+        ValueError: If the value is not a path.
+    """
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError(f"`{name}` must be {what}. Received: {name}={value!r}")
+    return os.fspath(value)
 
 
 def checked_integer(name: str, value: object, least: int, what: str = "") -> int:

@@ -198,9 +198,8 @@ class MirroredStrategy(_Strategy, tf.distribute.MirroredStrategy):
         *,
         communication: CommunicationOptions | None = None,
     ) -> None:
-        _prepare_process()
+        options = _prepare_process(communication)
         self._collective_key_base = next_stock_key_base()
-        options = communication or CommunicationOptions()
         extended = SingleWorkerReplicaExtended(
             self, devices=resolve_devices(devices), options=options
         )
@@ -242,9 +241,8 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         devices: Sequence[str] | None = None,
         communication: CommunicationOptions | None = None,
     ) -> None:
-        _prepare_process()
+        options = _prepare_process(communication)
         self._collective_key_base = next_stock_key_base()
-        options = communication or CommunicationOptions()
         worker = start_worker(cluster_resolver, devices, options)
         if cluster_resolver is None:
             _warn_of_unconnected_processes(worker.cluster or find_cluster())
@@ -258,10 +256,22 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         _warn_of_slow_kernels(self)
 
 
-def _prepare_process() -> None:
-    """Install tfdp's hooks; raise a `RuntimeError` if TensorFlow has been forked."""
+def _prepare_process(communication: Any) -> CommunicationOptions:
+    """Install tfdp's hooks; return the options of a strategy, or the defaults.
+
+    Raises:
+        RuntimeError: If TensorFlow has been forked.
+        ValueError: If `communication` has another type.
+    """
     user_code.check_process_of_tensorflow("A strategy")
+    options = CommunicationOptions() if communication is None else communication
+    if not isinstance(options, CommunicationOptions):
+        raise ValueError(
+            "`communication` must be a `tfdp.CommunicationOptions` or None. "
+            f"Received: communication={communication!r}"
+        )
     install.install()
+    return options
 
 
 def _warn_of_slow_kernels(strategy: Any) -> None:
@@ -330,9 +340,7 @@ def auto_strategy(
     >>> auto_strategy().num_replicas_in_sync
     2
     """
-    _prepare_process()
-    timeout_seconds = communication.timeout_seconds if communication else None
-    cluster = find_cluster(timeout_seconds)
+    cluster = find_cluster(_prepare_process(communication).timeout_seconds)
     _warn_of_unconnected_processes(cluster)
     if cluster is not None and cluster.is_job:
         return MultiWorkerMirroredStrategy(communication=communication)
