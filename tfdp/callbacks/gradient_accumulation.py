@@ -27,7 +27,8 @@ class GradientAccumulation(OptimizerCallback):
             memory needs. Defaults to 4.
         flush: `"epoch"` makes an update of the batches that are left over at
             the end of an epoch, divided by their true number. Defaults to `None`:
-            they are carried over to the next epoch, as Keras does.
+            they are carried over to the next epoch, as Keras does. With
+            `steps="auto"` none are left over.
 
     Raises:
         ValueError: If `steps` or `flush` is invalid.
