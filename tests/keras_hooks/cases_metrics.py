@@ -176,7 +176,7 @@ def metric_held_by_a_layer(env: Env) -> dict:
     return common.train(env, build, *common.regression_data())
 
 
-@case("Wrong numbers: whole numbers as a state; scalars are no arrays to NumPy")
+@case("Wrong numbers: whole numbers as a state; scalars are no arrays or numbers")
 def whole_numbers_as_a_state(env: Env) -> dict:
     with env.scope():
         # One row of nine is nobody's half.
@@ -186,6 +186,7 @@ def whole_numbers_as_a_state(env: Env) -> dict:
         mean = metrics.Mean()
         mean.update_state([1.0, 2.0])
         total = np.array(mean.total.value)
+        assert (float(mean.total), int(mean.count)) == (3.0, 2)
     state = np.array(metric.total_cm)
     np.testing.assert_array_equal(state, [[3, 1], [2, 3]])
     return {"result": result, "state": state, "total": total}

@@ -20,7 +20,10 @@ _STATISTICS = ("moving_mean", "moving_variance")
 
 
 class _Array:
-    """Mixin that lets NumPy read a variable inside a strategy's scope."""
+    """Mixin with conversions of a variable that TensorFlow's distributed ones lack.
+
+    Keras and NumPy use them, such as `int(optimizer.iterations)`.
+    """
 
     numpy: Any
 
@@ -28,13 +31,23 @@ class _Array:
         del copy  # `numpy` returns a copy already.
         return np.asarray(self.numpy(), dtype=dtype)
 
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __index__(self) -> int:
+        return self.numpy().__index__()
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+    def __bool__(self) -> bool:
+        return bool(self.numpy())
+
 
 class MirroredVariable(_Array, tf_distribute.MirroredVariable):
     """Variable with a copy on every replica.
 
-    It adds conversions that Keras uses and TensorFlow's mirrored variables lack, such
-    as `int(optimizer.iterations)`. It has the name of TensorFlow's class because
-    Keras's own tests look for that name.
+    It has the name of TensorFlow's class because Keras's own tests look for that name.
     """
 
     # Whether each replica holds a part of the elements, not a copy of all.
@@ -70,18 +83,6 @@ class MirroredVariable(_Array, tf_distribute.MirroredVariable):
     scatter_nd_update = functools.partialmethod(_in_program, "scatter_nd_update")
     scatter_nd_max = functools.partialmethod(_in_program, "scatter_nd_max")
     scatter_nd_min = functools.partialmethod(_in_program, "scatter_nd_min")
-
-    def __int__(self) -> int:
-        return int(self.numpy())
-
-    def __index__(self) -> int:
-        return self.numpy().__index__()
-
-    def __float__(self) -> float:
-        return float(self.numpy())
-
-    def __bool__(self) -> bool:
-        return bool(self.numpy())
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Assign a value; outside of a step, record it to compare workers."""
