@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tests.harness import common, registry
 from tests.harness.env import Env
+from tests.program.cases_program_metrics import Flags
 
 case, same_as = registry.case, registry.same_as
 layers = keras.layers
@@ -68,7 +69,7 @@ def _trained_by(env: Env, loss: object) -> dict:
                 layers.Dense(1),
             ]
         )
-        metrics = [largest_error, keras.metrics.R2Score(), "mae"]
+        metrics = [largest_error, keras.metrics.R2Score(), "mae", Flags()]
         optimizer = keras.optimizers.SGD(0.01)
         options = {"metrics": metrics, "run_eagerly": True}
         return common.compiled(model, optimizer, loss, **options)

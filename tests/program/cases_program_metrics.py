@@ -168,6 +168,35 @@ class Extremes(metrics.Metric):
         return extremes + ops.sum(self.last * self.moving)
 
 
+class Flags(metrics.Metric):
+    """Bools, which are whole when a batch has assigned them, and a complex number."""
+
+    def __init__(self, name: str = "flags") -> None:
+        super().__init__(name=name)
+        self.any = self.add_variable((3,), "zeros", dtype="bool", name="any")
+        self.all = self.add_variable((3,), "ones", dtype="bool", name="all")
+        self.is_odd = self.add_variable((), "ones", dtype="bool", name="is_odd")
+        self.wave = self.add_variable((), "zeros", dtype="complex128", name="wave")
+
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        self.any.assign(ops.logical_or(self.any, ops.any(y[:2] > 0, axis=0)))
+        self.all.assign(ops.logical_and(self.all, ops.any(y[1:5] > 0, axis=0)))
+        self.is_odd.assign(ops.logical_not(self.is_odd))
+        self.wave.assign(self.wave * ops.cast(1j, "complex128"))
+        self.wave.assign(self.wave + ops.cast(ops.mean(p[:, 0]), "complex128"))
+
+    def reset_state(self) -> None:
+        self.any.assign(ops.zeros(3, "bool"))
+        self.all.assign(ops.ones(3, "bool"))
+        self.is_odd.assign(True)
+        self.wave.assign(ops.zeros((), "complex128"))
+
+    def result(self) -> Any:
+        bits = ops.concatenate([self.any, self.all, self.is_odd[None]])
+        number = ops.sum(ops.cast(bits, "float64") * 2.0 ** np.arange(7))
+        return number + ops.real(self.wave) + 10 * ops.imag(self.wave)
+
+
 class KernelDistance(metrics.Metric):
     """As in Keras's examples of image models: it compares the rows of a batch."""
 
@@ -202,7 +231,8 @@ class States(keras.callbacks.Callback):
         self.kept: dict[str, list] = {}
 
     def _keep(self, name: str, value: Any) -> None:
-        value = np.array(ops.convert_to_numpy(value), "float64")
+        value = np.array(ops.convert_to_numpy(value))
+        value = np.array([value.real, value.imag], "float64")
         self.kept.setdefault(name, []).append(value)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -268,10 +298,10 @@ def metric_functions_of_a_batch(env: Env) -> dict:
     return measured(env, lambda: list(FUNCTIONS))
 
 
-@case("Metric classes that count batches, multiply and keep extremes", **_CASE)
+@case("Metric classes that count, multiply, keep extremes and bools", **_CASE)
 def metric_classes_that_are_no_sums(env: Env) -> dict:
     def make() -> list:
-        return [Extremes()]
+        return [Extremes(), Flags()]
 
     return measured(env, make, weighted=lambda: [Batches("weighted_batches")])
 

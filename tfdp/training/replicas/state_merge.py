@@ -98,7 +98,7 @@ def _merge(
     by_replica = zip(*states, strict=True)
     # All states of a replica are one flat tensor, so that one collective merges them.
     rows = [
-        tf.concat([tf.reshape(tf.cast(t, _DTYPE), [-1]) for t in tensors], axis=0)
+        tf.concat([_flatten(tensor) for tensor in tensors], axis=0)
         for tensors in by_replica
     ]
     if kind == "sum":
@@ -109,14 +109,24 @@ def _merge(
         local = reduce(tf.stack(rows), axis=0)
         total = reduce(Member(host_group, 0).all_gather(local[tf.newaxis]), axis=0)
     parts = tf.split(total, [_size(tensors[0]) for tensors in states])
-    shaped = [
-        tf.reshape(part, tf.shape(tensors[0]))
-        for part, tensors in zip(parts, states, strict=True)
-    ]
-    return [tf.cast(t, s[0].dtype) for t, s in zip(shaped, states, strict=True)]
+    return [_unflatten(t, like=s[0]) for t, s in zip(parts, states, strict=True)]
+
+
+def _flatten(tensor: tf.Tensor) -> tf.Tensor:
+    """Return the elements of a state; complex ones as real and imaginary parts."""
+    if tensor.dtype.is_complex:
+        tensor = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)])
+    return tf.reshape(tf.cast(tensor, _DTYPE), [-1])
+
+
+def _unflatten(flat: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Return the state with the shape and dtype of `like`, given its elements."""
+    if like.dtype.is_complex:
+        flat = tf.complex(*tf.split(flat, 2))
+    return tf.cast(tf.reshape(flat, tf.shape(like)), like.dtype)
 
 
 def _size(tensor: tf.Tensor) -> int | tf.Tensor:
-    """Return the number of elements of a tensor, an int if the shape is static."""
+    """Return the number of elements of `_flatten`, an int if the shape is static."""
     count = tensor.shape.num_elements()
-    return tf.size(tensor) if count is None else count
+    return (tf.size(tensor) if count is None else count) * (1 + tensor.dtype.is_complex)

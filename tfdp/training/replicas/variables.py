@@ -13,7 +13,7 @@ from tfdp.ground.base import loops, program_trace
 from tfdp.ground.base.context import replica_context
 from tfdp.training.replicas.assigned_values import AssignedValues
 
-_MERGE_OPS = {"Maximum": "max", "Minimum": "min"}
+_MERGE_OPS = {"Maximum": "max", "Minimum": "min", "LogicalAnd": "min"}
 # Names of moving statistics in BatchNormalization and layers modelled on it. Each
 # replica updates them from its own rows of the batch.
 _STATISTICS = ("moving_mean", "moving_variance")
@@ -137,7 +137,7 @@ class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
     """Metric state with a component on every replica, merged when it is read.
 
     Components merge by sum, as in TensorFlow, unless the traced update of the metric
-    combines values by maximum or minimum.
+    combines values by maximum or minimum. The sum of bools is true if any is.
     """
 
     merge = "sum"
@@ -148,13 +148,14 @@ class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         is_sum = self.aggregation == tf.VariableAggregation.SUM
-        if is_sum and self.is_number and tf.executing_eagerly():
+        is_divided = self.can_merge and not self.dtype.is_bool
+        if is_sum and is_divided and tf.executing_eagerly():
             self._count_once()
 
     @property
-    def is_number(self) -> bool:
-        """Bool, whether the variable holds numbers, which can be merged."""
-        return self.dtype.is_floating or self.dtype.is_integer
+    def can_merge(self) -> bool:
+        """Bool, whether the components can be merged: not those of text."""
+        return self.dtype != tf.string
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Assign a value; inside a replica, to this replica's component only.
@@ -172,9 +173,9 @@ class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
             before, self.merge = self.merge, _MERGE_OPS.get(op.type, self.merge)
             if before == "sum" != self.merge and self._begins_with is not None:
                 self._begin_whole(self._begins_with)
-        elif not in_replica and self.merge != "sum":
+        elif not in_replica and (self.merge != "sum" or self.dtype.is_bool):
             # TensorFlow's method would divide the value by the number of replicas,
-            # which is right only for components that are merged by a sum.
+            # which is right only for numbers that are merged by a sum.
             for component in self.values:
                 component.assign(value)
             return self
