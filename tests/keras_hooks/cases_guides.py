@@ -665,6 +665,58 @@ class Distilled(keras.Model):
         return alpha * self.student_loss(y, y_pred) + (1 - alpha) * followed
 
 
+class Linear(layers.Layer):
+    """The layer of Keras's guide, whose initial weights depend on when it is built."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.units = units
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(
+            shape=(shape[-1], self.units), initializer="random_normal"
+        )
+
+    def call(self, x: Any) -> Any:
+        return ops.matmul(x, self.kernel)
+
+
+class UnlikeItsCall(keras.Model):
+    """A step that calls other layers than `call`, in another order.
+
+    Its labels, too, are others than those of the batch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = Linear(4), Linear(common.NUM_CLASSES)
+        self.projection = Linear(2)
+
+    def call(self, x: Any) -> Any:
+        return ops.argmax(self.head(self.encoder(x)), axis=-1)[:, None]
+
+    def train_step(self, data: tuple) -> dict:
+        x, y = data
+        y = tf.one_hot(tf.reshape(tf.cast(y, tf.int32), [-1]), common.NUM_CLASSES)
+        with tf.GradientTape() as tape:
+            encoded = self.encoder(x)
+            projected = ops.mean(ops.square(self.projection(encoded)))
+            y_pred = ops.softmax(self.head(encoded))
+            loss = self.compute_loss(y=y, y_pred=y_pred) + projected
+        _apply(self, tape, loss)
+        return {**self.compute_metrics(x, y, y_pred), "total": loss}
+
+
+@case("A step with other layers, labels and metrics than `call` would have")
+def step_builds_what_it_uses(env: Env) -> dict:
+    def build() -> keras.Model:
+        model = UnlikeItsCall()
+        loss = losses.CategoricalCrossentropy()
+        return common.compiled(model, _sgd(), loss, metrics=["accuracy"])
+
+    return _train(env, build, *_classification())
+
+
 @case("Knowledge distillation")
 @registry.same_as("gan_with_two_optimizers")
 def knowledge_distillation(env: Env) -> dict:

@@ -55,10 +55,23 @@ def is_built_symbolically() -> bool:
     return symbolic_scope.in_symbolic_scope()
 
 
-def build_symbolically(model: Any, data_batch: Any) -> None:
-    """Build a model, its metrics and optimizer from the nest of a batch's specs."""
+def build_symbolically(model: Any, data_batch: Any, step: str = "train_step") -> None:
+    """Build a model, its metrics and optimizer from the nest of a batch's specs.
+
+    If the user overrides the step, the step comes first, as on one device: it may call
+    layers in another order than `call`, or other ones, and pass other labels to the
+    metrics. `call` builds the rest, which a resumed run needs before its first step.
+
+    Args:
+        model: Keras model.
+        data_batch: Nest of specs, or arrays, of a batch.
+        step: String, the method of the model that will run. Defaults to `"train_step"`.
+    """
     metrics = model._compile_metrics
     is_new = metrics is not None and not metrics.built
+    parts = [*layers_of(model), model._compile_loss, metrics]
+    if overridden(model, (step,)) and not all(p is None or p.built for p in parts):
+        _trace_step(model, data_batch, step)
     with model.distribute_strategy.scope():
         model._symbolic_build(data_batch=data_batch)
     if is_new:
@@ -126,14 +139,26 @@ def build_by_steps(
     layers = layers_of(model) if steps is None else [model, *layers_of(model)]
     if all(layer.built for layer in layers):
         return
-    batch = keras.tree.map_structure(
-        lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), data_batch
-    )
-    # The optimizer fails here, because no replica runs. The error is expected: the
-    # layers called before it are built all the same.
     for name in overridden(model) if steps is None else steps:
-        with model.distribute_strategy.scope(), contextlib.suppress(Exception):
-            keras_backend.compute_output_spec(getattr(model, name), batch)
+        _trace_step(model, data_batch, name)
+
+
+def _trace_step(model: Any, data_batch: Any, name: str) -> None:
+    """Build layers, losses and metrics by a symbolic call of a step.
+
+    Gradients of variables are zeros in it, and optimizers do nothing. If the step fails
+    all the same, the layers that it called before are built.
+    """
+
+    def symbol(spec: Any) -> Any:
+        """Return a symbolic tensor for a spec or an array."""
+        return keras.KerasTensor(spec.shape, spec.dtype.name)
+
+    batch = keras.tree.map_structure(
+        lambda spec: None if spec is None else symbol(spec), data_batch
+    )
+    with model.distribute_strategy.scope(), contextlib.suppress(Exception):
+        keras_backend.compute_output_spec(getattr(model, name), batch)
 
 
 def layers_of(model: Any) -> list:

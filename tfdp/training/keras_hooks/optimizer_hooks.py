@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.ground._compat import keras_optimizer
+from tfdp.ground._compat import keras_model, keras_optimizer
 from tfdp.ground.base import program_trace
 from tfdp.ground.base.context import in_tfdp_scope, replica_context
 from tfdp.ground.base.deferred_updates import defer
@@ -42,8 +42,10 @@ def apply(
 
     While a step is traced as on one device, or compiled by XLA, the update is only
     recorded; each replica runs it later, without what a user's own class does before it
-    calls this method.
+    calls this method. A step that only builds the model updates nothing.
     """
+    if keras_model.is_built_symbolically():
+        return None
     wrapper = wrapper_of(optimizer)
     if wrapper is not None and keras_optimizer.overrides_apply(optimizer):
         return wrapper.apply_directly(grads, trainable_variables)
@@ -97,6 +99,8 @@ def apply_or_defer(
         grads: Sequence of gradients.
         trainable_variables: Sequence of Keras variables, or `None`. Defaults to `None`.
     """
+    if keras_model.is_built_symbolically():
+        return
     update = functools.partial(apply_or_defer, original, optimizer)
     if defer(optimizer, grads, trainable_variables, update):
         return

@@ -12,11 +12,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp.communication.collectives import end_failed_call
 from tfdp.communication.coordination.worker_group import latest_group
-from tfdp.ground._compat import owners, programs
+from tfdp.ground._compat import keras_model, owners, programs
 from tfdp.ground.base import program_trace, step_context
 from tfdp.training.parameters.gathers import backward_pass, marked_backward_pass
 from tfdp.training.replicas.random_seed import stand_in_seed
@@ -46,7 +47,16 @@ def gradient(
     output_gradients: Any = None,
     unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
 ) -> Any:
-    """Compute gradients; mark the backward pass, which regathers sharded parameters."""
+    """Compute gradients; mark the backward pass, which regathers sharded parameters.
+
+    A symbolic call, in which a model is built, gets zeros for variables. Some of them
+    have no value yet, and outside of replicas TensorFlow finds no gradients of others.
+    """
+    variables = (keras.Variable, tf.Variable)
+    if keras_model.is_built_symbolically() and any(
+        isinstance(source, variables) for source in tf.nest.flatten(sources)
+    ):
+        return tf.nest.map_structure(tf.zeros_like, sources)
     trace = program_trace.traced()
     program_trace.record_losses(tf.nest.flatten(target))
     with backward_pass() if trace is None else marked_backward_pass(trace):

@@ -202,8 +202,10 @@ def build_symbolically(
     options = getattr(dataset, "read_options", None)
     if options is None or not options.by_weight:
         spec = _of_all_replicas(spec, model.distribute_strategy.num_replicas_in_sync)
+    loop = loops.current()
+    step = "train_step" if loop is None or loop.trains else "test_step"
     try:
-        return keras_model.build_symbolically(model, spec)
+        return keras_model.build_symbolically(model, spec, step)
     except Exception:
         # A model that overrides its step may have no `call`. Its variables are created
         # by running the steps instead.

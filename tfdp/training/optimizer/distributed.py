@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdp.ground._compat import (
     graphs,
+    keras_model,
     keras_optimizer,
     optimizer_state,
     optimizer_views,
@@ -212,7 +213,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             ValueError: If it is called outside `strategy.run`, or if the wrapped
                 optimizer overrides `apply` and the loss is scaled.
         """
-        if len(grads) == 0:
+        if len(grads) == 0 or keras_model.is_built_symbolically():
             return
         if tf.distribute.in_cross_replica_context():
             raise ValueError(
