@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tests.harness import common
 from tests.harness.env import Env
@@ -86,3 +87,40 @@ def predict_of_a_pair(env: Env) -> dict:
     for output in found.values():
         np.testing.assert_array_equal(output, 2 * rows)
     return found
+
+
+class OfKinds(keras.Model):
+    """Has outputs that are not dense arrays of numbers, and one without rows."""
+
+    def call(self, inputs):
+        return {
+            "text": tf.strings.as_string(tf.argmax(inputs, axis=1)),
+            "ragged": tf.ragged.boolean_mask(inputs, inputs > 0),
+            "sparse": tf.sparse.from_dense(tf.nn.relu(inputs)),
+            "number": tf.size(inputs),
+        }
+
+
+@case("`predict` fails for text, ragged and sparse rows", quick_setup="two_workers")
+def predict_of_text_ragged_and_sparse_rows(env: Env) -> dict:
+    return _predicted_kinds(env, [5])
+
+
+@case("The same eagerly, and with replicas without rows", deadline_seconds=300.0)
+@same_as("predict_of_text_ragged_and_sparse_rows")
+def eager_predict_of_text_ragged_and_sparse_rows(env: Env) -> dict:
+    return _predicted_kinds(env, [6, 1], run_eagerly=True)
+
+
+def _predicted_kinds(env: Env, batches: list, **options) -> dict:
+    rows = np.random.default_rng(0).normal(size=(sum(batches), 3)).astype("float32")
+    with env.scope():
+        model = OfKinds()
+        model.compile(**options)
+    outputs = model.predict(rows, batch_size=batches[0], verbose=0)
+    assert outputs["text"].tolist() == [b"%d" % each for each in rows.argmax(axis=1)]
+    assert outputs["ragged"].to_list() == [row[row > 0].tolist() for row in rows]
+    dense = tf.sparse.to_dense(outputs["sparse"])
+    np.testing.assert_array_equal(dense, np.maximum(rows, 0))
+    np.testing.assert_array_equal(np.ravel(outputs["number"]), 3 * np.array(batches))
+    return {"dense": dense}

@@ -56,6 +56,8 @@ def gather_first_axis(
         Tuple of the concatenation, ordered by rank, and the size of each rank's tensor
         (rows times elements of a row), `[group.size]`, int32.
     """
+    if rows.dtype == tf.string:
+        return _gather_strings(rows, group, replica, rank)
     member = Member(group, replica)
     progress.record_reduction(f"gather {rows.dtype.name} {rows.shape[1:]}")
     with tf.device(group.devices[replica]):
@@ -82,6 +84,27 @@ def gather_first_axis(
         if rows.shape.rank is not None:
             joined = tf.ensure_shape(joined, [None, *rows.shape[1:]])
         return joined, tf.gather(counts, by_rank)
+
+
+def _gather_strings(
+    rows: tf.Tensor, group: ProcessGroup, replica: int, rank: int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """All-gather strings as bytes and lengths, since no collective carries them.
+
+    The arguments and the result are those of `gather_first_axis`.
+    """
+    flat = tf.reshape(rows, [-1])
+    own_bytes = tf.io.decode_raw(tf.strings.reduce_join(flat), tf.uint8)
+    own_lengths = tf.reshape(tf.strings.length(flat), tf.shape(rows))
+    lengths, counts = gather_first_axis(own_lengths, group, replica, rank)
+    joined, _ = gather_first_axis(own_bytes, group, replica, rank)
+    letters = tf.constant([bytes([value]) for value in range(256)])
+    text = tf.strings.reduce_join(tf.gather(letters, tf.cast(joined, tf.int32)))
+    sizes = tf.reshape(lengths, [-1])
+    begins = tf.cumsum(sizes, exclusive=True)
+    strings = tf.strings.substr(tf.fill(tf.shape(sizes), text), begins, sizes)
+    strings = tf.reshape(strings, tf.shape(lengths))
+    return tf.ensure_shape(strings, lengths.shape), counts
 
 
 def _axis_first(tensor: tf.Tensor, axis: Any) -> tuple:

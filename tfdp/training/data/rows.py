@@ -342,6 +342,13 @@ def take_rows(tensor: Any, begin: tf.Tensor, size: tf.Tensor) -> Any:
     return tensor[begin : begin + size]
 
 
+def join_rows(parts: list) -> Any:
+    """Concatenate dense, ragged or sparse tensors along the first axis."""
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, parts, expand_nonconcat_dims=True)
+    return tf.concat(parts, axis=0)
+
+
 def first_tensor(batch: Any) -> Any:
     """Return the first tensor of a nest that has rows, or `None`."""
     for item in tf.nest.flatten(batch):

@@ -16,12 +16,19 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import timing
 from tfdp.communication.coordination.progress import progress
-from tfdp.ground._compat import keras_data, keras_model, tf_data, xla_lowering
+from tfdp.ground._compat import (
+    keras_data,
+    keras_model,
+    tf_data,
+    tf_distribute,
+    xla_lowering,
+)
 from tfdp.ground.base import loops
 from tfdp.ground.base.context import is_tfdp, strategy_of
 from tfdp.ground.base.feature import Feature, overriders
 from tfdp.training.data import checks
 from tfdp.training.data.other_rows import unwrap_other_rows
+from tfdp.training.data.rows import join_rows
 from tfdp.training.keras_hooks.logs import merge_logs
 from tfdp.training.parameters.conversion import num_conversions
 from tfdp.training.step.empty_step import Updates, recording
@@ -238,8 +245,8 @@ def reduce_per_replica(
     rows are concatenated in the order of ranks.
 
     Args:
-        original: Callable, the function of Keras. It is called for one replica, outside
-            of Keras's loops, and for the rows of a single worker.
+        original: Callable, the function of Keras. It is called for one replica, and
+            outside of Keras's loops.
         values: Nest of per-replica values, the outputs.
         strategy: The strategy of the model.
         reduction: String, `"concat"` if the outputs are rows, as in `predict`. For any
@@ -248,12 +255,51 @@ def reduce_per_replica(
     if not is_tfdp(strategy):
         return original(values, strategy, reduction)
     loop, is_alone = loops.current(), strategy.num_replicas_in_sync == 1
-    is_local = strategy.extended.worker_group.num_workers == 1
-    if is_alone or loop is None or (is_local and reduction == "concat"):
+    if is_alone or loop is None:
         reduced = original(values, strategy, reduction)
     elif reduction == "concat":
-        reduced = keras.tree.map_structure(lambda v: strategy.gather(v, axis=0), values)
+        reduced = keras.tree.map_structure(
+            functools.partial(_join_outputs, strategy), values
+        )
     else:
         reduced = merge_logs(strategy, loop.model, values)
     timing.gather()
     return reduced
+
+
+def _join_outputs(strategy: Any, value: Any) -> Any:
+    """Concatenate the rows that all replicas return from a step of `predict`.
+
+    Args:
+        strategy: A tfdp strategy.
+        value: Per-replica value of dense, ragged or sparse tensors, or of scalars,
+            which are the same on all replicas.
+    """
+    local = strategy.experimental_local_results(value)
+    first = local[0]
+    if not tf.is_tensor(first) or first.shape.rank == 0:
+        return first
+    if strategy.extended.worker_group.num_workers == 1:
+        return join_rows(list(local))
+    if not isinstance(first, (tf.RaggedTensor, tf.SparseTensor)):
+        return strategy.gather(value, axis=0)
+    parts = [
+        strategy.gather(tf_distribute.per_replica(list(part)), axis=0)
+        for part in zip(*map(_dense_parts, local), strict=True)
+    ]
+    if isinstance(first, tf.RaggedTensor):
+        return tf.RaggedTensor.from_nested_row_lengths(parts[0], parts[1:])
+    indices, values, shapes, counts = parts
+    rows_before = tf.cumsum(shapes[:, 0], exclusive=True)
+    rows = indices[:, :1] + tf.repeat(rows_before, counts)[:, tf.newaxis]
+    num_rows = tf.reduce_sum(shapes[:, 0], keepdims=True)
+    shape = tf.concat([num_rows, tf.reduce_max(shapes[:, 1:], axis=0)], axis=0)
+    return tf.SparseTensor(tf.concat([rows, indices[:, 1:]], axis=1), values, shape)
+
+
+def _dense_parts(output: Any) -> list[tf.Tensor]:
+    """Return the dense tensors whose rows make up a ragged or sparse tensor."""
+    if isinstance(output, tf.RaggedTensor):
+        return [output.flat_values, *output.nested_row_lengths()]
+    count = tf.shape(output.values)
+    return [output.indices, output.values, output.dense_shape[tf.newaxis], count]

@@ -109,10 +109,10 @@ class Replica:
         """
         if self._group.size == 1:
             return rows
-        if rows.dtype == tf.string:
-            return self._gather_strings(rows, axis)
         if axis == 0:
             return self._gather(rows)
+        # `tfdp.training.program.plan` refuses to gather strings along another axis.
+        assert rows.dtype != tf.string
         rank = rows.shape.rank
         assert rank is not None
         order = [axis, *(i for i in range(rank) if i != axis)]
@@ -120,24 +120,9 @@ class Replica:
         return tf.transpose(self._gather(tf.transpose(rows, order)), inverse)
 
     def _gather(self, rows: tf.Tensor) -> tf.Tensor:
-        """All-gather the rows of all replicas, numbers, along the first axis."""
+        """All-gather the rows of all replicas along the first axis."""
         regather_used_units()
         return self._group.gather(rows)
-
-    def _gather_strings(self, rows: tf.Tensor, axis: int) -> tf.Tensor:
-        """All-gather strings as bytes and lengths, since no collective carries them."""
-        flat = tf.reshape(rows, [-1])
-        own_bytes = tf.io.decode_raw(tf.strings.reduce_join(flat), tf.uint8)
-        lengths = self.gather(tf.reshape(tf.strings.length(flat), tf.shape(rows)), axis)
-        # `tfdp.training.program.plan` refuses to gather strings along another axis.
-        assert axis == 0
-        letters = tf.constant([bytes([value]) for value in range(256)])
-        codes = tf.cast(self._gather(own_bytes), tf.int32)
-        text = tf.strings.reduce_join(tf.gather(letters, codes))
-        sizes = tf.reshape(lengths, [-1])
-        begins = tf.cumsum(sizes, exclusive=True)
-        strings = tf.strings.substr(tf.fill(tf.shape(sizes), text), begins, sizes)
-        return tf.ensure_shape(tf.reshape(strings, tf.shape(lengths)), lengths.shape)
 
     def take_rows(
         self,

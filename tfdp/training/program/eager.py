@@ -24,7 +24,7 @@ from tfdp.communication.collectives.gather import gather_first_axis
 from tfdp.ground.base import batch_weight
 from tfdp.ground.base.batch_weight import BatchWeight
 from tfdp.ground.base.program_trace import ProgramTrace, tracing
-from tfdp.training.data.rows import first_tensor, num_rows
+from tfdp.training.data.rows import first_tensor, join_rows, num_rows, take_rows
 from tfdp.training.reduction.training_group import TrainingGroup, training_group
 
 
@@ -217,10 +217,14 @@ class EagerStep:
         result, counts = self._program.result, self._program.row_counts
         if not self.returns_rows:
             return result
-        begin = sum(counts[: group.rank])
-        own = slice(begin, begin + counts[group.rank])
+        begin = tf.constant(sum(counts[: group.rank]), tf.int64)
+        size = tf.constant(counts[group.rank], tf.int64)
         return tf.nest.map_structure(
-            lambda rows: rows[own] if tf.is_tensor(rows) and rows.shape.rank else rows,
+            lambda rows: (
+                take_rows(rows, begin, size)
+                if tf.is_tensor(rows) and rows.shape.rank
+                else rows
+            ),
             result,
         )
 
@@ -253,26 +257,19 @@ def _join_rows(parts: Sequence[Any], workers: ProcessGroup, rank: int) -> Any:
     first, *_ = parts
     if not tf.is_tensor(first) or first.shape.rank == 0:
         return first
-    own = _concatenate(list(parts))
+    own = join_rows(list(parts))
     if workers.size == 1:
         return own
     gathered = [
         _all_gather(component, workers, rank)
         for component in tf.nest.flatten(own, expand_composites=True)
     ]
-    return _concatenate(
+    return join_rows(
         [
             tf.nest.pack_sequence_as(own, components, expand_composites=True)
             for components in zip(*gathered, strict=True)
         ]
     )
-
-
-def _concatenate(parts: list) -> Any:
-    """Concatenate dense, ragged or sparse tensors along the first axis."""
-    if isinstance(parts[0], tf.SparseTensor):
-        return tf.sparse.concat(0, parts, expand_nonconcat_dims=True)
-    return tf.concat(parts, axis=0)
 
 
 def _all_gather(tensor: tf.Tensor, workers: ProcessGroup, rank: int) -> list[tf.Tensor]:

@@ -283,8 +283,10 @@ class ReplicaExtended:
         assertion that the workers have not changed is added to the graph.
         """
         self.assert_same_workers()
-        local = getattr(value, "values", (value,))
-        if len(local) == len(self.group.devices):
+        # Sparse tensors have `values`, too.
+        is_per_replica = isinstance(value, tf.distribute.DistributedValues)
+        num_local = len(value.values) if is_per_replica else 1
+        if num_local == len(self.group.devices):
             return self._cross_device_ops
         return self._host_cross_device_ops
 
