@@ -80,7 +80,9 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Variable for two numbers of each step, such as its begin and its forward's end.
+    """Variable for two measurements of each step.
+
+    An example are the times at which the step begins and its forward pass ends.
 
     Args:
         name: String, such as `"times"`, see

@@ -266,8 +266,8 @@ class Membership:
             try:
                 self._report_missing(missing, "", begin, timeout_seconds)
             except JobAlreadyRunning:
-                # The running job may be that of this very cluster, whose last missing
-                # worker has joined meanwhile: then the texts of all workers are here.
+                # The job that runs already may be this worker's own, whose last missing
+                # worker has joined meanwhile: then all workers' texts have arrived.
                 if (versions := gathering.texts(_WAIT_SECONDS)) is None:
                     raise
                 break

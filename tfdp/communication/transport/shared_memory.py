@@ -346,7 +346,8 @@ def new_communicator(mesh: Mesh, ranks: Sequence[int], lane: str) -> Communicato
 class _Outbox:
     """Shared memory that one member writes and all others read, in two slots.
 
-    A slot has a chunk for each member, its owner's for data to all, and one for sums.
+    A slot has a chunk for each member, which holds data for that member, and one for
+    sums. The chunk of the writing member holds data for all.
 
     Args:
         descriptor: Int, file descriptor of the memory.

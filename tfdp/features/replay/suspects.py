@@ -67,7 +67,8 @@ def suspects(rounds: Sequence[ReplayDigests]) -> list[int]:
     first, pairs = wrong[-1].pairs
     if pairs:
         found = set.intersection(*pairs) or set.union(*pairs)
-        # By replica: the digest of its own rows and that as a stand-in.
+        # For each replica the digest of its own rows, and the one that it has computed
+        # as the stand-in of another replica.
         digests = [round_.computed[..., first].T for round_ in rounds]
     else:
         values, counts = np.unique(wrong[-1].received, return_counts=True)

@@ -348,8 +348,8 @@ def max_trial_steps(update_steps: int) -> int:
     (789, 936)
     """
     each = _updates_of_block(update_steps) + _SKIPPED
-    # The default has a block before the first round, and the first block of each plan
-    # skips more updates.
+    # The default plan is measured in one block before the first round, and the first
+    # block of each plan skips more updates than its later ones.
     blocks = 1 + max_blocks(MAX_PROPOSALS)
     more = (_SKIPPED_AT_FIRST - _SKIPPED) * (1 + MAX_PROPOSALS)
     return update_steps * (blocks * each + more)

@@ -92,7 +92,8 @@ def agree_on_loop(
         given = callback_list(arguments.get("callbacks"))
         if worker_group_of(model).is_chief:
             extra["problem"] = find_callback_problem(given, arguments)
-        # A class in place of a callback is such a problem, and has no settings.
+        # `find_callback_problem` reports a class that is given in place of a callback;
+        # its settings cannot be read.
         callbacks = [c for c in given if not isinstance(c, type)]
         own["callbacks"] = tfdp_callback_names(callbacks)
         extra["each_batch"] = decide_per_batch(callbacks)

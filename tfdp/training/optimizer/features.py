@@ -169,7 +169,7 @@ class Features:
         return any(feature.measures_loss for feature in self.active)
 
     def take_loss(self) -> tf.Tensor:
-        """Return the loss whose gradients are passed to the optimizer, a scalar.
+        """Return, once, the scalar loss whose gradients are passed to the optimizer.
 
         Raises:
             ValueError: If the loss is not known.

@@ -100,7 +100,9 @@ class GatheredUnit:
 
 
 class UnitGatherer:
-    """Gathers units in the step of one replica, and keeps their values.
+    """Gathers units, the groups of parameters that are gathered at once, in a step.
+
+    It keeps the gathered values for later operations of the replica's step.
 
     Args:
         graph: The graph of the step, outside of its loops and branches.

@@ -192,7 +192,9 @@ class _Planner:
         )
 
     def _find_states(self) -> None:
-        """Collect for the last stage what changes a state, or uses a changed one.
+        """Mark operations that write a state, or use a written one, for the last stage.
+
+        The last stage runs once, after the loop over micro-batches.
 
         A read of a variable after its assignment may come earlier: it is replaced by
         the assigned tensor, see `MicroPlan.forwarded`.

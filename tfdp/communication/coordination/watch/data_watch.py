@@ -58,7 +58,9 @@ class DataWatch:
         return waited
 
     def failure(self, rank: int) -> WorkerFailure | None:
-        """Return the failure of this worker's data source, or `None` within the limit.
+        """Return the failure of a data source that has yielded no batch for too long.
+
+        It is `None` within the time limit of `DataWatch`, and without a limit.
 
         Args:
             rank: Int, rank of this worker.
