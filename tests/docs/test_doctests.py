@@ -15,9 +15,9 @@ import pytest
 from tests.harness.commands import ROOT
 from tests.harness.forks import run_script
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-DEADLINE_SECONDS = 240
+DEADLINE_SECONDS = 480
 
 # The examples of the modules run in one process, and those of the pages in two others,
 # for TensorFlow is slow to import. Two logical CPU devices stand for two replicas; they

@@ -177,8 +177,12 @@ def test_who_waits_for_long_says_so(hub, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "other", [tfdp.callbacks.LocalSGD(sync_every=3), tfdp.callbacks.DiLoCo(4)]
+    ("other", "message"),
+    [
+        (tfdp.callbacks.LocalSGD(sync_every=3), "An island needs exactly one `DiLoCo`"),
+        (tfdp.callbacks.DiLoCo(4), "Give `fit` one `tfdp.callbacks.DiLoCo`"),
+    ],
 )
-def test_an_island_has_one_callback_of_local_steps(hub, other):
-    with pytest.raises(ValueError, match="An island needs exactly one `DiLoCo`"):
+def test_an_island_has_one_callback_of_local_steps(hub, other, message):
+    with pytest.raises(ValueError, match=message):
         fit(tfdp.callbacks.DiLoCo(4), other)

@@ -106,7 +106,7 @@ def _fault_of_source(script: str) -> str | None:
             warnings.simplefilter("ignore")  # the workers show the same warnings
             source = file.read(_MOST_BYTES + 1)
             if len(source) > _MOST_BYTES:
-                return f"it has more than {_MOST_BYTES} bytes"
+                return f"it is larger than {_MOST_BYTES >> 20} MiB"
             compile(source, script, "exec", dont_inherit=True)
     except SyntaxError as error:
         line = (error.text or "").strip()
