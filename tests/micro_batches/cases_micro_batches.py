@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-import re
 import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -283,7 +282,7 @@ def micro_batches_that_are_refused(env: Env) -> None:
     }
     for expected, text in texts.items():
         assert expected in text, text
-        assert re.search("steps=4|LocalSGD|Give `fit` one", text), text
+        assert "steps=4" in text or "LocalSGD" in text or "Received: 2" in text, text
     for name, weight in env.weights(normalized).items():
         np.testing.assert_array_equal(weight, before[name])
 

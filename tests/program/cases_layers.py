@@ -518,12 +518,18 @@ class DrawnUnseeded(layers.Layer):
         return x + 0.01 * self.drawn
 
 
+class NoisySGD(keras.optimizers.SGD):
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        noise = tf.random.normal(gradient.shape)
+        super().update_step(gradient + 0.1 * noise, variable, learning_rate)
+
+
 @DRAWS.add
 def draws_without_seeds_are_the_same_on_all_replicas(env: Env) -> dict:
     tf.random.set_seed(None)  # type: ignore[arg-type]
     with env.scope():
         model = keras.Sequential([*_dense(DrawnUnseeded())])
-        model.compile(sgd(), "mse")
+        model.compile(NoisySGD(0.05), "mse")
     check = [] if env.strategy is None else [tfdp.callbacks.ConsistencyCheck(every=1)]
     fit(env, model, FEATURES, targets(FEATURES), callbacks=check)
     return {}

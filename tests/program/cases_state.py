@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import layers, ops
 
@@ -345,6 +347,46 @@ def table_that_is_read_and_written(env: Env) -> dict:
     options = {"key_dtype": tf.int64, "value_dtype": tf.float32, "default_value": 0.0}
     table = tf.lookup.experimental.MutableHashTable(**options)
     return fit_layers(env, _around(lambda: Counts(table)))
+
+
+@LAYERS.add
+def text_and_a_growing_variable_made_outside_of_the_scope(env: Env) -> dict:
+    text = tf.Variable("x")
+    seen = tf.Variable(tf.zeros([0]), shape=[None])
+
+    class Growing(layers.Layer):
+        def call(self, x: Any, training: bool = False) -> Any:
+            length = tf.cast(tf.strings.length(text), x.dtype)
+            result = x + 0.1 * length + tf.reduce_sum(seen)
+            if training:
+                text.assign(tf.strings.join([text, "y"]))
+                seen.assign(tf.concat([seen, [0.1]], axis=0))
+            return result
+
+    return fit_layers(env, _around(Growing))
+
+
+@LAYERS.add
+def table_that_a_loop_reads_is_refused_or_right(env: Env) -> dict:
+    options = {"key_dtype": tf.int64, "value_dtype": tf.float32, "default_value": 0.0}
+    table = tf.lookup.experimental.MutableHashTable(**options)
+
+    class Looping(layers.Layer):
+        def call(self, x: Any, training: bool = False) -> Any:
+            key = tf.constant(3, tf.int64)
+            table.insert(key, table.lookup(key) + 1.0)
+
+            def add(i: Any, total: Any) -> tuple:
+                return i + 1, total + tf.reshape(table.lookup(key), [])
+
+            return x + tf.while_loop(lambda i, _: i < 2, add, [0, 0.0])[1]
+
+    refused: Any = contextlib.nullcontext()
+    if env.strategy is not None and env.strategy.extended.num_local > 1:
+        refused = pytest.raises(ValueError, match="reads, in a loop, a state that")
+    with refused:
+        fit_layers(env, _around(Looping))
+    return {}
 
 
 # States of steps.

@@ -76,11 +76,6 @@ class GradientAccumulation(OptimizerCallback):
         if isinstance(steps, str):
             self._divide_rows(optimizer)
             return
-        if MicroBatches in optimizer.features.installed:
-            raise ValueError(
-                'Give `fit` only one `GradientAccumulation`. Received: steps="auto" '
-                f"and steps={steps}"
-            )
         numbers = set(steps.values()) if isinstance(steps, Mapping) else {steps}
         before = optimizer.accumulation_steps
         if before > 1 and before not in numbers and optimizer.features.plan is None:

@@ -77,7 +77,7 @@ class Islands(Feature):
         if sum(hasattr(callback, "steps_locally") for callback in given) > 1:
             raise ValueError(
                 "An island needs exactly one `DiLoCo`, which exchanges for all its "
-                "replicas. Remove `LocalSGD`, and a second `DiLoCo`."
+                "replicas. Remove `LocalSGD`."
             )
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return

@@ -105,7 +105,7 @@ def inner_index(multi_optimizer: Any, variable: Any) -> int:
     return multi_optimizer._var_to_optimizer_idx[multi_optimizer._var_key(variable)]
 
 
-def overridden(optimizer: Any, *names: str) -> list[str]:
+def overridden_by_user(optimizer: Any, *names: str) -> list[str]:
     """Return those of the named methods that a user's own class overrides."""
     modules = [getattr(getattr(type(optimizer), n), "__module__", "") for n in names]
     known = ("keras.", "tfdp.")
@@ -114,7 +114,7 @@ def overridden(optimizer: Any, *names: str) -> list[str]:
 
 def overrides_apply(optimizer: Any) -> bool:
     """Return whether an optimizer is of a user's class with an `apply` of its own."""
-    return bool(overridden(optimizer, "apply", "apply_gradients"))
+    return bool(overridden_by_user(optimizer, "apply", "apply_gradients"))
 
 
 def rate_or_schedule(optimizer: Any) -> Any:

@@ -127,13 +127,11 @@ def find_callback_problem(callbacks: Any, arguments: dict[str, Any]) -> str:
             f"Received: the class `{classes[0]}`"
         )
     # Of two callbacks that change training in the same way, the last would replace the
-    # first, or both would act.
+    # first, or both would act. A class of the user's counts as the one that it extends.
     names = [
-        kind.__name__
+        next(c.__name__ for c in type(callback).__mro__ if c.__module__[:5] == "tfdp.")
         for callback in given
         if hasattr(callback, "enable_feature") or _resumes_fit(callback)
-        for kind in type(callback).__mro__
-        if kind.__module__.startswith("tfdp.") and "compared" in vars(kind)
     ]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:

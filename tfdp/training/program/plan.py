@@ -454,7 +454,8 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
     Raises:
         CannotDivideError: If the forms still change after `_MAX_PASSES` passes.
     """
-    scope = view.scope
+    # The sets of the copy are those of the whole program.
+    scope = dataclasses.replace(view.scope, num_loops=view.scope.num_loops + 1)
     cond, body = programs.loop_graphs(view.op)
     is_same = [
         output is given for output, given in zip(body.outputs, body.inputs, strict=True)
@@ -463,7 +464,6 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
         fact if same or _is_list(given) else _without_value(fact)
         for fact, same, given in zip(view.facts, is_same, body.inputs, strict=True)
     ]
-    scope.num_loops += 1
     for _ in range(_MAX_PASSES):
         body_plan = _plan_inside(body, facts, scope)
         after = [
@@ -484,7 +484,6 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
             "Use an operation on the whole batch in place of the loop.",
         )
     cond_plan = _plan_inside(cond, facts, scope)
-    scope.num_loops -= 1
     is_converted = any(
         is_conversion(body_plan.fact(output), need_of(fact))
         for fact, output, same in zip(facts, body.outputs, is_same, strict=True)

@@ -346,7 +346,7 @@ def shard_plan(
     Raises:
         ValueError: If the optimizer is of a user's class that looks at all gradients.
     """
-    looks_at_all = keras_optimizer.overridden(
+    looks_at_all = keras_optimizer.overridden_by_user(
         optimizer, "_backend_update_step", "_clip_gradients"
     )
     if looks_at_all:

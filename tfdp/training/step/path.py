@@ -260,12 +260,12 @@ def _clip(step: Step, sums: list, statistics: GradientStatistics) -> list:
 
 def _decay_and_update(step: Step, gradients: list) -> None:
     """Update each group's variables by its gradients; count it in the loss scale."""
-    for group, clipped, schedule in zip(
-        step.param_groups, gradients, step.schedules, strict=True
-    ):
-        if schedule.momentum_factor is not None:
-            step.layout.scale_momentum(group, schedule.momentum_factor)
-        with step_context.using(update_draws=itertools.count(1)):
+    with step_context.using(update_draws=itertools.count(1)):
+        for group, clipped, schedule in zip(
+            step.param_groups, gradients, step.schedules, strict=True
+        ):
+            if schedule.momentum_factor is not None:
+                step.layout.scale_momentum(group, schedule.momentum_factor)
             step.layout.update(group, clipped, group.of(step.variables), schedule.rate)
     if step.scale is not None:
         step.scale.record_success()

@@ -34,7 +34,8 @@ def decide_variable(view: View) -> Decision | None:
     States of metrics stay partial sums; any other variable has the same value on every
     replica.
     """
-    if view.scope.is_shared(view.op) and view.op.outputs:
+    reads = bool(view.op.outputs) and view.type != "VariableShape"
+    if reads and view.scope.is_shared(view.op):
         return _decide_shared_read(view)
     if view.type in READS:
         shape = view.output_sizes()
@@ -69,16 +70,16 @@ def _decide_shared_read(view: View) -> Decision:
     if view.scope.num_loops:
         raise CannotDivideError(
             view.op,
-            "reads, in a loop, a state that the step writes and that was created "
-            "outside of `strategy.scope()`",
-            "Create it inside the scope, or read it before the loop.",
+            "reads, in a loop, a state that the step writes and that all replicas of "
+            "a process share",
+            "Read it before the loop, or create a variable inside `strategy.scope()`.",
         )
     needs = [AS_IS] + [WHOLE] * (len(view) - 1)
     outputs = view.op.outputs
     if all(t.dtype != tf.string and t.shape.is_fully_defined() for t in outputs):
         return Decision(needs, view.part_outputs(), _build_shared_read)
     return Decision(
-        needs, view.whole_outputs(), _build_on_first_only, has_collective=True
+        needs, view.whole_outputs(), _build_and_broadcast, has_collective=True
     )
 
 
@@ -255,10 +256,10 @@ def _build_python(builder: Any, op: Any, replica_inputs: list) -> list:
     """
     if builder.is_in_loop:
         return builder.copy(op, replica_inputs)
-    return _build_on_first_only(builder, op, replica_inputs)
+    return _build_and_broadcast(builder, op, replica_inputs)
 
 
-def _build_on_first_only(builder: Any, op: Any, replica_inputs: list) -> list:
+def _build_and_broadcast(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build an operation on the first replica, and broadcast its results.
 
     Other replicas do not know the shapes of the results.
