@@ -277,3 +277,26 @@ def test_a_traceback_has_no_lines_of_tfdp():
     files = [frame.filename for frame in traceback.extract_tb(raised.tb)]
     assert files[0] == __file__
     assert not any(file.startswith(str(SOURCE)) for file in files), files
+
+
+def test_autograph_converts_the_functions_of_users_alone():
+    strategy = tfdp.MirroredStrategy(["CPU:0"])
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        if tf.reduce_sum(x) > 0:
+            x = 2 * x
+        return tfdp.all_gather(x)
+
+    @tf.function
+    def run() -> tf.Tensor:
+        gathered = strategy.run(step, (tf.ones([1, 1]),))
+        return strategy.reduce("sum", gathered, axis=None)
+
+    before = converted()
+    assert run().numpy().tolist() == [[2.0]]
+    assert len(converted() - before) == 2
+
+
+def converted() -> set[str]:
+    """The modules into which AutoGraph has written functions."""
+    return {name for name in sys.modules if name.startswith("__autograph_generated")}

@@ -17,7 +17,7 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from tfdp.ground._compat import owners, patches
+from tfdp.ground._compat import owners, patches, runtime
 from tfdp.ground._compat.patches import Replacement
 from tfdp.training.data import epochs, position
 from tfdp.training.keras_hooks import (
@@ -370,6 +370,8 @@ REPLACEMENTS = (
 @functools.cache
 def install() -> None:
     """Replace all functions in `REPLACEMENTS`; later calls have no effect."""
+    # Converting them takes longer than tracing the step of a custom loop.
+    runtime.exclude_from_autograph(__name__.partition(".")[0])
     for entry in REPLACEMENTS:
         patches.replace(entry)
     # Tracebacks have to show the user's lines, so tfdp's frames are hidden as Keras
