@@ -492,9 +492,9 @@ def test_the_shares_for_tensorboard_are_those_of_the_file(tmp_path, attempts):
     small_fit(Compare(), board, backup, epochs=3)
     assert len(given) == 3
     assert all(made == found for made, found in given)
+    (path,) = (tmp_path / "board" / "goodput").iterdir()
     events = [
         (event.step, value.tag)
-        for path in (tmp_path / "board" / "goodput").iterdir()
         for event in tf.compat.v1.train.summary_iterator(str(path))
         for value in event.summary.value
     ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -248,14 +249,28 @@ class _Ledger(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write the shares so far for TensorBoard, if another callback writes there."""
-        folders = sorted(filter(None, map(_log_dir_of, self._others)))
-        if folders:
-            write_scalars(self._recorder.shares(), dict.fromkeys(folders), epoch)
+        # Of an error nothing is lost: the ledger has the same numbers.
+        with contextlib.suppress(OSError, tf.errors.OpError):
+            for writer in self._writers:
+                _write_scalars(writer, self._recorder.shares(), epoch)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Record that `fit` is complete."""
         self.is_complete = True
         self._recorder.fit_ends(is_complete=True)
+        with contextlib.suppress(OSError, tf.errors.OpError):
+            for writer in self._writers:
+                writer.close()
+
+    @functools.cached_property
+    def _writers(self) -> list:
+        """Writers of TensorBoard, one for each folder of another callback."""
+        folders = sorted(set(filter(None, map(_log_dir_of, self._others))))
+        return [
+            tf.summary.create_file_writer(os.path.join(folder, _SCALARS))
+            for folder in folders
+            if has_tensorboard()
+        ]
 
     def exposed_seconds(self) -> float | None:
         """Return the exposed communication of the steps since the last call.
@@ -290,26 +305,18 @@ def without_ledger(callbacks: Any) -> Any:
     return callbacks
 
 
-def write_scalars(shares: Shares, folders: Iterable[str], epoch: int) -> None:
+def _write_scalars(writer: Any, shares: Shares, epoch: int) -> None:
     """Write the shares of a job for TensorBoard.
 
     Args:
+        writer: `tf.summary.SummaryWriter`.
         shares: `Shares`.
-        folders: Iterable of strings, folders of TensorBoard.
         epoch: Int, number of the epoch, from 0.
     """
-    if not has_tensorboard():
-        return
-    for folder in folders:
-        try:
-            writer = tf.summary.create_file_writer(os.path.join(folder, _SCALARS))
-            with writer.as_default():
-                for name in CLASSES:
-                    tag = f"{_SCALARS}/{name}_share"
-                    tf.summary.scalar(tag, shares.share(name), epoch)
-            writer.close()
-        except (OSError, tf.errors.OpError):
-            continue  # nothing is lost: the ledger has the same numbers
+    with writer.as_default():
+        for name in CLASSES:
+            tf.summary.scalar(f"{_SCALARS}/{name}_share", shares.share(name), epoch)
+    writer.flush()
 
 
 def _log_dir_of(callback: Any) -> str | None:
