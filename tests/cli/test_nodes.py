@@ -129,6 +129,25 @@ def test_two_nodes_get_one_cluster_and_show_their_own_workers(nodes):
     nodes.assert_nothing_is_left()
 
 
+# The launcher does not see these imports, before which it would import TensorFlow.
+JOINS = """
+import importlib
+if RANK:
+    cluster = importlib.import_module("tfdp.communication.cluster").find_cluster()
+    importlib.import_module("tfdp.communication.store").Membership(cluster).join(None)
+"""
+
+
+def test_a_node_does_not_wait_for_one_whose_workers_have_ended_with_code_0(nodes):
+    nodes.script(JOINS)
+    (first_code, first), (second_code, second) = nodes.both("-n", "1", "script.py")
+    early = "the workers of node 0 ended with exit code 0 without creating a strategy"
+    assert (first_code, second_code) == (1, 1), (first, second)
+    assert f"tfdp: {early}, as seen on node 1 (" in first
+    assert f"tfdp: {early}, for which the rest of the job waits." in second
+    nodes.assert_nothing_is_left()
+
+
 @pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_worker_that_fails_ends_all_nodes_with_one_sentence(nodes, rank):
     nodes.script(FAILS)

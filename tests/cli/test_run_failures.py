@@ -141,8 +141,8 @@ def test_workers_do_not_wait_for_one_that_has_ended_with_code_0(launcher, what):
     assert process.returncode == (what == "never joins"), output
     if process.returncode:
         assert (
-            "tfdp: worker 1 ended with exit code 0 before it created a strategy, and "
-            "the other one waits for it. Full output of worker 1: "
+            "tfdp: worker 1 ended with exit code 0 without creating a strategy, for "
+            "which the rest of the job waits. Full output of worker 1: "
         ) in output.splitlines()[-1]
     else:
         assert len(output.splitlines()) == 1, output

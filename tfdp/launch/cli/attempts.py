@@ -226,7 +226,7 @@ class NodeAttempts(Attempts):
         former, self._ranks = self._ranks, range(first_rank, first_rank + count)
         if self._ranks != former:
             self._open_logs(int(message["num_workers"]))
-        self._others.attempt = int(message["attempt"])
+        self._others.attempt, self._others.done_node = int(message["attempt"]), None
         try:
             self._others.report("ports", ports=free_ports(count))
         except ValueError as error:

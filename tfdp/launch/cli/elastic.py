@@ -95,12 +95,12 @@ class ElasticJob(SeparateWorkersJob):
         """Return whether a worker of the job has ended and is not replaced."""
         return len(self._running()) + len(self._starts_at) < len(self._workers)
 
-    def _awaited_worker(self) -> Worker | None:
-        """Return the worker that has ended while others wait until it joins, or `None`.
+    def _waits_in_vain(self) -> bool:
+        """Return whether workers wait for others to join that have ended already.
 
         A late worker waits for others that have ended, too, but these have trained.
         """
-        return None if self._late else super()._awaited_worker()
+        return not self._late and super()._waits_in_vain()
 
     def _check_waits(self, now: float, has_success: bool) -> None:
         """Stop workers that wait for others that will not join them.

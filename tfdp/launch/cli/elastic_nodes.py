@@ -41,7 +41,7 @@ class ElasticNodeJob(ElasticJob):
 
     def _has_success(self) -> bool:
         """Return whether a worker of any node of the job has ended without an error."""
-        return self._others.is_over or super()._has_success()
+        return self._others.done_node is not None or super()._has_success()
 
     def _is_incomplete(self) -> bool:
         """Return whether node 0 is lost, so that workers may be missing unnoticed.

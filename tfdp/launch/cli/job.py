@@ -221,8 +221,8 @@ class Job:
                 return self._leave(EndReason(why, code, signal.SIGTERM))
             if reason is not None:
                 return self._end_by_timeout(reason)
-            if (awaited := self._awaited_worker()) is not None:
-                return self._end_wait_for(awaited)
+            if self._waits_in_vain():
+                return self._end_by_vain_wait()
             self._ask_to_save()
         return self._code
 
@@ -459,35 +459,41 @@ class Job:
         self._name_records(self._logs[0].path.parent)
         return self._leave(reason)
 
-    def _awaited_worker(self) -> Worker | None:
-        """Return the worker that has ended while others wait until it joins, or `None`.
+    def _waits_in_vain(self) -> bool:
+        """Return whether workers wait for others to join that have ended already.
 
-        Once a worker has ended with exit code 0, the others are asked whether they wait
-        for all to join. They have to say so twice: a worker that has joined may end
-        before the others have learned that all have.
+        Once a worker or the workers of another node have ended with exit code 0, those
+        that run are asked whether they wait for all to join. They have to say so twice:
+        a worker that has joined may end before the others have learned that all have.
         """
-        ended = [worker for worker in self._workers if worker.exit_code == 0]
-        if not ended or time.monotonic() < self._ask_waiting_at:
-            return None
+        has_ended = any(worker.exit_code == 0 for worker in self._workers) or (
+            self._others is not None and self._others.done_node is not None
+        )
+        if not has_ended or time.monotonic() < self._ask_waiting_at:
+            return False
         self._ask_waiting_at = time.monotonic() + _CHECK_SECONDS
         pairs = zip(self._workers, self._clusters, strict=True)
         running = [each.workers[each.rank] for w, each in pairs if w.is_running]
         before = self._has_waiting
         self._has_waiting = has_waiting_workers(self._clusters[0], running)
-        return ended[0] if before and self._has_waiting else None
+        return before and self._has_waiting
 
-    def _end_wait_for(self, ended: Worker) -> int:
-        """Stop workers that wait for one that has ended; return the exit code, 1."""
-        why = f"worker {ended.rank} ended with exit code 0 before it created a strategy"
-        is_pair = self._clusters[0].num_workers == 2
-        others = "the other one waits" if is_pair else "the others wait"
+    def _end_by_vain_wait(self) -> int:
+        """Stop workers that wait for others that have ended; return exit code 1."""
+        ended = next((w for w in self._workers if w.exit_code == 0), None)
+        if ended is not None:
+            who = f"worker {ended.rank}"
+            more = f" Full output of {who}: {ended.log.path}"
+        else:
+            assert self._others is not None
+            who, more = f"the workers of node {self._others.done_node}", ""
+        why = f"{who} ended with exit code 0 without creating a strategy"
         self._screen.message(
-            f"tfdp: {why}, and {others} for it. Full output of worker {ended.rank}: "
-            f"{ended.log.path}",
+            f"tfdp: {why}, for which the rest of the job waits.{more}",
             "error",
-            rank=ended.rank,
+            rank=None if ended is None else ended.rank,
         )
-        return self._leave(EndReason(why, 1, signal.SIGTERM))
+        return self._leave(EndReason(f"{why}, as seen", 1, signal.SIGTERM))
 
     def _stop(self, signum: int) -> None:
         """Ask the workers to exit, and kill those that outlast the grace period.

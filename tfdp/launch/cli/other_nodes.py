@@ -54,6 +54,8 @@ class CoordinatorConnection(Node0Connection):
     Attributes:
         secret: String, the job's secret.
         attempt: Int, number of the running attempt, or 0 before the first.
+        done_node: Int, number of a node whose workers have ended without an error in
+            this attempt, or `None`.
         has_left: Bool, whether this node has left the job because of a signal or a
             timeout.
         is_alone: Bool, whether this node continues after the loss of node 0.
@@ -63,16 +65,23 @@ class CoordinatorConnection(Node0Connection):
         super().__init__(secret=secret, **connection)
         self.secret = secret
         self.attempt = 0
+        self.done_node: int | None = None
         self.has_left = self.is_alone = False
         self._screen = screen
 
     def pop_message(self) -> dict[str, Any] | None:
         """Return and remove the next message of node 0, or `None` if there is none.
 
-        Notices are printed on the screen, and not returned.
+        Notices are printed on the screen, and not returned; nor is that a node is done.
         """
-        while (message := super().pop_message()) and message.get("type") == "notice":
-            self._screen.message(f"tfdp: {message.get('text')}")
+        while (message := super().pop_message()) is not None:
+            match message.get("type"):
+                case "notice":
+                    self._screen.message(f"tfdp: {message.get('text')}")
+                case "done":
+                    self.done_node = message["node"]
+                case _:
+                    break
         return message
 
     def stop_order(self) -> tuple[int, int] | None:
@@ -144,13 +153,12 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
         trains: Bool, whether these workers have begun to train.
         is_job_running: Callable that returns whether these workers train, with or
             without those of other nodes.
-        is_over: Bool, whether the workers of another node have ended without an error.
     """
 
     def __init__(self, *arguments: Any, **connection: Any) -> None:
         self.places: NodeAddresses | None = None
         self.running: dict[str, Any] = {}
-        self.is_over = self.trains = self._is_refused = False
+        self.trains = self._is_refused = False
         self.is_job_running: Callable[[], bool] = lambda: False
         self._first_hello: Hello = connection["hello"]
         self._waits = False
@@ -168,8 +176,6 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
                     self.places = message["nodes"]
                 case "trains":
                     self.trains = True
-                case "done":
-                    self.is_over = True
                 case "lost" if self.running and (self.trains or self.is_job_running()):
                     # Node 0 may be lost before it has sent `trains`, so the attribute
                     # is set here, too.

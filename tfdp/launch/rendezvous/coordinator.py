@@ -140,6 +140,8 @@ class Coordinator:
     def receive(self, link: HeartbeatConnection, message: Mapping[str, Any]) -> None:
         """Handle a message of a node, such as its ports or the failure of a worker.
 
+        If its workers have ended without an error, `"done"` is sent to all nodes.
+
         Args:
             link: `HeartbeatConnection` to the node.
             message: Mapping, the message.
@@ -161,6 +163,7 @@ class Coordinator:
             self._handle_failure(node, from_message(Failure, message))
         elif kind == "done":
             node.is_done = node.has_stopped = True
+            self._send_all("done", node=node.rank)
         elif kind == "stopped":
             node.has_stopped = True
             code = message.get("code")

@@ -117,8 +117,8 @@ class ElasticCoordinator(Coordinator):
     def receive(self, link: HeartbeatConnection, message: Mapping[str, Any]) -> None:
         """Handle a message of a node, including the end of its workers.
 
-        If they have ended without an error, `"done"` is sent to all nodes. Otherwise
-        the node is removed from the job; but node 0 only if it is leaving.
+        Unless they have ended without an error, the node is removed from the job; but
+        node 0 only if it is leaving.
 
         Args:
             link: `HeartbeatConnection` to the node.
@@ -129,9 +129,7 @@ class ElasticCoordinator(Coordinator):
         is_late = message.get("attempt") != self._attempt
         if node is None or is_late or self.phase is not Phase.RUNNING:
             return
-        if message.get("type") == "done":
-            self._send_all("done")
-        elif message.get("type") == "stopped":
+        if message.get("type") == "stopped":
             code = message.get("code")
             self._last_code = code if isinstance(code, int) else NODE_LOST
             # Node 0's launcher stays after the end of its workers, since it runs the
