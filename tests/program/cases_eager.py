@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.program.cases_program_metrics import Flags
+from tests.program.cases_program_metrics import Flags, MeanOfMeans
 
 case, same_as = registry.case, registry.same_as
 layers = keras.layers
@@ -69,7 +69,9 @@ def _trained_by(env: Env, loss: object) -> dict:
                 layers.Dense(1),
             ]
         )
-        metrics = [largest_error, keras.metrics.R2Score(), "mae", Flags()]
+        mean_of_means = MeanOfMeans(aggregation="mean")
+        own = [largest_error, Flags(), mean_of_means]
+        metrics = [keras.metrics.R2Score(), "mae", *own]
         optimizer = keras.optimizers.SGD(0.01)
         options = {"metrics": metrics, "run_eagerly": True}
         return common.compiled(model, optimizer, loss, **options)

@@ -93,10 +93,10 @@ class Batches(metrics.Metric):
 class MeanOfMeans(metrics.Metric):
     """The mean over batches of what is no mean of rows."""
 
-    def __init__(self, name: str = "mean_of_means") -> None:
+    def __init__(self, name: str = "mean_of_means", **options: Any) -> None:
         super().__init__(name=name)
-        self.total = self.add_variable((), "zeros", name="total")
-        self.count = self.add_variable((), "zeros", name="count")
+        self.total = self.add_variable((), "zeros", name="total", **options)
+        self.count = self.add_variable((), "zeros", name="count", **options)
 
     def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
         self.total.assign(self.total + ops.sqrt(ops.mean((y - p) ** 2)))
@@ -301,7 +301,11 @@ def metric_functions_of_a_batch(env: Env) -> dict:
 @case("Metric classes that count, multiply, keep extremes and bools", **_CASE)
 def metric_classes_that_are_no_sums(env: Env) -> dict:
     def make() -> list:
-        return [Extremes(), Flags()]
+        others = [
+            MeanOfMeans(kind, aggregation=kind)
+            for kind in ("mean", "only_first_replica")
+        ]
+        return [Extremes(), Flags(), *others]
 
     return measured(env, make, weighted=lambda: [Batches("weighted_batches")])
 

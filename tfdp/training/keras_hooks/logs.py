@@ -91,9 +91,9 @@ def _flatten_logs(logs: Any) -> Any:
 
 
 def metric_states(model: Any) -> list[Any]:
-    """Return the `MetricVariable`s of a model whose components can be merged."""
+    """Return the `MetricVariable`s of a model whose components are merged."""
     variables = [v.value for metric in model.metrics for v in metric.variables]
-    return [v for v in variables if isinstance(v, MetricVariable) and v.can_merge]
+    return [v for v in variables if isinstance(v, MetricVariable) and v.is_merged]
 
 
 def _sum_over_replicas(strategy: Any, model: Any, states: list) -> list[tf.Tensor]:

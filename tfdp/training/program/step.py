@@ -333,8 +333,9 @@ class DividedStep:
         return self._strategy.extended.variable_of(handle)
 
     def _is_metric(self, handle: Any) -> bool:
-        """Return whether a resource handle is that of a metric's state."""
-        return isinstance(self._variable_of(self._outermost(handle)), MetricVariable)
+        """Return whether a handle is that of a metric's state that is merged."""
+        variable = self._variable_of(self._outermost(handle))
+        return isinstance(variable, MetricVariable) and variable.is_merged
 
     def _shared_states(self, graph: Any) -> set[int]:
         """Return the `id`s of resources that a graph writes and local replicas share.

@@ -147,15 +147,18 @@ class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        is_sum = self.aggregation == tf.VariableAggregation.SUM
-        is_divided = self.can_merge and not self.dtype.is_bool
-        if is_sum and is_divided and tf.executing_eagerly():
+        if self.is_merged and not self.dtype.is_bool and tf.executing_eagerly():
             self._count_once()
 
     @property
-    def can_merge(self) -> bool:
-        """Bool, whether the components can be merged: not those of text."""
-        return self.dtype != tf.string
+    def is_merged(self) -> bool:
+        """Bool, whether the components are merged: not those of text.
+
+        Nor are those with another aggregation than a sum: in Keras's loops, all of them
+        have the value of one device.
+        """
+        is_sum = self.aggregation == tf.VariableAggregation.SUM
+        return is_sum and self.dtype != tf.string
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Assign a value; inside a replica, to this replica's component only.
@@ -179,12 +182,18 @@ class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
             for component in self.values:
                 component.assign(value)
             return self
-        elif not in_replica and self.dtype.is_integer:
+        elif not in_replica and self.dtype.is_integer and self.is_merged:
             self._begins_with = None if tf.is_symbolic_tensor(value) else value
             return self._assign_parts(tf.convert_to_tensor(value, self.dtype))
         elif not in_replica and not tf.is_symbolic_tensor(value):
             self._begins_with = value
         return super().assign(value, *args, **kwargs)
+
+    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        """Update this replica's component; record it unless components are merged."""
+        if not self.is_merged and (trace := program_trace.current()) is not None:
+            trace.record_assigned(self)
+        return super()._update_replica(update_fn, value, **kwargs)
 
     def _count_once(self) -> None:
         """Keep the initial value on rank 0 only, because a read sums the components."""
@@ -281,6 +290,8 @@ def aggregation_of(kwargs: dict[str, Any]) -> Any:
     aggregation = kwargs.get("aggregation", tf.VariableAggregation.NONE)
     dtype = kwargs.get("dtype")
     first_only = aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
-    if first_only and isinstance(dtype, str) and tf.as_dtype(dtype).is_integer:
+    is_metric = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
+    is_counter = isinstance(dtype, str) and tf.as_dtype(dtype).is_integer
+    if first_only and is_counter and not is_metric:
         return tf.VariableAggregation.NONE
     return aggregation
