@@ -201,6 +201,9 @@ def check_conversions(
             model = build()
             model.compile(keras.optimizers.Adam(0.01), "mse")
         found[name] = converting_operations(env, model, data(), y)
+        # The rows of a sparse gradient are no gather that an operation needs.
+        gathers = env.strategy.communication_plan(model).gathers["fit"].gathers
+        assert not gathers, (name, gathers)
     heads = [str(place) for place in range(len(chosen))]
     with env.scope():
         model = with_heads(

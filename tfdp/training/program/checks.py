@@ -33,6 +33,7 @@ def check_step(
     strategy: Any,
     loop: Loop,
     conversions: list[Conversion],
+    rows_of_update: set[int],
     operations: list[tuple[str, Any]],
     rows: int | None,
 ) -> None:
@@ -42,6 +43,8 @@ def check_step(
         strategy: A tfdp strategy.
         loop: `Loop` of Keras that runs the step.
         conversions: List of `Conversion`, in the order of the program.
+        rows_of_update: Set of the `id`s of rows of sparse gradients. The update gathers
+            them for no operation of the step, so that they are not reported.
         operations: List of pairs of a signature and an operation, see
             `tfdp.training.program.gathers.operations_of`.
         rows: Int, number of rows of a global batch, or `None` if not known.
@@ -51,7 +54,8 @@ def check_step(
             tensor would not fit in memory, or if options forbid gathers.
     """
     extended = strategy.extended
-    gathers = StepGathers(rows, gathers_of(conversions))
+    reported = [c for c in conversions if id(c.tensor) not in rows_of_update]
+    gathers = StepGathers(rows, gathers_of(reported))
     gathers_by_loop = extended.step_gathers.setdefault(loop.model, {})
     available = available_bytes(extended.worker_devices)
     # Only the first step is compared. A batch of another size may make only some of the
@@ -66,7 +70,8 @@ def check_step(
             available,
         )
     gathers_by_loop[loop.name] = gathers
-    _check_memory(loop, gathers, extended.num_local, available)
+    in_memory = StepGathers(rows, gathers_of(conversions))
+    _check_memory(loop, in_memory, extended.num_local, available)
     if extended.options.gathers == "error" and gathers.large:
         raise ValueError(
             f"{_describe_gathers(loop, gathers, gathers.large)}. "

@@ -86,24 +86,45 @@ def conversions_before_update(
         trace: `ProgramTrace` of the step.
         plan: `Plan` of its graph.
     """
-    reduced: set[int] = set()
+    reduced = set(rows_of_update(trace, plan))
     converted = []
-    for effect in trace.effects.get(plan.graph, ()):
-        for gradient in effect.tensors:
-            if not isinstance(gradient, tf.IndexedSlices):
-                continue
-            pair = gradient.values, gradient.indices
-            facts = [plan.facts.get(id(tensor)) for tensor in pair]
-            known = [fact for fact in facts if fact is not None and fact.is_rows]
-            if len({fact.multiple for fact in known}) == 1 and len(known) == len(pair):
-                reduced |= set(map(id, pair))
-            elif facts[0] is not None and not are_unique(gradient.indices):
-                converted.append(Conversion(pair[0], facts[0], pair[0].op))
+    for gradient in _sparse_gradients(trace, plan):
+        fact = plan.facts.get(id(gradient.values))
+        if id(gradient.values) in reduced or fact is None:
+            continue
+        if not are_unique(gradient.indices):
+            converted.append(Conversion(gradient.values, fact, gradient.values.op))
     return converted + [
         conversion
         for conversion in conversions
         if id(conversion.tensor) not in reduced and not _is_statistic(conversion)
     ]
+
+
+def rows_of_update(trace: ProgramTrace, plan: Plan) -> Iterator[int]:
+    """Yield the `id`s of the rows of sparse gradients, and of the rows' indices.
+
+    The update itself gathers these tensors. The others are those of which values and
+    indices are not sharded alike.
+
+    Args:
+        trace: `ProgramTrace` of the step.
+        plan: `Plan` of its graph.
+    """
+    for gradient in _sparse_gradients(trace, plan):
+        pair = gradient.values, gradient.indices
+        facts = [plan.facts.get(id(tensor)) for tensor in pair]
+        known = [fact for fact in facts if fact is not None and fact.is_rows]
+        if len({fact.multiple for fact in known}) == 1 and len(known) == len(pair):
+            yield from map(id, pair)
+
+
+def _sparse_gradients(trace: ProgramTrace, plan: Plan) -> Iterator[tf.IndexedSlices]:
+    """Yield the sparse gradients that the update of a step receives."""
+    for effect in trace.effects.get(plan.graph, ()):
+        for tensor in effect.tensors:
+            if isinstance(tensor, tf.IndexedSlices):
+                yield tensor
 
 
 def _is_statistic(conversion: Conversion) -> bool:

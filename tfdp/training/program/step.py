@@ -29,6 +29,7 @@ from tfdp.training.program.gathers import (
     conversions_of,
     describe_operation,
     operations_of,
+    rows_of_update,
 )
 from tfdp.training.program.logs import LogTail, find_log_tail
 from tfdp.training.program.micro_batches import MicroPlan, plan_micro_batches
@@ -144,6 +145,7 @@ class DividedStep:
                 self._strategy,
                 self._loop,
                 self._traced.conversions if group.size > 1 else [],
+                set(rows_of_update(self._traced.trace, self._traced.plan)),
                 self._traced.operations,
                 rows.total if isinstance(rows.total, int) else self._loop.batch_rows,
             )
