@@ -140,3 +140,13 @@ def test_plain_keras_takes_what_tfdp_saved(tmp_path):
     go_on(model, 3, 2)
     for found, wanted in zip(model.get_weights(), saved.get_weights(), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_a_model_that_is_not_compiled_is_saved_under_a_strategy(tmp_path):
+    with tfdp.MirroredStrategy(["CPU:0"]).scope():
+        model = common.mlp()
+    tfdp.checkpoint.save(model, tmp_path)
+    again = common.mlp()
+    tfdp.checkpoint.restore(again, tmp_path)
+    for found, wanted in zip(again.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(found, wanted)

@@ -143,7 +143,7 @@ def clear_accumulated(model: keras.Model) -> None:
 
 def _shards_gradients(model: keras.Model) -> bool:
     """Return whether the optimizer accumulates sums of replicas in shards (ZeRO-2)."""
-    return getattr(model.optimizer, "accumulates_sums", False)
+    return getattr(getattr(model, "optimizer", None), "accumulates_sums", False)
 
 
 def accumulation_counter(model: keras.Model) -> Any:
