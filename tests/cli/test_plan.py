@@ -6,6 +6,8 @@ import dataclasses
 import json
 import pathlib
 
+import click
+import keras
 import pytest
 
 from tests.harness.commands import Finished, run_python
@@ -15,6 +17,7 @@ from tfdp.ground.links import DEFAULT_LINKS, Link, Links
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import Bucket, BucketPlan, Entry
 from tfdp.ground.plans.cost_model import predict_seconds
+from tfdp.ground.plans.sharding import SHARDINGS, ShardingOptions
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm
 from tfdp.launch.cli import forecast, main, plan
@@ -24,6 +27,8 @@ from tfdp.training.reduction.algorithm_selector import (
     AlgorithmChoice,
     AlgorithmSelector,
 )
+from tfdp.training.sharding.memory_report import param_group_memory
+from tfdp.training.sharding.sharded_state import shard_plan
 
 pytestmark = pytest.mark.slow
 
@@ -408,3 +413,36 @@ def test_what_has_no_effect_is_told_in_the_assumptions(capsys):
     assert (
         "falls back to 'ring': all replicas are on one node" in capsys.readouterr().out
     )
+
+
+@pytest.fixture(scope="module")
+def small_model() -> keras.Model:
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+
+
+def test_owners_of_nothing_change_no_memory_and_take_no_time(small_model):
+    options, variables = CommunicationOptions(), small_model.trainable_variables
+    muon = keras.optimizers.Muon()
+    with within(10):
+        few, many = (
+            plan._predict_memory(small_model, "muon", cluster(1, count), options, True)
+            for count in (8, 2**16)
+        )
+    assert few == many
+    for stage, (_, memory) in enumerate(few):
+        found = param_group_memory(
+            muon,
+            variables,
+            shard_plan(muon, variables, 8, options) if stage else None,
+            accumulates=True,
+            sharding=ShardingOptions(SHARDINGS[stage]),
+        )
+        assert dataclasses.replace(memory, gathered=0) == found
+
+
+@pytest.mark.parametrize("name", ["LossScaleOptimizer", "optimizer"])
+def test_an_optimizer_that_no_name_makes_gets_one_sentence(small_model, name):
+    with pytest.raises(click.UsageError, match=f"such as adam. Received: {name}"):
+        plan._predict_memory(
+            small_model, name, cluster(1, 2), CommunicationOptions(), False
+        )

@@ -308,12 +308,13 @@ def _predict_memory(
     """
     import keras
 
+    from tfdp.ground.base.param_groups import is_elementwise
     from tfdp.training.sharding.memory_report import param_group_memory
     from tfdp.training.sharding.sharded_state import shard_plan
 
     try:
         optimizer = keras.optimizers.get(optimizer_name)
-    except ValueError as error:
+    except Exception as error:  # a class that needs arguments may raise anything
         raise click.UsageError(
             "--optimizer is a name that Keras's `compile` takes, such as adam. "
             f"Received: {optimizer_name}"
@@ -323,13 +324,16 @@ def _predict_memory(
     whole = param_group_memory(optimizer, variables, accumulates=accumulates)
     undivided = ReplicaMemory(frozen, 0, 0, 0)
     rows = [("nothing sharded", whole + undivided)]
+    # A whole variable has one owner, and further owners have none, so that they change
+    # no size of the largest. A plan of many would take minutes.
+    most = _MOST_OWNERS if is_elementwise(optimizer) else len(variables)
     scopes = {"": topology.num_replicas}
     if topology.num_nodes > 1:
         scopes[", in each node"] = topology.replicas_per_node
     for where, num_owners in scopes.items():
         if not 1 < num_owners <= _MOST_OWNERS:
             continue
-        plan = shard_plan(optimizer, variables, num_owners, options)
+        plan = shard_plan(optimizer, variables, min(num_owners, most), options)
         divided = ReplicaMemory(-(-frozen // num_owners), 0, 0, 0, gathered)
         for stage in (1, 2, 3) if accumulates else (1, 3):
             sharding = ShardingOptions(SHARDINGS[stage])
