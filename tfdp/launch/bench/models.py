@@ -19,6 +19,7 @@ VOCABULARY, CONTEXT = 128, 64
 _BLOCKS, _HEADS = 4, 4
 # Upper end of the search for a width, in units of 8 (of 4 for a CNN).
 _MOST_UNITS = 1 << 24
+_WEIGHT_BYTES = 4  # of a float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,8 @@ def model_of_size(family: str, millions: float) -> Model:
         `Model`.
 
     Raises:
-        ValueError: If the size is below the smallest of the family.
+        ValueError: If the size is below the smallest of the family, or the weights do
+            not fit in memory.
 
     Example:
 
@@ -124,6 +126,16 @@ def model_of_size(family: str, millions: float) -> Model:
         least = Model(family, unit).num_parameters / 1e6
         raise ValueError(
             f"The smallest {family} has {least:.2g} million parameters. "
+            f"Received: {millions:g}"
+        )
+    # The interpreter of another side, which imports this module, may lack psutil.
+    from tfdp.ground.base.memory import free_bytes
+
+    needed, free = _WEIGHT_BYTES * model.num_parameters, free_bytes()
+    if needed > free:
+        raise ValueError(
+            f"The weights of {millions:g} million parameters need "
+            f"{needed / 2**30:,.1f} GB, but {free / 2**30:,.1f} GB of memory are free. "
             f"Received: {millions:g}"
         )
     return model

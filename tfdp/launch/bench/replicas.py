@@ -68,6 +68,11 @@ class ReplicaSettings:
                 "of replicas, at least 2; --node-size sets the replicas of a node. "
                 f"Received: nodes of {[len(node) for node in topology.nodes]}"
             )
+        if self.node_size and count % self.node_size:
+            raise ValueError(
+                f"--node-size must divide the number of replicas, {count}. "
+                f"Received: {self.node_size}"
+            )
 
 
 class Replicas(NamedTuple):

@@ -25,6 +25,7 @@ from tfdp.launch.bench.nccl_tests import COLLECTIVES
 from tfdp.launch.bench.output import LEFT_OUT, Files, check_available, has_matplotlib
 from tfdp.launch.cli import parameter_types as types
 from tfdp.launch.cli.errors import usage_errors
+from tfdp.launch.cli.launch import check_num_workers
 
 _EXAMPLES = """\b
 Examples:
@@ -132,6 +133,7 @@ def run_benchmark(name: str, benchmark: ModuleType, arguments: dict[str, Any]) -
             )
         arguments["num_workers"] = 1
     with errors_in_one_sentence():
+        check_num_workers(arguments.get("num_workers") or 1)
         num_wrong = benchmark.run(benchmark.Settings(**arguments), files)
     if num_wrong:
         click.echo(f"tfdp: wrong elements: {num_wrong}", err=True)
