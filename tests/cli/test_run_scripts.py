@@ -143,6 +143,12 @@ def test_what_python_can_run_is_let_through(tmp_path, name, content):
         assert pipe.read() == "print("  # nothing is taken from a pipe
 
 
+def test_the_standard_input_is_refused_which_is_empty_for_workers():
+    for script in ("-", "/dev/stdin"):
+        with pytest.raises(click.UsageError, match="is the standard input, which"):
+            check_program(script, is_module=False)
+
+
 def test_what_has_no_end_is_not_read(tmp_path):
     with open(tmp_path / "sparse", "wb") as file:
         file.truncate(2**40)

@@ -12,6 +12,8 @@ import zipfile
 
 import click
 
+# Paths of a process's standard input, which is empty for workers.
+_STANDARD_INPUT = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 # Largest size in bytes of a script that is checked; more is a file of something else.
 _MOST_BYTES = 2**24
 
@@ -59,7 +61,9 @@ def _fault_of_script(script: str) -> str | None:
     # `Path` raise.
     main = os.path.join(script, "__main__.py")
     what = ""
-    if not os.path.exists(script):
+    if script in _STANDARD_INPUT:
+        what = "is the standard input, which workers do not have"
+    elif not os.path.exists(script):
         what = "does not exist"
     elif os.path.isdir(script) and not os.path.isfile(main):
         what = "is a folder"
