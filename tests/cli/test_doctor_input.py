@@ -165,6 +165,7 @@ def test_a_script_that_takes_too_long_is_ended(tmp_path):
         (["train.py"], "A script needs --input"),
         (["-n", "2"], "an option of --input, which was not given. Received: -n 2"),
         (["--timeout", "9", "--steps", "3"], "Received: --steps 3, --timeout 9"),
+        (["--timeout", "0"], "Received: --timeout 0"),
         (["--input", "nothing.py"], "The script does not exist"),
         (["--input", "-n", "100000", "SCRIPT"], "too many workers"),
     ],

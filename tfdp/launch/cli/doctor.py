@@ -108,7 +108,9 @@ def doctor(
     and says in one sentence who was where when a worker was lost, late or differed.
     """
     options = {"-n": num_workers, "--steps": steps, "--timeout": timeout}
-    given = [f"{name} {value:g}" for name, value in options.items() if value]
+    given = [
+        f"{name} {value:g}" for name, value in options.items() if value is not None
+    ]
     if not measures_input and script is not None and os.path.isdir(script):
         if given:
             raise click.UsageError(f"{_NO_INPUT}. Received: {', '.join(given)}")
