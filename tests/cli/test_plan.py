@@ -172,6 +172,15 @@ def test_adasum_between_nodes_makes_rows_dense_as_in_training(models):
 
 
 @pytest.mark.processes
+def test_sums_of_micro_batches_are_planned_as_dense(models):
+    result = run_plan(models / "rows.keras", *CLUSTER, "--accumulates", "--json")
+    assert result.code == 0, result.errors
+    found = json.loads(result.output)
+    assert found["sparse"] == []
+    assert found["num_bytes"] == 4 * (50 * 8 + 8 * 2 + 2)
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "words"),
     [

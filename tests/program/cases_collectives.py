@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+import tfdp
 from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.launches import launches
@@ -251,3 +252,31 @@ def several_steps_an_execution_exchange_what_one_step_does(env: Env) -> dict:
     # The gradients of one bucket, and the logs.
     assert len(found[0]) == env.setup.devices_per_worker + 1, found
     return {}
+
+
+@case("Sums of micro-batches are reduced as planned before training", compare=False)
+def sums_of_micro_batches_are_reduced_as_planned(env: Env) -> None:
+    if env.is_reference:
+        return
+    with env.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((5,), dtype="int32"),
+                layers.Embedding(300, 300),
+                layers.GlobalAveragePooling1D(),
+                layers.Dense(4, dtype="bfloat16"),
+                layers.Dense(300, dtype="float32"),
+            ]
+        )
+        optimizer = tfdp.DistributedOptimizer(
+            keras.optimizers.SGD(), accumulation_steps=2
+        )
+        model.compile(optimizer, "mse", jit_compile=False)
+    planned = env.strategy.communication_plan(model)
+    x, y = np.zeros((32, 5), "int32"), np.zeros((32, 300), "float32")
+    common.fit(model, x, y, batch_size=16)
+    traced = env.strategy.communication_plan(model)
+    assert (planned.traced, traced.traced) == (False, True)
+    assert planned.buckets == traced.buckets, (planned.buckets, traced.buckets)
+    assert {bucket.dtype for bucket in traced.buckets} == {"float32"}
+    assert planned.sparse == traced.sparse == ()

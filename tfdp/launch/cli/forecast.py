@@ -228,9 +228,9 @@ def _assumptions(forecast: Forecast) -> Iterator[str]:
         )
     if forecast.memory:
         yield (
-            f"Memory is that of the trained variables and of {forecast.optimizer}'s "
-            "slots, with reduced gradients; activations, what the model keeps "
-            "besides, and TensorFlow itself come on top."
+            "Memory is that of the parameters, trained or frozen, and of "
+            f"{forecast.optimizer}'s slots, with reduced gradients; activations, what "
+            "the model keeps besides, and TensorFlow itself come on top."
         )
     if forecast.sparse:
         names = ", ".join(forecast.sparse)

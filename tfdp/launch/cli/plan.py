@@ -106,7 +106,8 @@ Examples:
 )
 @types.option(
     "--accumulates",
-    "Gradients are accumulated over micro-batches, which takes memory too.",
+    "Gradients are accumulated over micro-batches: their sums, dense and at least "
+    "float32, take memory and are reduced.",
 )
 @types.option("--json", "Print JSON.", name="as_json")
 def plan(
@@ -148,7 +149,11 @@ def plan(
 
     levels = algorithm.values() if isinstance(algorithm, dict) else (algorithm,)
     buckets, sparse = _plan_buckets(
-        loaded, model, options, makes_dense=ADASUM in levels
+        loaded,
+        model,
+        options,
+        makes_dense=ADASUM in levels,
+        accumulates=accumulates,
     )
     routes, warned = routes_of(buckets, options, topology, backend)
     by_ring = dataclasses.replace(options, algorithm="ring")
@@ -244,7 +249,7 @@ def routes_of(
 
 
 def _plan_buckets(
-    model: Any, path: str, options: CommunicationOptions, *, makes_dense: bool
+    model: Any, path: str, options: CommunicationOptions, **how: bool
 ) -> tuple[BucketPlan, list[str]]:
     """Return the buckets of a model, and the names of variables with sparse gradients.
 
@@ -252,12 +257,12 @@ def _plan_buckets(
         model: A `keras.Model`.
         path: String, path of the model's file, for an error.
         options: `CommunicationOptions`.
-        makes_dense: Bool, whether sparse gradients are reduced as dense ones.
+        **how: Arguments of `plan_of_backward_pass`, such as `makes_dense`.
     """
     from tfdp.training.reduction.communication_plan import plan_of_backward_pass
 
     with usage_errors(text_of=first_line):
-        buckets, sparse = plan_of_backward_pass(model, options, makes_dense=makes_dense)
+        buckets, sparse = plan_of_backward_pass(model, options, **how)
     if not (buckets.buckets or sparse):
         raise click.UsageError(f"The model has no variables to train. Received: {path}")
     return buckets, sparse

@@ -21,7 +21,7 @@ from tfdp.ground.plans.memory import MemoryReport
 from tfdp.ground.plans.sharding import ShardingOptions
 from tfdp.ground.text import pluralize
 from tfdp.training.compression.algorithm_choice import AlgorithmChoice
-from tfdp.training.reduction.fusion import make_plan
+from tfdp.training.reduction.fusion import make_plan, wide_dtype
 
 # Columns of a printed communication plan, and the side that they are aligned to.
 _COLUMNS: dict[str, Literal["left", "right"]] = {
@@ -292,8 +292,12 @@ def _plan_of(
         if plan.buckets:
             dense = {e.name for bucket in plan for e in bucket.entries}
             return plan, routes, [v.path for v in trained if v.path not in dense], True
+    optimizer = getattr(model, "optimizer", None)
     plan, sparse = plan_of_backward_pass(
-        model, reducer.options_of(variables), makes_dense=reducer.combines_means
+        model,
+        reducer.options_of(variables),
+        makes_dense=reducer.combines_means,
+        accumulates=getattr(optimizer, "accumulation_steps", 1) > 1,
     )
     return plan, reducer.routes_of(plan, variables=variables), sparse, False
 
@@ -317,7 +321,7 @@ def gradients_of_outputs(model: Any, batch: Sequence[tf.Tensor]) -> list[Any]:
 
 
 def plan_of_backward_pass(
-    model: Any, options: Any, *, makes_dense: bool = False
+    model: Any, options: Any, *, makes_dense: bool = False, accumulates: bool = False
 ) -> tuple[BucketPlan, list[str]]:
     """Plan buckets from a traced backward pass of the model, without running it.
 
@@ -326,6 +330,9 @@ def plan_of_backward_pass(
         options: `CommunicationOptions`, with the sizes of buckets.
         makes_dense: Bool, whether sparse gradients are converted to dense ones, as for
             Adasum. Defaults to `False`.
+        accumulates: Bool, whether gradients are accumulated over micro-batches. Then
+            their sums are reduced, which are dense, in float32 or a wider dtype, and
+            in the order of the variables. Defaults to `False`.
 
     Returns:
         Tuple of a `BucketPlan` and a list of strings, variables whose gradients are
@@ -352,12 +359,17 @@ def plan_of_backward_pass(
         dense, names = [], []
         gradients = gradients_of_outputs(model, batch)
         for gradient, variable in zip(gradients, variables, strict=True):
-            if isinstance(gradient, tf.IndexedSlices) and not makes_dense:
+            if gradient is None:
+                continue
+            if accumulates:
+                dense.append(tf.zeros(variable.shape, wide_dtype(variable.dtype)))
+            elif isinstance(gradient, tf.IndexedSlices) and not makes_dense:
                 sparse.append(variable.path)
-            elif gradient is not None:
+                continue
+            else:
                 dense.append(tf.convert_to_tensor(gradient))
                 dense[-1].set_shape(variable.shape)
-                names.append(variable.path)
+            names.append(variable.path)
         plans.append(make_plan(dense, names, options))
 
     specs = [tf.TensorSpec(x.shape, x.dtype) for x in tf.nest.flatten(model.inputs)]
