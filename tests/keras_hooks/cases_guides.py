@@ -696,7 +696,7 @@ class UnlikeItsCall(keras.Model):
         return ops.argmax(self.head(self.encoder(x)), axis=-1)[:, None]
 
     def train_step(self, data: tuple) -> dict:
-        x, y = data
+        x, y, *_ = data
         y = tf.one_hot(tf.reshape(tf.cast(y, tf.int32), [-1]), common.NUM_CLASSES)
         with tf.GradientTape() as tape:
             encoded = self.encoder(x)
@@ -714,7 +714,10 @@ def step_builds_what_it_uses(env: Env) -> dict:
         loss = losses.CategoricalCrossentropy()
         return common.compiled(model, _sgd(), loss, metrics=["accuracy"])
 
-    return _train(env, build, *_classification())
+    trained = _train(env, build, *_classification())
+    model = common.build_in_scope(env, build)
+    logs = model.train_on_batch(*_classification(), return_dict=True)
+    return {**trained, "of a batch": logs, "after a batch": env.weights(model)}
 
 
 @case("Knowledge distillation")

@@ -187,19 +187,22 @@ def build_symbolically(
     """Build a model from the data's spec; Keras would take a batch out of the data.
 
     Args:
-        original: Callable, Keras's method. It builds a model without a tfdp strategy or
-            without an iterator, or if the rank of a tensor in the data is unknown.
+        original: Callable, Keras's method. It builds a model without a tfdp strategy,
+            or if the rank of a tensor in the data is unknown.
         model: The Keras model.
         iterator: Epoch iterator of Keras, whose distributed dataset has the spec, or
             `None`. Defaults to `None`.
-        data_batch: Batch for `original` without a tfdp strategy or iterator, or `None`.
+        data_batch: Global batch of `train_on_batch` or `test_on_batch`, or `None`.
             Defaults to `None`.
 
     Returns:
         The result of `original`, or `None`.
     """
-    if strategy_of(model) is None or iterator is None:
+    if strategy_of(model) is None:
         return original(model, iterator=iterator, data_batch=data_batch)
+    if iterator is None:
+        spec = keras.tree.map_structure(_spec_of_array, data_batch)
+        return _build_for(model, spec)
     dataset = keras_data.distributed_dataset(iterator)
     spec, _ = unwrap_other_rows(tf_data.local_element_spec(dataset))
     checks.check_element(model, spec)
@@ -209,6 +212,11 @@ def build_symbolically(
     options = getattr(dataset, "read_options", None)
     if options is None or not options.by_weight:
         spec = _of_all_replicas(spec, model.distribute_strategy.num_replicas_in_sync)
+    return _build_for(model, spec)
+
+
+def _build_for(model: Any, spec: Any) -> Any:
+    """Build a model for the running loop of Keras, given the spec of a global batch."""
     loop = loops.current()
     step = "train_step" if loop is None or loop.trains else "test_step"
     try:
@@ -221,6 +229,11 @@ def build_symbolically(
                 raise
             return keras_model.build_eagerly(model, spec)
     return keras_model.build_by_steps(model, spec)
+
+
+def _spec_of_array(array: Any) -> tf.TensorSpec | None:
+    """Return the spec of an array or tensor of a batch, or `None` for `None`."""
+    return None if array is None else tf.TensorSpec(array.shape, array.dtype)
 
 
 def _of_all_replicas(spec: Any, num_replicas: int) -> Any:
