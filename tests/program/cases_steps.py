@@ -318,6 +318,26 @@ def derivative_in_a_direction(model: Any, x: Any, y: Any) -> dict:
 
 
 @_step(GRADIENTS)
+def perturbed_rows(model: Any, x: Any, y: Any) -> dict:
+    """Ascends the loss in a loop that ends by all rows, see Madry et al. 2018."""
+
+    def ascend(offset: Any, _: Any) -> tuple:
+        with tf.GradientTape() as tape:
+            tape.watch(offset)
+            loss = _loss(model, x + offset, y)
+        slope = tape.gradient(loss, offset)
+        return offset + slope, tf.reduce_max(tf.abs(slope))
+
+    start = tf.zeros_like(x), tf.ones([], x.dtype)
+    offset, _ = tf.while_loop(
+        lambda _, steepest: steepest > 1e-3, ascend, start, maximum_iterations=3
+    )
+    loss, gradients = _gradients(model, x + offset, y)
+    model.optimizer.apply(gradients, model.trainable_variables)
+    return {"loss": loss}
+
+
+@_step(GRADIENTS)
 def mixed_rows(model: Any, x: Any, y: Any) -> dict:
     """Mixup and the rows shuffled, see Zhang et al. 2018."""
     order = tf.argsort(x[:, 0])

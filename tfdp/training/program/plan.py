@@ -516,12 +516,16 @@ def converts(plan: Plan, effects: Mapping[Any, Sequence[Any]]) -> bool:
 
     Args:
         plan: `Plan` of the graph.
-        effects: Dict from a graph to its effects, such as updates. If `plan.graph` has
-            any, the result is false.
+        effects: Dict from a graph to its effects. If `plan.graph` has an update, the
+            result is false.
     """
-    if effects.get(plan.graph):
-        # A graph with effects is not counted as one with conversions: an update in it
+    if any(
+        effect.tensors and effect.kind != "as is"
+        for effect in effects.get(plan.graph, ())
+    ):
+        # A graph with an update is not counted as one with conversions: the update
         # reduces gradients itself, and raises an error where a loop does not allow it.
+        # Effects without tensors, or with tensors as they are, only observe the step.
         return False
     decisions = [plan.decisions[op] for op in plan.live if op in plan.decisions]
     return any(True for _ in plan.conversions()) or any(
