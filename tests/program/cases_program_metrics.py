@@ -197,6 +197,26 @@ class Flags(metrics.Metric):
         return number + ops.real(self.wave) + 10 * ops.imag(self.wave)
 
 
+class Rows(metrics.Metric):
+    """Adds up rows one by one, in a `tf.function` and in a loop inside of it."""
+
+    def __init__(self, name: str = "rows") -> None:
+        super().__init__(name=name)
+        self.total = self.add_variable((), "zeros", name="total")
+        self.count = self.add_variable((), "zeros", name="count")
+
+    @tf.function
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        for row in y * p:
+            if tf.reduce_sum(row) > 0.2:
+                self.total.assign_add(tf.reduce_sum(row))
+        self.count.assign_add(1.0)
+
+    @tf.function
+    def result(self) -> Any:
+        return self.total / self.count
+
+
 class KernelDistance(metrics.Metric):
     """As in Keras's examples of image models: it compares the rows of a batch."""
 
@@ -305,7 +325,7 @@ def metric_classes_that_are_no_sums(env: Env) -> dict:
             MeanOfMeans(kind, aggregation=kind)
             for kind in ("mean", "only_first_replica")
         ]
-        return [Extremes(), Flags(), *others]
+        return [Extremes(), Flags(), Rows(), *others]
 
     return measured(env, make, weighted=lambda: [Batches("weighted_batches")])
 

@@ -8,6 +8,7 @@ and `keras_image` have `draw_seed`, from which layers such as Dropout take seeds
 
 from __future__ import annotations
 
+from keras.src.backend.common.stateless_scope import StatelessScope
 from keras.src.backend.tensorflow import core as keras_core
 from keras.src.backend.tensorflow import image as keras_image
 from keras.src.backend.tensorflow import nn as keras_nn

@@ -92,6 +92,13 @@ REPLACEMENTS = (
         f"{_KERAS_ISSUE}/20585",
     ),
     Replacement(
+        owners.StatelessScope,
+        "get_current_value",
+        step_functions.value_in_symbolic_build,
+        "A state that a metric assigns in a `tf.function` or a loop, while a model is "
+        "built symbolically, is a tensor that nothing else can read.",
+    ),
+    Replacement(
         owners.keras_trainer,
         "reduce_per_replica",
         step_functions.reduce_per_replica,

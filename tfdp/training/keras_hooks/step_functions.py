@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdp.communication.collectives import timing
 from tfdp.communication.coordination.progress import progress
 from tfdp.ground._compat import (
+    graphs,
     keras_data,
     keras_model,
     tf_data,
@@ -234,6 +235,19 @@ def _build_for(model: Any, spec: Any) -> Any:
 def _spec_of_array(array: Any) -> tf.TensorSpec | None:
     """Return the spec of an array or tensor of a batch, or `None` for `None`."""
     return None if array is None else tf.TensorSpec(array.shape, array.dtype)
+
+
+def value_in_symbolic_build(original: Callable, scope: Any, variable: Any) -> Any:
+    """Return the value that a scope keeps for a variable, or `None` for its own value.
+
+    While a model is built symbolically, only shapes matter. A value from inside of a
+    `tf.function` or a loop is then left out after it, where no graph can read it.
+    """
+    value = original(scope, variable)
+    if not keras_model.is_built_symbolically() or not tf.is_symbolic_tensor(value):
+        return value
+    around = graphs.graphs_around(tf.compat.v1.get_default_graph())
+    return value if value.graph in around else None
 
 
 def _of_all_replicas(spec: Any, num_replicas: int) -> Any:
