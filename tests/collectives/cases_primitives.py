@@ -485,6 +485,40 @@ def two_strategies_reduce_in_one_function(env: Env) -> dict:
     return {}
 
 
+@case(
+    "values that are reduced to a variable, or gathered along any axis",
+    setups=("mirrored", "two_by_two"),
+    compare=False,
+)
+def values_are_reduced_to_variables_and_gathered_along_axes(env: Env) -> dict:
+    strategy, rows = env.strategy, np.stack(all_data(env, (2,)))
+    with env.scope():
+        variable = tf.Variable([0.0, 0.0])
+
+    def work():
+        rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return tf.gather(rows, rank)
+
+    def step():
+        own = strategy.run(work)
+        total = strategy.extended.reduce_to("SUM", own, variable)
+        (mean,) = strategy.extended.batch_reduce_to("MEAN", [(own, variable)])
+        for value in total, mean:
+            strategy.extended.update(
+                variable, lambda own, x: own.assign_add(x), args=(value,)
+            )
+        columns = strategy.run(lambda: work()[:, tf.newaxis])
+        return [strategy.gather(columns, axis) for axis in (0, 1, -1)]
+
+    for run in step, tf.function(step):
+        variable.assign([0.0, 0.0])
+        along_rows, *along_columns = map(np.asarray, run())
+        check([variable.numpy()], rows.sum(axis=0) + rows.mean(axis=0))
+        check([along_rows], rows.reshape(-1, 1))
+        check(along_columns, rows.T)
+    return {}
+
+
 @collective_case("eager collectives, local replicas in threads")
 def eager_collectives(env: Env) -> dict:
     group, size = new_group(env), env.num_replicas

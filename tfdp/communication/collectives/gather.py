@@ -118,6 +118,7 @@ def _axis_first(tensor: tf.Tensor, axis: Any) -> tuple:
         return tensor, lambda joined: joined
     rank = tf.rank(tensor)
     axis = tf.convert_to_tensor(axis)
+    axis += tf.where(axis < 0, tf.cast(rank, axis.dtype), 0)
     before = tf.range(axis)
     order = tf.concat([[axis], before, tf.range(axis + 1, rank)], 0)
     inverse = tf.concat([before + 1, [0], tf.range(axis + 1, rank)], 0)

@@ -344,6 +344,13 @@ REPLACEMENTS = (
         "call; TensorFlow does not know why a collective has failed.",
     ),
     Replacement(
+        owners.cross_device_ops,
+        "check_destinations",
+        runtime_hooks.check_destinations,
+        "TensorFlow asks for the truth of a variable that a value is reduced to, which "
+        "is that of its value for tfdp's variables.",
+    ),
+    Replacement(
         tf.data.Dataset,
         "cache",
         runtime_hooks.cache,

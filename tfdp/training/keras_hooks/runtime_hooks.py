@@ -91,6 +91,12 @@ def call_flat(original: Callable, function: Any, *args: Any) -> Any:
         raise explained from None
 
 
+def check_destinations(original: Callable, destinations: Any) -> bool:
+    """Return whether a reduction has a destination; a distributed variable is one."""
+    is_distributed = isinstance(destinations, tf.distribute.DistributedValues)
+    return is_distributed or original(destinations)
+
+
 def cache(
     original: Callable, dataset: Any, filename: Any = "", name: str | None = None
 ) -> Any:
