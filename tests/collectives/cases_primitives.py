@@ -486,20 +486,26 @@ def two_strategies_reduce_in_one_function(env: Env) -> dict:
 
 
 @case(
-    "values that are reduced to a variable, or gathered along any axis",
-    setups=("mirrored", "two_by_two"),
+    "nests and values reduced to a variable, and values gathered along any axis",
+    setups=("mirrored", "two_workers"),
     compare=False,
 )
 def values_are_reduced_to_variables_and_gathered_along_axes(env: Env) -> dict:
     strategy, rows = env.strategy, np.stack(all_data(env, (2,)))
     with env.scope():
         variable = tf.Variable([0.0, 0.0])
+    argument = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.ones([1])
+    )
 
     def work():
         rank = tf.distribute.get_replica_context().replica_id_in_sync_group
         return tf.gather(rows, rank)
 
-    def step():
+    def gather(argument):
+        return tf.distribute.get_replica_context().all_gather(argument, axis=0)
+
+    def step(argument):
         own = strategy.run(work)
         total = strategy.extended.reduce_to("SUM", own, variable)
         (mean,) = strategy.extended.batch_reduce_to("MEAN", [(own, variable)])
@@ -507,15 +513,24 @@ def values_are_reduced_to_variables_and_gathered_along_axes(env: Env) -> dict:
             strategy.extended.update(
                 variable, lambda own, x: own.assign_add(x), args=(value,)
             )
+        nest = strategy.reduce("SUM", {"a": own, "b": [own]}, axis=None)
         columns = strategy.run(lambda: work()[:, tf.newaxis])
-        return [strategy.gather(columns, axis) for axis in (0, 1, -1)]
+        gathered = strategy.run(gather, args=(argument,))
+        return (
+            [nest["a"], nest["b"][0]],
+            strategy.experimental_local_results(gathered),
+            [strategy.gather(columns, axis) for axis in (0, 1, -1)],
+        )
 
     for run in step, tf.function(step):
         variable.assign([0.0, 0.0])
-        along_rows, *along_columns = map(np.asarray, run())
+        results = run(argument)
+        sums, ones, gathered = [list(map(np.asarray, part)) for part in results]
         check([variable.numpy()], rows.sum(axis=0) + rows.mean(axis=0))
-        check([along_rows], rows.reshape(-1, 1))
-        check(along_columns, rows.T)
+        check(sums, rows.sum(axis=0))
+        check(ones, np.ones(env.num_replicas, np.float32))
+        check(gathered[:1], rows.reshape(-1, 1))
+        check(gathered[1:], rows.T)
     return {}
 
 

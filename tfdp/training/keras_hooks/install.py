@@ -348,7 +348,8 @@ REPLACEMENTS = (
         "check_destinations",
         runtime_hooks.check_destinations,
         "TensorFlow asks for the truth of a variable that a value is reduced to, which "
-        "is that of its value for tfdp's variables.",
+        "is that of its value for tfdp's variables; the only replica of a worker could "
+        "not gather an argument of a `tf.function`.",
     ),
     Replacement(
         tf.data.Dataset,

@@ -92,9 +92,12 @@ def call_flat(original: Callable, function: Any, *args: Any) -> Any:
 
 
 def check_destinations(original: Callable, destinations: Any) -> bool:
-    """Return whether a reduction has a destination; a distributed variable is one."""
-    is_distributed = isinstance(destinations, tf.distribute.DistributedValues)
-    return is_distributed or original(destinations)
+    """Return whether a reduction has a destination: a variable or a device is one.
+
+    An empty string is the current device: that of an argument of a `tf.function`.
+    """
+    kinds = (tf.distribute.DistributedValues, str)
+    return isinstance(destinations, kinds) or original(destinations)
 
 
 def cache(

@@ -268,6 +268,15 @@ class ReplicaExtended:
         replica = tf_distribute.local_replica_id(context)
         return self.reducer.reduce(reduce_op, value, replica)
 
+    def _reduce_to(
+        self, reduce_op: Any, value: Any, destinations: Any, options: Any
+    ) -> Any:
+        """Reduce a nest of values; TensorFlow's multi-worker method takes only one."""
+        reduce = super()._reduce_to  # type: ignore[misc]
+        return tf.nest.map_structure(
+            lambda part: reduce(reduce_op, part, destinations, options), value
+        )
+
     def sum_over_replicas(self, values: list) -> list:
         """Sum values over all replicas by all-reduce, in replica context.
 
