@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdp
 from tests.harness.env import Env
 from tests.harness.registry import ALL, case, same_as
 from tfdp.communication.collectives import (
@@ -492,6 +493,7 @@ def two_strategies_reduce_in_one_function(env: Env) -> dict:
 )
 def values_are_reduced_to_variables_and_gathered_along_axes(env: Env) -> dict:
     strategy, rows = env.strategy, np.stack(all_data(env, (2,)))
+    one = tf.ones([1])
     with env.scope():
         variable = tf.Variable([0.0, 0.0])
     argument = strategy.experimental_distribute_values_from_function(
@@ -516,9 +518,13 @@ def values_are_reduced_to_variables_and_gathered_along_axes(env: Env) -> dict:
         nest = strategy.reduce("SUM", {"a": own, "b": [own]}, axis=None)
         columns = strategy.run(lambda: work()[:, tf.newaxis])
         gathered = strategy.run(gather, args=(argument,))
+        same = strategy.run(lambda: tfdp.all_gather(one))
         return (
             [nest["a"], nest["b"][0]],
-            strategy.experimental_local_results(gathered),
+            [
+                *strategy.experimental_local_results(gathered),
+                *strategy.experimental_local_results(same),
+            ],
             [strategy.gather(columns, axis) for axis in (0, 1, -1)],
         )
 
