@@ -134,9 +134,8 @@ def model_of_size(family: str, millions: float) -> Model:
     needed, free = _WEIGHT_BYTES * model.num_parameters, free_bytes()
     if needed > free:
         raise ValueError(
-            f"The weights of {millions:g} million parameters need "
-            f"{needed / 2**30:,.1f} GB, but {free / 2**30:,.1f} GB of memory are free. "
-            f"Received: {millions:g}"
+            f"The weights of such a model need {needed / 2**30:,.1f} GB, but "
+            f"{free / 2**30:,.1f} GB of memory are free. Received: {millions:g}"
         )
     return model
 
