@@ -36,6 +36,12 @@ class Caller:
             "gather": lambda: self._run(self._gather),
         }
 
+    def trace(self, name: str) -> None:
+        """Traces a step by hand, which takes long on a slow machine; nothing waits."""
+        step = self._by_hand.get(name)
+        if isinstance(step, tf.types.experimental.PolymorphicFunction):
+            step.get_concrete_function()
+
     def call(self, name: str) -> None:
         """Makes a call.
 

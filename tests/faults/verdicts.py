@@ -17,8 +17,9 @@ from tfdp.communication.coordination.preemption import PREEMPTED
 
 _ASKED = -signal.SIGTERM
 _BEFORE_FIT = ("made", "compiled", "between")
-# That a slow machine takes to trace the first step, during which nothing waits.
-_TRACING_SECONDS = 10.0
+# After so long without a word a worker says what it waits for.
+_WARNING_SECONDS = 10.0
+_WARNINGS = ("aiting for worker", "tfdp: waiting at ", "tfdp: all workers wait at ")
 # These run the same collectives, so that they may meet.
 _ALIKE = ({"steps", "sum"}, {"steps that gather", "gather"})
 # The last sign of life may be so old when a pause begins, on a busy machine.
@@ -74,14 +75,17 @@ def of_calls(plan: JobPlan, life: Life, undisturbed: dict) -> str:
     problems = []
     if set(plan.calls) in _ALIKE and all(end.result for end in life.ends):
         return ""
-    limit = (plan.timeout_seconds or 0.0) + _TRACING_SECONDS + DEATH_SECONDS
+    limit = (plan.timeout_seconds or 0.0) + _WARNING_SECONDS + DEATH_SECONDS
     for rank, end in enumerate(life.ends):
         seconds = seconds_of(life, rank)
+        is_told = any(text in other.log for other in life.ends for text in _WARNINGS)
         problem = "" if end.code == 0 and plan.calls[rank] == END else told(end)
         if problem and _is_one_sentence(life, rank):
             problem = ""
         if not problem and seconds > limit:
             problem = f"{seconds:.1f} s"
+        if not problem and seconds > _WARNING_SECONDS + DEATH_SECONDS and not is_told:
+            problem = f"no warning in {seconds:.1f} s"
         if problem:
             problems.append(f"worker {rank} at {plan.calls[rank]!r}: {problem}")
     return "; ".join(problems)

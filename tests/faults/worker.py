@@ -178,6 +178,7 @@ def _call(plan: JobPlan, rank: int, setting: Setting, note: Any) -> str:
     options = tfdp.CommunicationOptions(timeout_seconds=plan.timeout_seconds)
     strategy = tfdp.MultiWorkerMirroredStrategy(communication=options)
     caller = Caller(strategy, setting.state)
+    caller.trace(plan.calls[rank])
     note("fault", plan.calls[rank])
     caller.call(plan.calls[rank])
     return json.dumps({"called": plan.calls[rank]})

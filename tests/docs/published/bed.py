@@ -79,6 +79,10 @@ class Bed:
         whole[first : first + len(own)] = own
         return {f"{SUMMED}{name}": whole}
 
+    def num_event_files(self, folder: Path) -> int:
+        """Number of TensorBoard's files, without what a launcher adds of goodput."""
+        return sum(path.parent.name != "goodput" for path in folder.rglob("events*"))
+
     def wait_for_all(self, label: str, timeout_seconds: float = 60.0) -> None:
         """Wait until all workers are here."""
         (self.folder / f".{label}.{self.rank}").touch()

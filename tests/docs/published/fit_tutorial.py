@@ -100,5 +100,5 @@ def main(bed: Bed) -> dict:
         "evaluated": evaluated,
         "weights": dict(enumerate(model.get_weights())),
         "checkpoints": len(names),
-        "logs": len(list((bed.folder / "logs").glob("train/events*"))),
+        "logs": bed.num_event_files(bed.folder / "logs"),
     }

@@ -42,5 +42,5 @@ def main(bed: Bed) -> dict:
         "history": history,
         "weights": dict(enumerate(model.get_weights())),
         "evaluated": restored.evaluate(validation),
-        "logs": len(list((bed.folder / "shared" / "tb").glob("train/events*"))),
+        "logs": bed.num_event_files(bed.folder / "shared" / "tb"),
     }
