@@ -124,11 +124,16 @@ if RANK == 0:
 membership.leave()
 """
 
-# A launcher that asks often whether workers wait.
+# A launcher that asks often whether workers wait, and keeps the answers.
 ASKS = """
 from tfdp.launch.cli import job
 from tfdp.launch.cli.main import main
-job._CHECK_SECONDS = 0.2
+job._CHECK_SECONDS, ask = 0.2, job.have_all_joined
+def keep(*arguments):
+    answer = ask(*arguments)
+    print(answer, file=open("answers", "a"))
+    return answer
+job.have_all_joined = keep
 main(["run", "-n", "2", "script.py", {!r}])
 """
 
@@ -139,6 +144,11 @@ def test_workers_do_not_wait_for_one_that_has_ended_with_code_0(launcher, what):
     process = launcher.python(ASKS.format(what))
     output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == (what == "never joins"), output
+    answers = (launcher.folder / "answers").read_text().split()
+    # Who has joined once is not asked again; that others wait is asked twice.
+    assert [answer for answer in answers if answer != "None"] == (
+        ["False", "False"] if process.returncode else ["True"]
+    )
     if process.returncode:
         assert (
             "tfdp: worker 1 ended with exit code 0 without creating a strategy, for "

@@ -802,7 +802,7 @@ def _update_in_a_loop(model: Any, x: Any, y: Any) -> dict:
 
 @case(
     "an update in a loop of the step: refused before a weight moves",
-    setups=("mirrored",),  # between workers it works, as in a custom loop
+    setups=("mirrored",),
     compare=False,
 )
 def update_in_a_loop_of_a_step_is_refused(env: Env) -> dict:
@@ -815,6 +815,15 @@ def update_in_a_loop_of_a_step_is_refused(env: Env) -> dict:
     for name, value in weights(env, model).items():
         np.testing.assert_array_equal(value, before[name])
     return {}
+
+
+@case(
+    "an update in a loop of the step, between workers: as on one device",
+    setups=("two_workers", "two_by_two"),
+    tol=1e-5,
+)
+def update_in_a_loop_between_workers(env: Env) -> dict:
+    return fit_model(env, _with_step(_update_in_a_loop))
 
 
 # Combinations.

@@ -17,7 +17,7 @@ from tfdp.communication.store.admission import (
     JobState,
     ask_job,
     ask_workers,
-    has_waiting_workers,
+    have_all_joined,
 )
 from tfdp.communication.store.client import Gathering, HostLost, Store
 from tfdp.communication.store.membership import (
@@ -40,6 +40,6 @@ __all__ = [
     "ask_job",
     "ask_workers",
     "beat_seconds",
-    "has_waiting_workers",
+    "have_all_joined",
     "own_version",
 ]

@@ -197,15 +197,19 @@ def ask_workers(
     return max(started, key=lambda state: state.generation, default=None)
 
 
-def has_waiting_workers(cluster: Cluster, workers: Sequence[str]) -> bool:
-    """Return whether some workers wait until all of the first cluster have joined.
+def have_all_joined(cluster: Cluster, workers: Sequence[str]) -> bool | None:
+    """Return whether all workers of the first cluster have joined, as some of them say.
 
     Args:
         cluster: `Cluster`.
         workers: Sequence of strings, `"host:port"` of each worker that is asked.
+
+    Returns:
+        Bool, false if those that answer wait for others; `None` if none answers.
     """
     found = _states(cluster, workers, ASKS)
-    return any(not state.is_running and not state.generation for state in found)
+    has_started = any(state.is_running or state.generation for state in found)
+    return has_started if found else None
 
 
 def _states(cluster: Cluster, workers: Sequence[str], kind: int) -> list[JobState]:

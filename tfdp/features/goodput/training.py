@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdp.communication.collectives.step_events import StepDataWaits, data_waits
-from tfdp.features.goodput.account import CLASSES, Shares
+from tfdp.features.goodput.account import CLASSES
 from tfdp.features.goodput.ledger import Launch, LedgerFile, Moment
 from tfdp.features.goodput.recorder import GoodputRecorder
 from tfdp.features.monitor.meter import TimedSteps
@@ -232,6 +232,8 @@ class _Ledger(keras.callbacks.Callback):
         super().__init__()
         self.is_complete = False
         self._recorder, self._others = recorder, others
+        # Writer of each folder.
+        self._writers: dict[str, Any] = {}
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Wrap the step of a model without a tfdp strategy, so that it is timed."""
@@ -249,28 +251,35 @@ class _Ledger(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write the shares so far for TensorBoard, if another callback writes there."""
-        # Of an error nothing is lost: the ledger has the same numbers.
-        with contextlib.suppress(OSError, tf.errors.OpError):
-            for writer in self._writers:
-                _write_scalars(writer, self._recorder.shares(), epoch)
+        for folder in sorted(set(filter(None, map(_log_dir_of, self._others)))):
+            # Of an error nothing is lost: the ledger has the same numbers.
+            with contextlib.suppress(OSError, tf.errors.OpError):
+                self._write_scalars(os.path.join(folder, _SCALARS), epoch)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Record that `fit` is complete."""
         self.is_complete = True
         self._recorder.fit_ends(is_complete=True)
-        with contextlib.suppress(OSError, tf.errors.OpError):
-            for writer in self._writers:
+        for writer in self._writers.values():
+            with contextlib.suppress(OSError, tf.errors.OpError):
                 writer.close()
 
-    @functools.cached_property
-    def _writers(self) -> list:
-        """Writers of TensorBoard, one for each folder of another callback."""
-        folders = sorted(set(filter(None, map(_log_dir_of, self._others))))
-        return [
-            tf.summary.create_file_writer(os.path.join(folder, _SCALARS))
-            for folder in folders
-            if has_tensorboard()
-        ]
+    def _write_scalars(self, folder: str, epoch: int) -> None:
+        """Write the shares of the job for TensorBoard, into one file for the `fit`.
+
+        Args:
+            folder: String, the folder of the file.
+            epoch: Int, number of the epoch, from 0.
+        """
+        if not has_tensorboard():
+            return
+        if folder not in self._writers:
+            self._writers[folder] = tf.summary.create_file_writer(folder)
+        shares = self._recorder.shares()
+        with self._writers[folder].as_default():
+            for name in CLASSES:
+                tf.summary.scalar(f"{_SCALARS}/{name}_share", shares.share(name), epoch)
+        self._writers[folder].flush()
 
     def exposed_seconds(self) -> float | None:
         """Return the exposed communication of the steps since the last call.
@@ -303,20 +312,6 @@ def without_ledger(callbacks: Any) -> Any:
         given = callbacks.callbacks
         given[:] = [each for each in given if not isinstance(each, _Ledger)]
     return callbacks
-
-
-def _write_scalars(writer: Any, shares: Shares, epoch: int) -> None:
-    """Write the shares of a job for TensorBoard.
-
-    Args:
-        writer: `tf.summary.SummaryWriter`.
-        shares: `Shares`.
-        epoch: Int, number of the epoch, from 0.
-    """
-    with writer.as_default():
-        for name in CLASSES:
-            tf.summary.scalar(f"{_SCALARS}/{name}_share", shares.share(name), epoch)
-    writer.flush()
 
 
 def _log_dir_of(callback: Any) -> str | None:

@@ -19,7 +19,7 @@ import click
 
 from tfdp.communication.cluster import Cluster, process_tree
 from tfdp.communication.coordination.preemption import PREEMPTED, SAVE_SIGNAL
-from tfdp.communication.store import has_waiting_workers
+from tfdp.communication.store import have_all_joined
 from tfdp.features.goodput.ledger import Launch
 from tfdp.launch.cli.launch import worker_environment
 from tfdp.launch.cli.noise import is_noise, is_peer_failure
@@ -475,7 +475,10 @@ class Job:
         pairs = zip(self._workers, self._clusters, strict=True)
         running = [each.workers[each.rank] for w, each in pairs if w.is_running]
         before = self._has_waiting
-        self._has_waiting = has_waiting_workers(self._clusters[0], running)
+        has_joined = have_all_joined(self._clusters[0], running)
+        self._has_waiting = has_joined is False
+        if has_joined:  # nobody waits any more, nor is asked
+            self._ask_waiting_at = math.inf
         return before and self._has_waiting
 
     def _end_by_vain_wait(self) -> int:
