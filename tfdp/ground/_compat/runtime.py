@@ -187,7 +187,7 @@ def exclude_from_autograph(package: str) -> None:
     """Exclude a package's functions from AutoGraph, as TensorFlow excludes its own.
 
     Users' functions that they call through TensorFlow are still converted. They would
-    not be below the public `do_not_convert`. Checked on TensorFlow 2.21.
+    not be below the public `do_not_convert`. Checked on TensorFlow 2.19 and 2.21.
 
     Args:
         package: String, the package's name.

@@ -477,7 +477,7 @@ class Job:
         before = self._has_waiting
         has_joined = have_all_joined(self._clusters[0], running)
         self._has_waiting = has_joined is False
-        if has_joined:  # nobody waits any more, nor is asked
+        if has_joined:  # no worker waits after that
             self._ask_waiting_at = math.inf
         return before and self._has_waiting
 
