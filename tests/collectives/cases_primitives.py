@@ -528,6 +528,9 @@ def values_are_reduced_to_variables_and_gathered_along_axes(env: Env) -> dict:
             [strategy.gather(columns, axis) for axis in (0, 1, -1)],
         )
 
+    for axis in -3, 2:
+        with pytest.raises(ValueError, match=rf"one of the 2 axes .* Received: {axis}"):
+            strategy.gather(strategy.run(lambda: tf.ones([2, 1])), axis)
     for run in step, tf.function(step):
         variable.assign([0.0, 0.0])
         results = run(argument)

@@ -116,6 +116,12 @@ def _axis_first(tensor: tf.Tensor, axis: Any) -> tuple:
     """
     if isinstance(axis, int) and axis == 0:
         return tensor, lambda joined: joined
+    known, dimensions = tf.get_static_value(axis), tensor.shape.rank
+    if None not in (known, dimensions) and not -dimensions <= known < dimensions:
+        raise ValueError(
+            f"`axis` must be one of the {dimensions} axes of the tensor to gather. "
+            f"Received: {known}"
+        )
     rank = tf.rank(tensor)
     axis = tf.convert_to_tensor(axis)
     axis += tf.where(axis < 0, tf.cast(rank, axis.dtype), 0)
