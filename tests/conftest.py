@@ -12,13 +12,14 @@ import pytest
 
 # Before TensorFlow, so that tests have the same kernels on all processors.
 import tfdp  # noqa: F401  # isort: skip
-from tests.harness import costs, groups, tiers
+from tests.harness import costs, groups, iterators, tiers
 from tests.harness.pool import CaseFailed, ClusterPool
 from tests.harness.registry import Case, load_cases
 
 # Modules and tests that are collected stay, so that looking for garbage among them, up
 # to `pytest_collection_finish`, takes seconds and finds next to nothing.
 gc.disable()
+iterators.delete_in_background()
 
 # What was measured on this machine must not decide what the tests see, nor the
 # other way round.

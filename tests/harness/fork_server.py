@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import iterators
 from tests.harness.registry import MODULES, ROOT
 
 PRELOADED = [
@@ -73,6 +74,7 @@ def begin(log: Path, tf_config: str | None) -> None:
     os.environ.pop("TF_CONFIG", None)
     if tf_config is not None:
         os.environ["TF_CONFIG"] = tf_config
+    iterators.delete_in_background()
 
 
 def _nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -27,11 +28,19 @@ def on_all(members: Sequence[Any], function: Callable[[Any], _Result]) -> list[_
 
 @contextlib.contextmanager
 def members_of(cluster: Cluster, seconds: float = 30.0) -> Iterator[list[Membership]]:
-    """All members of a cluster, joined; they leave at the end."""
+    """All members of a cluster, joined; they leave at the end.
+
+    If one does not join, the stacks of all threads are printed: they show which thread
+    has kept it from doing so.
+    """
     ranks = range(cluster.num_workers)
     members = [Membership(of_rank(cluster, rank)) for rank in ranks]
     try:
-        on_all(members, lambda member: member.join(seconds))
+        try:
+            on_all(members, lambda member: member.join(seconds))
+        except Exception:
+            faulthandler.dump_traceback(2)
+            raise
         yield members
     finally:
         on_all(members, Membership.leave)
