@@ -298,6 +298,18 @@ def test_a_run_that_had_stopped_early_does_not_go_on(tmp_path):
     assert_same(found, undisturbed)
 
 
+def test_a_run_that_had_stopped_within_an_epoch_stops_there_again(tmp_path):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if self.model.optimizer.iterations == STEPS + 2:
+                self.model.stop_training = True
+
+    wanted = fit(arrays(**PLAIN), Stop(), BackupAndRestore(tmp_path / "none"))
+    for _ in range(2):
+        kept = BackupAndRestore(tmp_path / "kept", 1, delete_at_end=False)
+        assert_same(fit(arrays(**PLAIN), Stop(), kept), wanted)
+
+
 @pytest.mark.full
 def test_the_next_fit_begins_with_its_own_first_epoch(backups, undisturbed):
     model = build()

@@ -279,7 +279,12 @@ class BackupAndRestore(StrategyCallback):
             self.model, is_delayed=False
         )
         asks = ask_every and self._total // ask_every > before // ask_every
-        if asks and self._watch.any_worker_notified(self._total):
+        is_notified = asks and self._watch.any_worker_notified(self._total)
+        if self.model.stop_training:
+            # A run that resumed here would train the rest of the epoch. From an earlier
+            # backup it stops here again; a notice is acted on at the end of the epoch.
+            return
+        if is_notified:
             self._save_and_exit(self._epoch, batch + 1, logs)
             return
         if asks and self._watch.joining:
