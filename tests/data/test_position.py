@@ -304,6 +304,11 @@ class Reshuffled(Batches):
         pass
 
 
+def noise_of_a_layer() -> tf.data.Dataset:
+    noise = keras.layers.GaussianNoise(0.1, seed=1)
+    return rows().batch(4).map(lambda x, y: (noise(x, training=True), y))
+
+
 UNREPEATABLE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "shuffled": (lambda: {"x": rows().shuffle(20).batch(4)}, "has no seed"),
     "generator": (
@@ -313,6 +318,10 @@ UNREPEATABLE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "from_generator": (lambda: {"x": of_generator()}, "a Python generator or function"),
     "numpy_function": (lambda: {"x": by_numpy()}, "a Python generator or function"),
     "noise": (lambda: {"x": unseeded_noise()}, "RandomStandardNormal"),
+    "noise of a layer": (
+        lambda: {"x": noise_of_a_layer()},
+        "a function in the dataset changes a variable",
+    ),
     "mixed at random": (
         lambda: {"x": tf.data.Dataset.sample_from_datasets([rows(), rows()]).batch(8)},
         "a RandomDataset has no seed",
@@ -333,7 +342,9 @@ UNREPEATABLE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["shuffled", "generator", "PyDataset"])
+@pytest.mark.parametrize(
+    "name", ["shuffled", "generator", "PyDataset", "noise of a layer"]
+)
 def test_data_that_cannot_be_repeated_is_named_and_its_epoch_begins_again(
     name, tmp_path
 ):

@@ -18,6 +18,9 @@ RANDOM_OPS = (
     *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
     *("RandomShuffle", "Multinomial", "RandomGamma", "RandomPoissonV2"),
 )
+# The first letters of operations that change a variable, such as the seeds of a layer
+# or a `tf.random.Generator`: after a restart it has its first value again.
+_ASSIGNING_OPS = ("Assign", "ResourceScatter", "Rng")
 # Kinds of datasets that create only one iterator of each input in a pass, so that
 # their shuffles draw seeds once.
 _ONE_PASS_DATASETS = (
@@ -120,6 +123,11 @@ def _nondeterminism_of_dataset(
     if tf_data.calls_python(dataset):
         return "a Python generator or function in the dataset has its own state"
     for name, attributes in tf_data.operations_in(dataset):
+        if name.startswith(_ASSIGNING_OPS):
+            return (
+                "a function in the dataset changes a variable, such as the seeds of a "
+                f"layer ({name})"
+            )
         if name not in RANDOM_OPS:
             continue
         seed, seed2 = attributes["seed"].i, attributes["seed2"].i
