@@ -267,6 +267,7 @@ FORGED_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no logs": lambda r: r.update(logs={"__array__": ["<f4", [-1], ""]}),
     "logs of objects": lambda r: r.update(logs={"__array__": ["|O", [0], ""]}),
     "endless skipping": lambda r: r["data"].update(taken=[0] * 10**4),
+    "endless validation": lambda r: r["data"].update(validations=[[0, True]] * 10**4),
     "no number of replicas": lambda r: r["facts"].update(replicas=0),
     "no data": lambda r: r.pop("data"),
     "a merge": lambda r: r["facts"].update(merges=["__import__"]),

@@ -141,6 +141,17 @@ def mapped() -> tf.data.Dataset:
     return rows().shuffle(20, seed=1).batch(4).map(noisy)
 
 
+def split_after_shuffling() -> dict[str, Any]:
+    """Both parts share a shuffle, whose seeds their iterators draw by turns."""
+    both = rows().shuffle(20, seed=3)
+    return {"x": both.skip(4).batch(4), "validation_data": both.take(4).batch(2)}
+
+
+def validated_by_some_rows() -> dict[str, Any]:
+    some = rows().shuffle(20, seed=3).repeat().batch(6)
+    return {**arrays(shuffle=False), "validation_data": some, "validation_steps": 2}
+
+
 REPEATABLE: dict[str, Callable[[], dict[str, Any]]] = {
     "arrays": lambda: arrays(shuffle=False),
     "arrays shuffled with a seed": seeded_arrays,
@@ -168,6 +179,8 @@ REPEATABLE: dict[str, Callable[[], dict[str, Any]]] = {
         "x": rows().shuffle(20, seed=3).batch(4),
         "steps_per_execution": 2,
     },
+    "split after shuffling": split_after_shuffling,
+    "validated by some rows": validated_by_some_rows,
     "from a later epoch on": lambda: {
         "x": rows().shuffle(20, seed=3).batch(4),
         "initial_epoch": 1,
@@ -176,7 +189,10 @@ REPEATABLE: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 # Each goes another way through the code; the others run in the full tier.
-TOLD_APART = ("repeated", "endless", "of unknown length", "two steps at a time")
+TOLD_APART = (
+    *("repeated", "endless", "of unknown length", "two steps at a time"),
+    *("split after shuffling", "validated by some rows"),
+)
 
 
 @pytest.mark.parametrize("name", TOLD_APART)

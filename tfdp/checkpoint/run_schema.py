@@ -107,6 +107,7 @@ _RUN = {
         "steps_seen": COUNT,
         "num_batches": optional(COUNT),
         "taken": [COUNT],
+        "validations?": [(COUNT, schema.boolean)],
         "order": optional(_SEED),
         "description": _check_description,
     },
@@ -138,4 +139,9 @@ def check_run(run: Any) -> None:
     if len(taken) > epochs or (per_epoch and sum(taken) > epochs * (per_epoch + 1)):
         schema.raise_malformed(
             taken, "run.data.taken", "what earlier epochs can have taken"
+        )
+    validations = run["data"].get("validations", [])
+    if len(validations) > epochs:
+        schema.raise_malformed(
+            validations, "run.data.validations", "those of earlier epochs"
         )

@@ -67,9 +67,10 @@ def restart_data(arguments: dict[str, Any]) -> None:
     Args:
         arguments: Dict, the arguments of the call by name; changed in place.
     """
+    restarted: dict[int, tf.data.Dataset] = {}
     for key in ("x", "validation_data"):
         if isinstance(data := arguments.get(key), tf.data.Dataset):
-            arguments[key] = restart_shuffles(data)
+            arguments[key] = restart_shuffles(data, restarted)
 
 
 def continue_callbacks(

@@ -46,6 +46,14 @@ def set_dataset_of_epoch(epoch_iterator: Any, make: Callable) -> None:
     epoch_iterator._get_iterator = make
 
 
+def begins_to_read(epoch_iterator: Any) -> bool:
+    """Return whether Keras reads the iterator that it creates now.
+
+    After the last batch of data of a known length it creates one that it may not read.
+    """
+    return epoch_iterator._current_iterator is None
+
+
 def epoch_progress(epoch_iterator: Any) -> dict[str, Any]:
     """Return the counters of an epoch iterator of Keras, to save it between two epochs.
 

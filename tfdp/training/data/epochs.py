@@ -41,6 +41,7 @@ from tfdp.training.data.own_rows import (
     supports_row_reads,
 )
 from tfdp.training.data.per_replica_dataset import PerReplicaDataset, ReadOptions
+from tfdp.training.data.position import DataPosition
 from tfdp.training.data.same_datasets import (
     Length,
     agreed_steps,
@@ -104,17 +105,29 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
     if part is not None and is_shuffled and not has_seed:
         # The parts of a job need the same order: each takes its rows of every batch.
         keras_data.set_dataset_of_epoch(iterator, SeededShuffle(part.seed, of_epoch))
-    position = data_position.current()
-    if position is not None and position.iterator is None:
-        if is_shuffled and not _has_order(iterator):
-            shuffle = SeededShuffle(new_seed(), of_epoch)
-            keras_data.set_dataset_of_epoch(iterator, shuffle)
-        extended = strategy.extended
-        position.attach(
-            iterator,
-            stand_in_seed(),
-            getattr(extended, "worker_group", None),
-        )
+    if (position := data_position.current()) is not None:
+        _track_position(position, strategy, iterator, of_epoch)
+
+
+def _track_position(
+    position: DataPosition, strategy: Any, iterator: Any, of_epoch: Callable
+) -> None:
+    """Attach an epoch iterator of a `fit` to the position in its data.
+
+    Args:
+        position: `DataPosition` of that `fit`.
+        strategy: Strategy of the model.
+        iterator: Epoch iterator of Keras: the first is that of the training data.
+        of_epoch: Callable that returns the dataset of the next epoch.
+    """
+    if position.iterator is not None:
+        position.attach_validation(iterator)
+        return
+    if keras_data.shuffles_arrays(iterator.data_adapter) and not _has_order(iterator):
+        shuffle = SeededShuffle(new_seed(), of_epoch)
+        keras_data.set_dataset_of_epoch(iterator, shuffle)
+    worker_group = getattr(strategy.extended, "worker_group", None)
+    position.attach(iterator, stand_in_seed(), worker_group)
 
 
 def _count_reads(strategy: Any, iterator: Any) -> None:

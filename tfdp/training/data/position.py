@@ -37,6 +37,11 @@ _NUM_BATCHES = "the number of batches"
 class DataPosition:
     """Position in the data of one `fit`.
 
+    Args:
+        validation: The `validation_data` of `fit`. Its shuffles, whose seeds those of
+            the training data may share, are restored too. Defaults to `None`.
+        validation_steps: Int, `validation_steps` of `fit`, or `None`, the default.
+
     Attributes:
         exit_stack: `contextlib.ExitStack`, closed when `fit` returns or raises.
         last_logs: Dict, the logs of the last batch before the interruption, until the
@@ -44,7 +49,16 @@ class DataPosition:
         nondeterminism: String, why the position cannot be restored, or `None`.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, validation: Any = None, validation_steps: int | None = None
+    ) -> None:
+        is_dataset = isinstance(validation, tf.data.Dataset)
+        reshuffles = is_dataset and tf_data.reshuffles(validation)
+        self._validation = validation if reshuffles else None
+        self._validation_steps = validation_steps
+        # For each iterator of the validation data: the number of iterators of the
+        # training data before it, and whether its batches are read.
+        self._validations: list[list] = []
         self.exit_stack = contextlib.ExitStack()
         self.last_logs: dict[str, Any] | None = None
         self.nondeterminism: str | None = None
@@ -100,6 +114,24 @@ class DataPosition:
         )
         self._first_batch_size = facts_by_worker[0]["batch size"]
 
+    def attach_validation(self, iterator: Any) -> None:
+        """Begin to record when the validation data is iterated over.
+
+        Args:
+            iterator: `TFEpochIterator` of the validation data.
+        """
+        if self._validation is None:
+            return
+        make = keras_data.dataset_maker(iterator)
+
+        def begin_iterator() -> Any:
+            """Record one more iterator, and return its dataset."""
+            is_read = keras_data.begins_to_read(iterator)
+            self._validations.append([len(self._taken), is_read])
+            return make()
+
+        keras_data.set_dataset_of_epoch(iterator, begin_iterator)
+
     @property
     def dataset(self) -> Any:
         """Distributed dataset that Keras iterates over in an epoch."""
@@ -138,6 +170,7 @@ class DataPosition:
         return {
             **keras_data.epoch_progress(self.iterator),
             "taken": list(self._taken),
+            "validations": list(self._validations),
             "order": None if self._order is None else self._order.first,
             "description": _common_or_list(self._descriptions),
         }
@@ -182,7 +215,8 @@ class DataPosition:
         if self._order is not None:
             self._order.first = snapshot["order"]
         keeps_one = self.iterator.steps_per_epoch is not None and bool(taken)
-        current = self._recreate_iterators(taken, keeps_one)
+        validations = snapshot.get("validations", [])
+        current = self._recreate_iterators(taken, validations, keeps_one)
         keras_data.set_epoch_progress(self.iterator, snapshot, current)
         self._skipped = num_batches
 
@@ -211,11 +245,14 @@ class DataPosition:
         self._taken.append(0)
         return self._make()
 
-    def _recreate_iterators(self, taken: list[int], keeps_one: bool) -> Any:
+    def _recreate_iterators(
+        self, taken: list[int], validations: list[list], keeps_one: bool
+    ) -> Any:
         """Create the iterators of earlier epochs that affect the order of later ones.
 
         Args:
             taken: List of ints, number of batches taken from each iterator.
+            validations: List of pairs, as `_validations`.
             keeps_one: Bool, whether the last iterator continues in the next epoch.
 
         Returns:
@@ -226,6 +263,7 @@ class DataPosition:
         depends_on_reads = reshuffles and not draws_seeds_once(source)
         last = len(taken) - 1
         for number in range(len(self._taken), len(taken)):
+            self._recreate_validations(validations, number)
             is_current = keeps_one and number == last
             if depends_on_reads or is_current:
                 if self._order is not None:
@@ -234,6 +272,7 @@ class DataPosition:
                 _skip(current, taken[number])
                 if is_current:
                     self._taken = list(taken)
+                    self._recreate_validations(validations, len(taken))
                     return current
             elif reshuffles and taken[number]:
                 tf_data.begin_shuffles(source)
@@ -242,9 +281,28 @@ class DataPosition:
                 # shuffles, only the last one drew a seed, as it does by `iter(source)`.
                 iter(source)
         self._taken = list(taken)
+        self._recreate_validations(validations, len(taken))
         if self._order is not None:
             self._order.epoch = len(taken)
         return None
+
+    def _recreate_validations(self, validations: list[list], number: int) -> None:
+        """Let the validation data draw the seeds that it drew at a point of training.
+
+        Args:
+            validations: List of pairs, as `_validations`.
+            number: Int, number of iterators of the training data before that point.
+        """
+        for after, is_read in validations:
+            if self._validation is None or after != number:
+                continue
+            self._validations.append([after, is_read])
+            if not is_read:
+                iter(self._validation)
+            elif draws_seeds_once(self._validation):
+                tf_data.begin_shuffles(self._validation)
+            else:
+                _skip(iter(self._validation), self._validation_steps)
 
     def _describe(self) -> dict[str, Any]:
         """Return the properties of the data that must be equal in a resumed run."""
@@ -339,7 +397,7 @@ def _first_not_none(values: Iterable[str | None]) -> str | None:
     return next((item for item in values if item is not None), None)
 
 
-def _skip(iterator: Any, count: int) -> None:
+def _skip(iterator: Any, count: int | None) -> None:
     """Read and drop batches of an iterator, at most until its end."""
     local = getattr(iterator, "components", iterator)
     for _ in itertools.islice(local, count):

@@ -125,11 +125,18 @@ def rebuild_batch(
     )
 
 
-def restart_shuffles(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
+def restart_shuffles(
+    dataset: tf.data.Dataset, restarted: dict[int, tf.data.Dataset] | None = None
+) -> tf.data.Dataset | None:
     """Rebuild a dataset so that its shuffles draw their seeds from the beginning.
 
     A shuffle with a new order in each iteration continues its sequence of seeds for as
     long as the dataset exists.
+
+    Args:
+        dataset: `tf.data.Dataset`.
+        restarted: Dict from the `id` of a shuffle to the one that replaces it, for
+            datasets that share shuffles and so their seeds. Defaults to none.
 
     Returns:
         `tf.data.Dataset`, the same one if it has no such shuffle; or `None` if a stage
@@ -138,14 +145,18 @@ def restart_shuffles(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
     if not tf_data.reshuffles(dataset):
         return dataset
     sources = tf_data.dataset_sources(dataset)
-    source = restart_shuffles(sources[0]) if len(sources) == 1 else None
+    restarted = {} if restarted is None else restarted
+    if id(dataset) in restarted:
+        return restarted[id(dataset)]
+    source = restart_shuffles(sources[0], restarted) if len(sources) == 1 else None
     kind = tf_data.kind_of_stage(dataset)
     if source is None:
         return None
     if kind == "OptionsDataset":
         return source.with_options(dataset.options())
     if kind == "ShuffleDataset":
-        return tf_data.shuffle_alike(dataset, source)
+        restarted[id(dataset)] = tf_data.shuffle_alike(dataset, source)
+        return restarted[id(dataset)]
     if kind in MAPS:
         rebuilt = rebuild_map(dataset, pipelines.function_of_map(dataset))
         return rebuilt.rebuild_on(source)

@@ -93,7 +93,10 @@ def _begin_loop(
     resuming = (
         backup_callbacks(bound.arguments.get("callbacks")) if name == "fit" else []
     )
-    position = data_position.DataPosition() if resuming else None
+    position = None
+    if resuming:
+        names = "validation_data", "validation_steps"
+        position = data_position.DataPosition(*map(bound.arguments.get, names))
     is_fit = name == "fit"
     activity = None if is_fit else activities.during(activities.EVALUATION)
     with activity or contextlib.nullcontext(), data_position.tracking(position):
