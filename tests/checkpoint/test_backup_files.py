@@ -215,6 +215,10 @@ def test_a_backup_of_another_run_or_model_is_refused(backups):
     model.compile("sgd", "mse", jit_compile=False)
     with pytest.raises(ValueError, match="another run, in which `optimizer` was"):
         model.fit(**arrays(**PLAIN), callbacks=[BackupAndRestore(backups, 1)])
+    model = build()
+    model.compile("adam", "mse", metrics=["mse"], jit_compile=False)
+    with pytest.raises(ValueError, match="metrics of its epoch differ: 'mean_abs"):
+        model.fit(**arrays(**PLAIN), callbacks=[BackupAndRestore(backups, 1)])
     assert names(backups) == ["step-5", "step-6", "step-7"]
 
 

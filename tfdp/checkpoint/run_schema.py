@@ -79,9 +79,13 @@ def _check_logs(value: Any, where: str) -> None:
 
 
 # Schema of the random states by worker, and of what a backup's tensors depend on: the
-# number of replicas, and how each metric variable is merged.
+# number of replicas, and the name and the merge function of each metric variable.
 RANDOM_STATES = schema.list_of(_RANDOM, least=1)
-FACTS = {"replicas": POSITIVE, "merges": [{"sum", "max", "min"}]}
+FACTS = {
+    "replicas": POSITIVE,
+    "metrics?": [schema.string],
+    "merges": [{"sum", "max", "min"}],
+}
 # `rates` and `accumulation` are optional: the first versions did not write them.
 _RUN = {
     "format": COUNT,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -119,10 +120,12 @@ def plan_checkpoint(model: keras.Model, index: Index) -> LoadPlan:
 def run_facts(model: Any) -> dict[str, Any]:
     """Return what a backup's tensors depend on, as a dict for JSON.
 
-    Its fields are the number of replicas, and the function that merges each metric.
+    Its fields are the number of replicas, the names of the metrics' variables, and the
+    function that merges each.
     """
     return {
         "replicas": local_replicas(model).count,
+        "metrics": _metric_names(model),
         "merges": [item.merge for item in metric_variables(model)],
     }
 
@@ -207,6 +210,14 @@ def plan_backup(
     label = "within the epoch" if with_metrics else "at its start"
     plan = _load_plan(model, index, tensors, left_out, arrays=arrays, label=label)
     check_model(index, plan)
+    if with_metrics:
+        # `check_model` has compared their number; the first versions saved no names.
+        names = facts.get("metrics", []), _metric_names(model)
+        for then, now in zip(*names, strict=False):
+            if then != now:
+                raise ValueError(
+                    f"the metrics of its epoch differ: {then!r:.80} is {now!r} now"
+                )
     return plan
 
 
@@ -329,6 +340,19 @@ def _accumulated_tensors(model: Any, saved_count: int) -> list[StateTensor]:
         for name, total in per_replica_sums(model)
     ]
     return tensors + per_replica_tensors(sums, local_replicas(model), saved_count)
+
+
+def _metric_names(model: Any) -> list[str]:
+    """Return the names of the variables of a model's metrics, such as `"mae/total"`.
+
+    The numbers by which Keras tells objects of one name in a process apart are left
+    out.
+    """
+    return [
+        re.sub(r"_\d+(?=/)", "", variable.path)
+        for metric in model.metrics
+        for variable in metric.variables
+    ]
 
 
 def metric_variables(
