@@ -314,6 +314,19 @@ def test_a_run_that_had_stopped_within_an_epoch_stops_there_again(tmp_path):
         assert_same(fit(arrays(**PLAIN), Stop(), kept), wanted)
 
 
+def test_a_callback_that_changes_the_working_directory_moves_no_backup(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    move = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: os.chdir(tmp_path / "elsewhere")
+    )
+    cut_run(Path("backups"), move)
+    assert names(tmp_path / "backups") == ["step-5", "step-6", "step-7"]
+    assert names(tmp_path / "elsewhere") == []
+
+
 @pytest.mark.full
 def test_the_next_fit_begins_with_its_own_first_epoch(backups, undisturbed):
     model = build()

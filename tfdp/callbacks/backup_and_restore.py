@@ -19,6 +19,7 @@ from tfdp.checkpoint.callback_state import from_json
 from tfdp.checkpoint.host_memory import HostMemory
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.memory_backups import MemoryBackups
+from tfdp.checkpoint.object_store import absolute_path
 from tfdp.checkpoint.places import BackupTarget, find_newest
 from tfdp.checkpoint.reader import LoadPlan
 from tfdp.communication.cluster import cpu_kernels
@@ -402,12 +403,17 @@ class BackupAndRestore(StrategyCallback):
         options = (getattr(other, "rollback_name", "") for other in self._others)
         return next(filter(None, options), "")
 
+    @functools.cached_property
+    def _path(self) -> str:
+        """Path or URL of the directory, as it was when `fit` first began."""
+        return absolute_path(self.directory)
+
     def _folder(self) -> str:
         """Return the backup directory; each job of `tfdp run --islands` has its own."""
         island = Island.from_environment()
         if island is None:
-            return self.directory
-        return f"{self.directory.rstrip('/')}/island-{island.index}"
+            return self._path
+        return f"{self._path.rstrip('/')}/island-{island.index}"
 
     def _save_for_recovery(self, epoch: int, batches: int, logs: Any) -> None:
         """Add a backup to which this `fit` itself can go back, without a restart.

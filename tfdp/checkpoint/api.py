@@ -26,7 +26,7 @@ from tfdp.checkpoint.background import (
 from tfdp.checkpoint.index import Index, TensorMetadata
 from tfdp.checkpoint.index_file import from_text, load_index, to_text, versions
 from tfdp.checkpoint.model_state import model_state
-from tfdp.checkpoint.object_store import open_storage
+from tfdp.checkpoint.object_store import absolute_path, open_storage
 from tfdp.checkpoint.on_all_workers import run_on_all_workers
 from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.storage import Storage, StoreError
@@ -210,7 +210,8 @@ def save_state(
     needs_of_all = check_same_variables(worker_group, topic, entries, "saves", needs)
     prepare()
     model = serialize() if worker_group.is_chief else None
-    metadata = _Metadata(os.fspath(directory), entries, model, run)
+    path = absolute_path(os.fspath(directory))
+    metadata = _Metadata(path, entries, model, run)
 
     def write(read: Read, worker_group: Any, pause: Pause) -> None:
         """Write the files of the checkpoint, and then call `after` on worker 0.

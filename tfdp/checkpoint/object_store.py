@@ -67,6 +67,15 @@ def open_storage(path: str) -> Storage:
     return ObjectStore(path) if "://" in path else Storage(path)
 
 
+def absolute_path(path: str) -> str:
+    """Return a path that stays the same if the working directory changes, or a URL.
+
+    What `open_storage` refuses is returned as it is.
+    """
+    is_url = "://" in path or _MERGED_SLASHES.match(path)
+    return path if is_url or not path else os.path.abspath(path)
+
+
 class ObjectStore(Storage):
     """Folder of an object store: the objects with a common name prefix.
 
