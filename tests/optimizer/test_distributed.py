@@ -354,6 +354,22 @@ def test_options_of_the_wrapped_optimizer_are_shown_and_set():
     )
     optimizer.weight_decay = 0.3
     assert optimizer.inner_optimizer.weight_decay == 0.3
+    assert optimizer.gradient_accumulation_steps is None
+    optimizer.gradient_accumulation_steps = 3
+    assert optimizer.accumulation_steps == optimizer.gradient_accumulation_steps == 3
+
+
+def test_settings_of_the_wrapped_class_are_shown_and_act():
+    inner = optimizers.SGD(0.5, momentum=0.9)
+    optimizer = tfdp.DistributedOptimizer(inner)
+    assert optimizer.momentum == 0.9
+    optimizer.momentum = 0.5
+    assert inner.momentum == 0.5
+    np.testing.assert_allclose(one_by_one(optimizer, [1.0, 1.0])[0], -0.25)
+    optimizer.note = "of the user"
+    assert not hasattr(inner, "note")
+    with pytest.raises(AttributeError, match="'SGD' object has no attribute 'beta_1'"):
+        optimizer.beta_1  # noqa: B018
 
 
 def one_by_one(optimizer, scales=(1.0,)) -> list[np.ndarray]:

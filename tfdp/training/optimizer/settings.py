@@ -52,6 +52,23 @@ class OptimizerSettings:
 
     # The properties and methods below read and change settings.
 
+    def __getattr__(self, name: str) -> Any:
+        """Return a setting of the wrapped optimizer's class, such as `momentum`."""
+        inner = vars(self).get("inner_optimizer")
+        if inner is None or name.startswith("_"):
+            kind = type(self).__name__
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+        return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, on the wrapped optimizer if only that one has it."""
+        inner = vars(self).get("inner_optimizer")
+        is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if is_own or not hasattr(inner, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
+
     @property
     def accumulation_steps(self) -> int:
         """Int, number of micro-batches of an update."""
@@ -68,6 +85,17 @@ class OptimizerSettings:
             ValueError: If `steps` is not such an integer.
         """
         self.features.set_steps(arguments.checked_steps(steps))
+
+    @property
+    def gradient_accumulation_steps(self) -> int | None:
+        """Int, `accumulation_steps` as Keras has them: `None` without accumulation."""
+        return self.accumulation_steps if self.accumulation_steps > 1 else None
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int | None) -> None:
+        """Set `accumulation_steps`; Keras's constructor sets a default, not used."""
+        if "features" in vars(self):
+            self.accumulation_steps = 1 if steps is None else steps
 
     @property
     def accumulation_plan(self) -> Any:
