@@ -5,10 +5,10 @@ options and their types; `errors` reports errors in one sentence, also those of 
 import of TensorFlow. `run` checks a `program` and starts a `job` of local workers:
 `launch` (settings, and the environment of a worker), `start` (workers as processes, or
 as forks of a process that has imported TensorFlow, see `import_once`), `worker` (a
-process, its output and its log), `noise` and `tracebacks` (lines that are left out, or
-shown once), `screen` (the output of all workers as text or JSON, with `lines` as on a
-terminal) on a `nonblocking_stream` (which never blocks), `signals`, and `attempts` (the
-loop over restarts of a job).
+process, its output and its log), `output` (what of it is shown) with `noise` and
+`tracebacks` (lines that are left out, or shown once), `screen` (the output of all
+workers as text or JSON, with `lines` as on a terminal) on a `nonblocking_stream` (which
+never blocks), `signals`, and `attempts` (the loop over restarts of a job).
 For several machines, `node_options` has the options; the launcher of a node joins the
 `other_nodes` at a rendezvous (tfdp/launch/rendezvous). By ssh (`hosts`, `ssh`), an
 `ssh_job` starts such launchers as `ssh_worker`s; `remote` is the program on the host,

@@ -22,13 +22,12 @@ from tfdp.communication.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 from tfdp.communication.store import have_all_joined
 from tfdp.features.goodput.ledger import Launch
 from tfdp.launch.cli.launch import worker_environment
-from tfdp.launch.cli.noise import is_noise, is_peer_failure
 from tfdp.launch.cli.other_nodes import CoordinatorConnection
+from tfdp.launch.cli.output import Output
 from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.signals import EndReason, SignalPipe
 from tfdp.launch.cli.start import Starter
-from tfdp.launch.cli.tracebacks import Tracebacks
-from tfdp.launch.cli.worker import TAIL_LINES, LogFile, Worker, shell_code
+from tfdp.launch.cli.worker import LogFile, Worker, shell_code
 from tfdp.launch.rendezvous.failure import LOST_EXIT_SECONDS
 
 # Longest wait in seconds for events in one round of the loop.
@@ -118,11 +117,7 @@ class Job:
         self._ask_waiting_at, self._has_waiting = 0.0, False
         self._num_record_requests = 0
         self._selector = selectors.DefaultSelector()
-        self._tracebacks = Tracebacks()
-        # Number of lines printed so far, and the value of this number at each worker's
-        # last line, by rank.
-        self._num_lines = 0
-        self._last_line: dict[int, int] = {}
+        self._output = Output(context.screen)
 
     def __enter__(self) -> Job:
         """Start the guard, which ends the workers if the launcher is killed."""
@@ -296,62 +291,25 @@ class Job:
         # Failed workers come first: the last lines of the others are likely to report
         # these failures.
         for worker in sorted(ended, key=lambda worker: not worker.exit_code):
-            self._show(worker, worker.read_rest())
-            self._print(worker, self._tracebacks.rest(worker.rank))
+            self._output.show_rest(worker)
             self._forget(worker)
             if worker.exit_code and not self.failed and not self._is_stopping:
                 self.failed = worker
         for key, _ in ready:
             if key.data is not None and key.data.is_running:
-                self._show(key.data, key.data.read())
+                self._output.show(key.data, key.data.read())
                 # A worker that has closed its output is not read any more, but may
                 # continue to run.
                 if key.data.output.has_ended:
                     self._forget(key.data)
         for worker in self._running():
-            self._print(worker, self._tracebacks.due(worker.rank))
-            if (text := worker.snapshot()) is not None:
-                self._screen.snapshot(worker.rank, text)
+            self._output.show_due(worker)
         self._screen.refresh()
-
-    def _show(self, worker: Worker, lines: list[str]) -> None:
-        """Print new lines of a worker without noise, and update its progress bar."""
-        if self._screen.is_verbatim:
-            self._print(worker, lines)
-            return
-        kept = [line for line in lines if not is_noise(line)]
-        if self._tracebacks.is_interrupted:
-            kept = [line for line in kept if not is_peer_failure(line)]
-        self._print(worker, self._tracebacks.take(worker.rank, kept))
-        if not self._tracebacks.holds(worker.rank):
-            self._screen.progress(worker.rank, worker.output.unfinished)
-
-    def _print(self, worker: Worker, lines: list[str]) -> None:
-        """Print lines of a worker, and count them.
-
-        The number of lines of all workers so far is kept as that of this worker's last
-        line, for `_repeat_last_lines`.
-        """
-        for line in lines:
-            self._screen.line(worker.rank, line)
-            self._num_lines += 1
-            self._last_line[worker.rank] = self._num_lines
 
     def _forget(self, worker: Worker) -> None:
         """Stop watching the output of a worker, which has ended or closed it."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(worker.output)
-
-    def _repeat_last_lines(self, failed: Worker) -> None:
-        """Print a failed worker's last lines again, unless they are still visible.
-
-        They count as visible if output and messages share a terminal, file or pipe, and
-        at most `TAIL_LINES` lines of any worker were printed since.
-        """
-        since = self._num_lines - self._last_line.get(failed.rank, self._num_lines)
-        is_seen = since <= TAIL_LINES and self._screen.is_one
-        if failed.tail and not is_seen:
-            self._screen.repeat_lines(failed.rank, failed.tail)
 
     def _wait_for_cause(self, failed: Worker) -> Worker:
         """Wait until the worker that explains a failure ends; return the cause.
@@ -368,8 +326,7 @@ class Job:
             `Worker`, the other one if it has failed as well, otherwise `failed`. It is
             also set as `self.failed`.
         """
-        shown = self._tracebacks.shown_for.get(failed.rank, failed.rank)
-        same = self._workers[shown - self._first_rank]
+        same = self._workers[self._output.shown_for(failed.rank) - self._first_rank]
         end = time.monotonic() + LOST_EXIT_SECONDS
         while (other := self.lost or same).is_running and not other.is_suspended:
             if time.monotonic() >= end or self._signals.received:
@@ -390,7 +347,7 @@ class Job:
         )
         cause = self.lost or failed
         if failed.exit_code != PREEMPTED:
-            self._repeat_last_lines(cause)
+            self._output.repeat_last_lines(cause)
         because = "" if cause is failed else f" since worker {cause.rank} was lost"
         # In a job on several nodes, node 0 names the worker instead, in a message to
         # all nodes.
@@ -506,7 +463,7 @@ class Job:
         """
         self._is_stopping = True
         if signum == signal.SIGINT:
-            self._tracebacks.interrupt()
+            self._output.interrupt()
         for worker in self._running():
             worker.send(signum)
         self._wait_for_exits()

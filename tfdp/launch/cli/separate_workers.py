@@ -49,7 +49,7 @@ class SeparateWorkersJob(Job):
         for index, worker in enumerate(self._workers):
             if worker.exit_code and worker.pid not in self._handled_pids:
                 self._handled_pids.add(worker.pid)
-                self._repeat_last_lines(worker)
+                self._output.repeat_last_lines(worker)
                 self._handle_failure(index, worker)
         return None
 

@@ -1,0 +1,89 @@
+"""Output of the workers of this machine, as the launcher shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tfdp.launch.cli.noise import is_noise, is_peer_failure
+from tfdp.launch.cli.screen import Screen
+from tfdp.launch.cli.tracebacks import Tracebacks
+from tfdp.launch.cli.worker import TAIL_LINES, Worker
+
+
+class Output:
+    """Output of the workers of one attempt, shown on a screen.
+
+    Noise is left out, and the same traceback of several workers is shown once.
+
+    Args:
+        screen: `Screen`.
+    """
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen, self._tracebacks = screen, Tracebacks()
+        # Number of lines printed so far, and the value of this number at each worker's
+        # last line, by rank.
+        self._num_lines = 0
+        self._last_line: dict[int, int] = {}
+
+    def interrupt(self) -> None:
+        """Record that Ctrl-C was forwarded to the workers."""
+        self._tracebacks.interrupt()
+
+    def show(self, worker: Worker, lines: Sequence[str]) -> None:
+        """Print new lines of a worker without noise, and update its progress bar.
+
+        Args:
+            worker: `Worker`.
+            lines: Sequence of strings, its new lines.
+        """
+        if self._screen.is_verbatim:
+            self._print(worker, lines)
+            return
+        kept = [line for line in lines if not is_noise(line)]
+        if self._tracebacks.is_interrupted:
+            kept = [line for line in kept if not is_peer_failure(line)]
+        self._print(worker, self._tracebacks.take(worker.rank, kept))
+        if not self._tracebacks.holds(worker.rank):
+            self._screen.progress(worker.rank, worker.output.unfinished)
+
+    def show_rest(self, worker: Worker) -> None:
+        """Print all that is left of the output of a worker that has ended."""
+        self.show(worker, worker.read_rest())
+        self._print(worker, self._tracebacks.rest(worker.rank))
+
+    def show_due(self, worker: Worker) -> None:
+        """Print a traceback that is complete now, and the worker's unfinished line."""
+        self._print(worker, self._tracebacks.due(worker.rank))
+        if (text := worker.snapshot()) is not None:
+            self._screen.snapshot(worker.rank, text)
+
+    def repeat_last_lines(self, failed: Worker) -> None:
+        """Print a failed worker's last lines again, unless they are still visible.
+
+        They count as visible if output and messages share a terminal, file or pipe, and
+        at most `TAIL_LINES` lines of any worker were printed since.
+        """
+        since = self._num_lines - self._last_line.get(failed.rank, self._num_lines)
+        is_seen = since <= TAIL_LINES and self._screen.is_one
+        if failed.tail and not is_seen:
+            self._screen.repeat_lines(failed.rank, failed.tail)
+
+    def shown_for(self, rank: int) -> int:
+        """Return the worker, by rank, whose traceback was shown in place of another's.
+
+        Args:
+            rank: Int, rank of that other worker, returned if its own was shown.
+        """
+        return self._tracebacks.shown_for.get(rank, rank)
+
+    def _print(self, worker: Worker, lines: Sequence[str]) -> None:
+        """Print lines of a worker, and count them.
+
+        The number of lines of all workers so far is kept as that of this worker's last
+        line, for `repeat_last_lines`.
+        """
+        for line in lines:
+            self._screen.line(worker.rank, line)
+            self._num_lines += 1
+            self._last_line[worker.rank] = self._num_lines
