@@ -11,23 +11,14 @@ from tfdp.ground.base.param_groups import innermost
 from tfdp.training.optimizer import arguments
 from tfdp.training.optimizer.features import Features
 
-
-class InnerAttribute:
-    """Attribute of the wrapped optimizer, read and set through the wrapper."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        inner = None if instance is None else vars(instance).get("inner_optimizer")
-        return None if inner is None else getattr(inner, self._name)
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        # Keras's constructor sets the defaults of all settings before `inner_optimizer`
-        # exists. These defaults are dropped.
-        inner = vars(instance).get("inner_optimizer")
-        if inner is not None:
-            setattr(inner, self._name, value)
+# Settings for which Keras's constructor sets defaults; the wrapped optimizer has them.
+_KERAS_SETTINGS = frozenset(
+    {
+        *("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema"),
+        *("ema_momentum", "ema_overwrite_frequency", "loss_scale_factor"),
+        "gradient_accumulation_steps",
+    }
+)
 
 
 class OptimizerSettings:
@@ -35,15 +26,6 @@ class OptimizerSettings:
 
     Settings of Keras optimizers are read and set on the wrapped optimizer.
     """
-
-    weight_decay = InnerAttribute()
-    clipnorm = InnerAttribute()
-    clipvalue = InnerAttribute()
-    global_clipnorm = InnerAttribute()
-    use_ema = InnerAttribute()
-    ema_momentum = InnerAttribute()
-    ema_overwrite_frequency = InnerAttribute()
-    loss_scale_factor = InnerAttribute()
 
     inner_optimizer: Any
     # Accumulation, loss scaling and other features in use, with their variables.
@@ -63,6 +45,8 @@ class OptimizerSettings:
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, on the wrapped optimizer if only that one has it."""
         inner = vars(self).get("inner_optimizer")
+        if inner is None and name in _KERAS_SETTINGS:
+            return
         is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
         if is_own or not hasattr(inner, name):
             super().__setattr__(name, value)
@@ -93,9 +77,8 @@ class OptimizerSettings:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int | None) -> None:
-        """Set `accumulation_steps`; Keras's constructor sets a default, not used."""
-        if "features" in vars(self):
-            self.accumulation_steps = 1 if steps is None else steps
+        """Set `accumulation_steps`, where `None` is 1."""
+        self.accumulation_steps = 1 if steps is None else steps
 
     @property
     def accumulation_plan(self) -> Any:
