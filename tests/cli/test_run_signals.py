@@ -143,8 +143,8 @@ def test_a_signal_between_two_attempts_is_the_end_of_the_job(launcher, signum, c
 
 
 def test_a_timeout_between_two_attempts_is_the_end_of_the_job(capfd):
-    with contextlib.closing(SignalPipe(time.monotonic() + 0.1)) as signals:
-        screen = Screen(sys.__stdout__, sys.__stderr__)
+    screen = Screen(sys.__stdout__, sys.__stderr__)
+    with contextlib.closing(SignalPipe(time.monotonic() + 0.5)) as signals:
         context = JobContext(Starter([]), screen, signals, 0.0)
         assert pause(context, 0.0) is None
         assert pause(context, 30.0) == 124
