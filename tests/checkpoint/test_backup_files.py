@@ -137,6 +137,15 @@ def test_a_damaged_backup_is_named_and_the_one_before_is_taken(backups, undistur
     assert_same(found, undisturbed)
 
 
+def test_a_run_that_was_cut_after_the_last_step_of_an_epoch_says_so(
+    backups, undisturbed, capfd
+):
+    shutil.rmtree(backups / "step-6")
+    shutil.rmtree(backups / "step-7")
+    assert_same(fit(arrays(**PLAIN), BackupAndRestore(backups)), undisturbed)
+    assert "resumed at the end of epoch 1, from" in capfd.readouterr().err
+
+
 def test_a_damaged_backup_is_set_aside_and_not_pruned_before_older_ones(backups):
     damage(backups / "step-7")
     with pytest.warns(UserWarning, match="damaged"):
@@ -219,6 +228,14 @@ def test_a_backup_of_another_run_or_model_is_refused(backups):
     model.compile("adam", "mse", metrics=["mse"], jit_compile=False)
     with pytest.raises(ValueError, match="metrics of its epoch differ: 'mean_abs"):
         model.fit(**arrays(**PLAIN), callbacks=[BackupAndRestore(backups, 1)])
+    guarded = [BackupAndRestore(backups, 1), tfdp.callbacks.SpikeGuard()]
+    with pytest.raises(ValueError, match="without `SpikeGuard`, which this run has"):
+        fit(arrays(**PLAIN), *guarded, make_model=build)
+    run = index_file.load_index(str(backups / "step-7")).run
+    run["facts"]["features"] = ["`SpikeGuard`"]
+    change_index(backups / "step-7", run=run)
+    with pytest.raises(ValueError, match="with `SpikeGuard`, which this run lacks"):
+        fit(arrays(**PLAIN), BackupAndRestore(backups, 1))
     assert names(backups) == ["step-5", "step-6", "step-7"]
 
 

@@ -494,12 +494,15 @@ class BackupAndRestore(StrategyCallback):
             self._warn_about_position(difference)
         keras_model.set_initial_epoch(self.model, epochs if is_over else run["epoch"])
         progress.skip_epochs(run["epoch"])
-        step = batches + 1 if difference is None else 1
+        place = f"step {batches + 1 if difference is None else 1}"
+        if difference is None and batches and batches == self.params.get("steps"):
+            # Of its epoch, validation and `on_epoch_end` are left.
+            place = "the end"
         self._say(
             f"the run saved in {self.directory} was already complete: no epochs are "
             "left to train"
             if is_over
-            else f"resumed at step {step} of epoch {run['epoch'] + 1}, from "
+            else f"resumed at {place} of epoch {run['epoch'] + 1}, from "
             f"{self._source.source}"
         )
         if change := cpu_kernels.change_since(index.versions):

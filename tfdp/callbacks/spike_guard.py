@@ -288,7 +288,7 @@ class SpikeGuard(OptimizerCallback):
         last = self._rows[-1]
         text = (
             f"the {NAMES[self.on]} was {last.value:.5g} (median before: "
-            f"{last.median:.5g}) in batch {last.batch} of epoch {last.epoch}; going "
+            f"{last.median_text}) in batch {last.batch} of epoch {last.epoch}; going "
             "back to the newest backup, to leave that update out"
         )
         if worker_group_of(self.model).is_chief:

@@ -137,7 +137,7 @@ def replicated(
 def _optimizer_state(model: keras.Model, optimizer: Any) -> Iterator[StateTensor]:
     """Yield the state tensors of one optimizer, including its loss scale."""
     sharded = getattr(optimizer, "shards", None)
-    scale = _loss_scale_of(optimizer)
+    scale = loss_scale_of(optimizer)
     if scale is not None:
         yield replicated(model, f"{LOSS_SCALE_PREFIX}/value", scale[0])
         yield replicated(model, f"{LOSS_SCALE_PREFIX}/good_steps", scale[1], COUNTER)
@@ -180,7 +180,7 @@ def _param_group_state(
             yield replicated(model, f"{prefix}/{name}", slot)
 
 
-def _loss_scale_of(optimizer: Any) -> tuple[Any, Any] | None:
+def loss_scale_of(optimizer: Any) -> tuple[Any, Any] | None:
     """Return the loss scale and its counter of steps without overflow, or `None`."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer.dynamic_scale, optimizer.step_counter

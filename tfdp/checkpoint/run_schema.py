@@ -79,10 +79,12 @@ def _check_logs(value: Any, where: str) -> None:
 
 
 # Schema of the random states by worker, and of what a backup's tensors depend on: the
-# number of replicas, and the name and the merge function of each metric variable.
+# number of replicas, the labels of features with a state, and the name and the merge
+# function of each metric variable.
 RANDOM_STATES = schema.list_of(_RANDOM, least=1)
 FACTS = {
     "replicas": POSITIVE,
+    "features?": [schema.string],
     "metrics?": [schema.string],
     "merges": [{"sum", "max", "min"}],
 }

@@ -33,6 +33,8 @@ from tfdp.checkpoint.model_state import (
     LOSS_SCALE_PREFIX,
     OTHERS_PREFIX,
     RUN_PREFIX,
+    installed_features,
+    loss_scale_of,
     model_state,
     replicated,
 )
@@ -120,11 +122,12 @@ def plan_checkpoint(model: keras.Model, index: Index) -> LoadPlan:
 def run_facts(model: Any) -> dict[str, Any]:
     """Return what a backup's tensors depend on, as a dict for JSON.
 
-    Its fields are the number of replicas, the names of the metrics' variables, and the
-    function that merges each.
+    Its fields are the number of replicas, the features with a state, the names of the
+    metrics' variables, and the function that merges each.
     """
     return {
         "replicas": local_replicas(model).count,
+        "features": _features_with_state(model),
         "metrics": _metric_names(model),
         "merges": [item.merge for item in metric_variables(model)],
     }
@@ -209,6 +212,11 @@ def plan_backup(
         left_out += [name for name in saved if name.startswith(f"{_METRICS}/")]
     label = "within the epoch" if with_metrics else "at its start"
     plan = _load_plan(model, index, tensors, left_out, arrays=arrays, label=label)
+    own = _features_with_state(model)
+    saved_with = facts.get("features", own)  # the first versions did not save them
+    for name in sorted({*own} ^ {*saved_with}):
+        how, where = ("without", "has") if name in own else ("with", "lacks")
+        raise ValueError(f"it was saved {how} {name}, which this run {where}")
     check_model(index, plan)
     if with_metrics:
         # `check_model` has compared their number; the first versions saved no names.
@@ -381,6 +389,13 @@ def metric_variables(
         PerReplicaVariable(f"{_METRICS}/{number}", variable, kind)
         for number, (variable, kind) in enumerate(zip(variables, kinds, strict=True))
     ]
+
+
+def _features_with_state(model: Any) -> list[str]:
+    """Return the labels of the optimizer's features whose state backups save."""
+    found = [] if loss_scale_of(model.optimizer) is None else ["a loss scale"]
+    features = installed_features(model.optimizer)
+    return found + [each.label for each in features if each.counters or each.state]
 
 
 def _counters(model: Any) -> dict[str, Any]:

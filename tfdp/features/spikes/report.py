@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ class SkippedUpdate(NamedTuple):
         epoch: Int, number of its epoch, from 1.
         batch: Int, number of its last batch within the epoch, from 1.
         value: Float, the loss or the norm of the gradient.
-        median: Float, median of the previous accepted values.
+        median: Float, median of the previous accepted values; infinite without any.
     """
 
     step: int
@@ -31,6 +32,11 @@ class SkippedUpdate(NamedTuple):
     batch: int
     value: float
     median: float
+
+    @property
+    def median_text(self) -> str:
+        """The median to five digits, or `"none"`."""
+        return f"{self.median:.5g}" if math.isfinite(self.median) else "none"
 
 
 def read_skipped_updates(
@@ -75,7 +81,7 @@ def table(rows: Sequence[SkippedUpdate], on: str) -> str:
     lines = [f"{'step':>6}  {'epoch':>5}  {'batch':>5}  {on:>11}  median before"]
     lines += [
         f"{row.step:6}  {row.epoch:5}  {row.batch:5}  {row.value:11.5g}  "
-        f"{row.median:13.5g}"
+        f"{row.median_text:>13}"
         for row in rows[:_MOST_ROWS]
     ]
     if len(rows) > _MOST_ROWS:
@@ -97,7 +103,7 @@ def failure(optimizer: Any, guard: StepGuard, last: SkippedUpdate) -> str:
     return (
         f"`SpikeGuard` left out {number} in a row, up to batch {last.batch} of epoch "
         f"{last.epoch}, where the {NAMES[guard.on]} was {last.value:.5g} (median "
-        f"before: {last.median:.5g}), so that nothing is learned. Variables with the "
+        f"before: {last.median_text}), so that nothing is learned. Variables with the "
         f"largest gradients, infinite and NaN ones first: {', '.join(paths)}. Look for "
         "bad values in the data, or for a learning rate that is too high."
     )
