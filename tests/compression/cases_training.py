@@ -342,7 +342,16 @@ def momentum_correction_has_all_buckets_or_says_so(env: Env) -> dict:
     corrected = TopK(ratio=0.6, momentum=0.9)
     with routed(env, compression=corrected, links=SLOW):
         model = model_in_scope(env)
-        common.fit(model, *common.regression_data(8))
+        begun, trained = model.get_weights(), []
+        # A new optimizer begins without the momentum, and without what was not sent.
+        for _ in range(2):
+            with env.scope():
+                common.compiled(model, keras.optimizers.SGD(0.05))
+            model.set_weights(begun)
+            common.fit(model, *common.regression_data(8))
+            trained.append(model.get_weights())
+        for own, other in zip(*trained, strict=True):
+            np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-7)
         # Also a bucket that gains nothing.
         assert any("momentum" in name for name in states_of(env, model))
     options = tfdp.CommunicationOptions(compression=corrected)

@@ -222,6 +222,19 @@ class ResidualStore:
             and state.initial
         ]
 
+    def reset(self, variables: Sequence[Any]) -> None:
+        """Reset the states of buckets of the given variables, restored ones too.
+
+        Args:
+            variables: Sequence of Keras variables, those of a model.
+        """
+        known = set(map(id, variables))
+        self._restored = [
+            other for other in self._restored if not known >= other.positions.keys()
+        ]
+        for state in self.states_within(variables):
+            state.reset()
+
     def restore(self, restored: RestoredResiduals) -> None:
         """Assign restored values to existing states, and keep others for new states.
 

@@ -409,6 +409,7 @@ def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> 
         file_hooks.unwrap_loss_scaling(model)
         return result
     bound = inspect.signature(original).bind(model, *args, **kwargs)
+    optimizer = getattr(model, "optimizer", None)
     with strategy.scope():
         scope_checks.move_metrics_into_scope(bound.arguments)
         result = original(*bound.args, **bound.kwargs)
@@ -418,4 +419,8 @@ def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> 
             # optimizer's state, so the model gets the wrapper again.
             model.optimizer = wrapper
         scope_checks.bring_optimizer_into_scope(model.optimizer)
+    if model.optimizer is not optimizer:
+        # A new optimizer begins without momentum, and without the gradients that
+        # compressors have not sent under the one before.
+        strategy.extended.reducer.residuals.reset(model.variables)
     return result
