@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import Any
@@ -33,5 +34,7 @@ def delete_in_background() -> None:
 
 def _delete(kept: list) -> None:
     thread = threading.Thread(target=kept.clear, daemon=True)
-    thread.start()
-    thread.join(_LONGEST_SECONDS)
+    # A process that exits starts no thread any more.
+    with contextlib.suppress(RuntimeError):
+        thread.start()
+        thread.join(_LONGEST_SECONDS)
