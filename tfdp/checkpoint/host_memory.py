@@ -22,6 +22,7 @@ import numpy as np
 from tfdp.checkpoint.background import MEMORY_SHARE
 from tfdp.checkpoint.index_file import INDEX_BYTES
 from tfdp.checkpoint.memory_parts import PartHeader, PartName
+from tfdp.checkpoint.object_store import absolute_path
 from tfdp.ground.base.files import (
     make_private_folder,
     open_regular,
@@ -58,8 +59,8 @@ class HostMemory:
     """
 
     def __init__(self, directory: str) -> None:
-        name = directory if "://" in directory else os.path.abspath(directory)
-        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+        name = os.fsencode(absolute_path(directory))
+        digest = hashlib.sha256(name).hexdigest()[:16]
         user = os.geteuid() if hasattr(os, "geteuid") else 0
         self.path = os.path.join(ROOT, f"tfdp-memory-{user}-{digest}")
         self._arrays: dict[tuple[int, int], np.ndarray] = {}
