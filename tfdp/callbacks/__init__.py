@@ -7,7 +7,8 @@
 - `spike_guard`: updates left out where the loss or the gradient spikes.
 - `local_sgd`, `diloco`: training in which replicas or nodes update independently.
 - `backup_and_restore`: backups, and the resumption of a run on any number of replicas;
-  `run_state`: what a backup contains; `resumed_batches`: batches of another size.
+  `run_state`: what a backup contains; `resumption`: `fit` continues from a backup;
+  `resumed_batches`: batches of another size.
 - `communication_monitor`, `timeline`: measurements of steps.
 - `input_probe`: how long the `fit` of a script waits for data, for `tfdp doctor`.
 - `consistency_check`: a comparison of checksums of all replicas' weights.

@@ -12,20 +12,16 @@ import keras
 
 from tfdp.callbacks.bases import StrategyCallback
 from tfdp.callbacks.resumed_batches import ResumedBatches
+from tfdp.callbacks.resumption import Resumption
 from tfdp.callbacks.run_state import RunState
 from tfdp.checkpoint import api
 from tfdp.checkpoint.backups import Backups
-from tfdp.checkpoint.callback_state import from_json
 from tfdp.checkpoint.host_memory import HostMemory
-from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.memory_backups import MemoryBackups
 from tfdp.checkpoint.object_store import absolute_path
 from tfdp.checkpoint.places import BackupTarget, find_newest
-from tfdp.checkpoint.reader import LoadPlan
-from tfdp.communication.cluster import cpu_kernels
 from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.communication.coordination.preemption import PreemptionNotice, PreemptionWatch
-from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.watch import WorkerLost, WorkersJoin
 from tfdp.features import elastic
 from tfdp.features.islands.island import Island
@@ -44,7 +40,6 @@ from tfdp.ground.base import activities, loops
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import equalize_replicas
 from tfdp.ground.text import say
-from tfdp.training.data.batch_change import BatchChange
 from tfdp.training.data.position import DataPosition
 
 
@@ -148,10 +143,8 @@ class BackupAndRestore(StrategyCallback):
             memory_every = checked_integer("memory_every", memory_every, 1)
         self.memory_every = memory_every
         self._others: list[Any] = []
-        # The backups, in the directory or in memory, from which this run has resumed.
-        self._source: BackupTarget
-        self._pending_load: tuple[Index, LoadPlan] | None = None
-        self._change: BatchChange | None = None
+        # The backup that is loaded when its epoch begins.
+        self._pending: Resumption | None = None
         # `is_retry`: this is a later attempt of `fit` within one call of the user.
         # `_has_state`: an attempt has saved or loaded a state. Later attempts must then
         # find a state, since the weights may be those of an interrupted step.
@@ -201,9 +194,12 @@ class BackupAndRestore(StrategyCallback):
             has_memory=self.memory_every is not None,
         )
         self._position.exit_stack.callback(self._backups.close)
-        self._batches = ResumedBatches(self.model, self._position, self.batch)
         self._state = RunState(
-            self.model, self._position, self._batches, self._others, self._worker_group
+            self.model,
+            self._position,
+            ResumedBatches(self.model, self._position, self.batch),
+            self._others,
+            self._worker_group,
         )
         self.has_begun = True
         is_empty = self.model in elastic.FEATURE.discarded
@@ -221,7 +217,7 @@ class BackupAndRestore(StrategyCallback):
             list if strategy is None else strategy.extended.applicants,
         )
         self._epoch, self._last_batch, self._total = 0, -1, 0
-        self._pending_load = None
+        self._pending = None
         self._build_model()
         self._memory = self._new_memory()
         newest = find_newest(
@@ -231,9 +227,7 @@ class BackupAndRestore(StrategyCallback):
             is_end_of_epoch=self.save_freq == "epoch",
         )
         if newest is not None:
-            self._source, index, load_plan = newest
-            self._resume(index, load_plan)
-            self._has_state = True
+            self._resume(Resumption(self._state, *newest))
             return
         if must_resume:
             raise RuntimeError(
@@ -254,15 +248,9 @@ class BackupAndRestore(StrategyCallback):
         self._epoch, self._last_batch = epoch, -1
         self._position.last_logs = None
         self._begin = self._position.snapshot()
-        if self._pending_load is None:
-            return
-        index, load_plan = self._pending_load
-        self._pending_load = None
-        self._load(index, load_plan)
-        self._begin, batches = self._batches.resume_position(index.run, self._change)
-        self._last_batch = batches - 1
-        self._position.restore(self._begin, batches)
-        self._position.last_logs = from_json(index.run["logs"])
+        if self._pending is not None:
+            self._begin, batches = self._pending.begin_epoch()
+            self._last_batch, self._pending = batches - 1, None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Save if a backup is due; exit on a preemption notice; admit new workers.
@@ -463,73 +451,15 @@ class BackupAndRestore(StrategyCallback):
             prints=self._worker_group.is_chief,
         )
 
-    # The following methods resume a run from a backup.
+    # The following methods are called at the beginning of `fit`.
 
-    def _resume(self, index: Index, load_plan: LoadPlan) -> None:
-        """Set epoch, step and data position from a backup, and load it now or later.
-
-        A backup made within an epoch is loaded when that epoch begins.
-        """
-        run, self._change = index.run, self._batches.change_since(index.run)
-        difference = self._position.difference_to(run["data"], self._change)
-        self._total = run["steps"]
-        data, batches = self._batches.resume_position(run, self._change)
-        epochs = self.params.get("epochs", run["epoch"] + 1)
-        is_over = run["is_stopped"] or run["epoch"] >= epochs
-        if run["epoch"]:
-            # Keras resets metrics at the beginning of an epoch, so an uninterrupted run
-            # would have reset them in its first epoch, which this run skips.
-            self.model.reset_metrics()
-        # Loading is deferred until the interrupted epoch begins. A run that is over
-        # begins no epoch, so its backup is loaded now.
-        if difference is None and run["batches"] and not is_over:
-            self._pending_load = index, load_plan
-        else:
-            self._load(index, load_plan)
-            if difference is None:
-                self._position.restore(data, batches)
-            else:
-                self._position.restore_length(data)
-        if run["batches"] or self.save_freq != "epoch":
-            self._warn_about_position(difference)
-        keras_model.set_initial_epoch(self.model, epochs if is_over else run["epoch"])
-        progress.skip_epochs(run["epoch"])
-        place = f"step {batches + 1 if difference is None else 1}"
-        if difference is None and batches and batches == self.params.get("steps"):
-            # Of its epoch, validation and `on_epoch_end` are left.
-            place = "the end"
-        self._say(
-            f"the run saved in {self.directory} was already complete: no epochs are "
-            "left to train"
-            if is_over
-            else f"resumed at {place} of epoch {run['epoch'] + 1}, from "
-            f"{self._source.source}"
-        )
-        if change := cpu_kernels.change_since(index.versions):
-            self._say(change)
-        # At the end of `fit`, Keras's initial epoch is reset: otherwise the next `fit`
-        # would begin at this epoch, too.
-        self._position.exit_stack.callback(keras_model.set_initial_epoch, self.model, 0)
-
-    def _load(self, index: Index, load_plan: LoadPlan) -> None:
-        """Restore tensors, callbacks, random states and learning rates.
-
-        Args:
-            index: `Index` of the backup.
-            load_plan: `LoadPlan`, what to read of it.
-        """
-        run = index.run
-        self._source.load(index, load_plan)
-        elastic.FEATURE.discarded.discard(self.model)
-        self._state.restore(run, load_plan)
-        adaptation = self._batches.adapt(run, self._change)
-        if adaptation is not None:
-            self._say(adaptation)
-
-    def _say(self, text: str) -> None:
-        """Print a line on the first worker."""
-        if self._worker_group.is_chief:
-            say(text)
+    def _resume(self, resumption: Resumption) -> None:
+        """Continue from a backup that was found."""
+        if resumption.run["batches"] or self.save_freq != "epoch":
+            self._warn_about_position(resumption.difference)
+        is_pending = resumption.begin(self.params, self.directory)
+        self._pending = resumption if is_pending else None
+        self._total, self._has_state = resumption.run["steps"], True
 
     def _warn_about_position(self, difficulty: str | None) -> None:
         """Warn that the position in the data cannot be restored, if it cannot.

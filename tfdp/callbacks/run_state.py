@@ -52,11 +52,11 @@ class RunState:
         callbacks: list[Any],
         worker_group: WorkerGroup,
     ) -> None:
-        self._model = model
-        self._position = position
-        self._batches = batches
+        self.model = model
+        self.position = position
+        self.batches = batches
         self._callbacks = callbacks
-        self._worker_group = worker_group
+        self.worker_group = worker_group
 
     def collect(
         self, epoch: int, batches: int, steps: int, logs: Any, data: dict[str, Any]
@@ -76,19 +76,19 @@ class RunState:
         states, arrays = callback_states(self._callbacks)
         run = {
             "format": _FORMAT,
-            **self._batches.metadata(epoch),
-            "facts": run_facts(self._model),
+            **self.batches.metadata(epoch),
+            "facts": run_facts(self.model),
             "epoch": epoch,
             "batches": batches,
             "steps": steps,
-            "is_stopped": not batches and bool(self._model.stop_training),
+            "is_stopped": not batches and bool(self.model.stop_training),
             "logs": to_json(logs or {}),
             "callbacks": states,
-            "random": gather_random_states(self._worker_group),
+            "random": gather_random_states(self.worker_group),
             "data": data,
         }
         check_run(json.loads(json.dumps(run)))
-        return backup_tensors(self._model, arrays, in_epoch=batches > 0), run
+        return backup_tensors(self.model, arrays, in_epoch=batches > 0), run
 
     def plan_load(self, index: Index) -> LoadPlan:
         """Plan what to read of a backup, after a check that it is of this run.
@@ -112,14 +112,14 @@ class RunState:
             )
         check_run(run)
         check_arrays(run["callbacks"], index, CALLBACKS_PREFIX)
-        change = self._batches.change_since(run)
+        change = self.batches.change_since(run)
         in_epoch = (
             run["batches"] > 0
-            and self._position.difference_to(run["data"], change) is None
+            and self.position.difference_to(run["data"], change) is None
         )
         arrays = empty_arrays(run["callbacks"])
         return plan_backup(
-            self._model, arrays, index, run["facts"], with_metrics=in_epoch
+            self.model, arrays, index, run["facts"], with_metrics=in_epoch
         )
 
     def restore(self, run: dict[str, Any], load_plan: LoadPlan) -> None:
@@ -130,4 +130,4 @@ class RunState:
             load_plan: `LoadPlan` that was loaded.
         """
         set_callback_states(self._callbacks, run["callbacks"], load_plan.arrays)
-        restore_random_states(run["random"], self._worker_group)
+        restore_random_states(run["random"], self.worker_group)
