@@ -302,6 +302,12 @@ def variables_of_a_function(env: Env) -> dict:
 
     with env.scope():
         found = env.strategy.experimental_local_results(read_in_steps())
+        grown = tf.Variable(tf.fill([2, 1], env.rank), shape=[None, 1])
+        text = tf.Variable([["ab" * (env.rank + 1)]])
     for value in found:
         np.testing.assert_array_equal(value, [5, 5, 5])
+    for value in env.local_values(grown):
+        np.testing.assert_array_equal(value, [[0], [0]])
+    for value in env.local_values(text):
+        assert value == b"ab"
     return {}

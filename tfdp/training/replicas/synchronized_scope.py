@@ -381,11 +381,18 @@ def broadcast_variables(strategy: Any, variables: Sequence[Any]) -> None:
         variables: Sequence of mirrored `tf.Variable`s of the strategy, in the same
             order on every worker.
     """
-    chunk: list[Any] = []
+    texts = [variable for variable in variables if variable.dtype == tf.string]
+    if texts:
+        _broadcast_texts(strategy, texts)
+    chunk: list[tuple[Any, np.ndarray]] = []
     size = 0
     for variable in variables:
-        chunk.append(variable)
-        size += variable.shape.num_elements() * variable.dtype.size
+        if variable.dtype == tf.string:
+            continue
+        # The shape of the variable may be unknown, unlike that of its value.
+        value = np.asarray(variable.values[0].numpy())
+        chunk.append((variable, value))
+        size += value.nbytes
         if size >= _CHUNK_BYTES:
             _broadcast_chunk(strategy, chunk)
             chunk, size = [], 0
@@ -393,16 +400,31 @@ def broadcast_variables(strategy: Any, variables: Sequence[Any]) -> None:
         _broadcast_chunk(strategy, chunk)
 
 
-def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
-    """Broadcast worker 0's values of one chunk of variables, and assign them."""
+def _broadcast_texts(strategy: Any, variables: list[Any]) -> None:
+    """Broadcast worker 0's values of variables of strings, and assign them."""
+    group: WorkerGroup = strategy.extended.worker_group
+    values = [tf.io.serialize_tensor(v.values[0]).numpy() for v in variables]
+    first, *_ = group.all_gather(_TOPIC, [value.hex() for value in values])
+    for variable, text in zip(variables, first, strict=True):
+        value = tf.io.parse_tensor(bytes.fromhex(text), tf.string)
+        for part in variable.values:
+            part.assign(value)
+
+
+def _broadcast_chunk(strategy: Any, chunk: list[tuple[Any, np.ndarray]]) -> None:
+    """Broadcast worker 0's values of one chunk of variables, and assign them.
+
+    Args:
+        strategy: A tfdp strategy.
+        chunk: List of pairs of a mirrored `tf.Variable` and its value on this worker.
+    """
     extended = strategy.extended
-    values = [np.asarray(v.values[0].numpy()) for v in variables]
-    local_bytes = b"".join(value.tobytes() for value in values)
+    local_bytes = b"".join(value.tobytes() for _, value in chunk)
     data = broadcast_bytes(extended, local_bytes)
     if extended.worker_group.rank == 0:
         return
     begin = 0
-    for variable, old in zip(variables, values, strict=True):
+    for variable, old in chunk:
         end = begin + old.nbytes
         value = np.frombuffer(data[begin:end], old.dtype).reshape(old.shape)
         for part in variable.values:
