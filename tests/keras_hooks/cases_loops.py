@@ -13,6 +13,7 @@ from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 
 BATCH = common.BATCH_SIZE
+MIRRORED, WORKERS = ("mirrored",), ("two_workers",)
 
 
 @case("`train_on_batch`, `test_on_batch` (two workers: crash)")
@@ -127,6 +128,53 @@ def loop_inside_a_function(env: Env) -> dict:
 @same_as("loop_that_divides_by_the_global_batch_size")
 def loop_with_an_embedding(env: Env) -> dict:
     return _loop(env, build_first=True, in_function=False, tokens=True)
+
+
+def _outside_of_run(env: Env, make_optimizer, decorate=lambda step: step) -> dict:
+    """Trains by a step that no `strategy.run` calls; it builds the optimizer."""
+    with env.scope():
+        model, optimizer = _embedding_model(), make_optimizer()
+    x, y = common.token_data(BATCH)
+
+    @decorate
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - model(x, training=True)))
+        variables = model.trainable_variables
+        pairs = zip(tape.gradient(loss, variables), variables, strict=True)
+        optimizer.apply_gradients(pairs)
+        return loss
+
+    losses = [step().numpy() for _ in range(3)]
+    return {
+        "losses": losses,
+        "weights": env.weights(model),
+        "slots": dict(enumerate(env.read(optimizer.variables).values())),
+    }
+
+
+def _scaled() -> keras.optimizers.Optimizer:
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+
+
+def _averaged() -> keras.optimizers.Optimizer:
+    return keras.optimizers.AdamW(0.1, weight_decay=0.1, use_ema=True)
+
+
+@case("A loop without `strategy.run` trains the copies of a process", setups=MIRRORED)
+def loop_outside_of_run(env: Env) -> dict:
+    return {
+        "eager": _outside_of_run(env, _scaled),
+        "function": _outside_of_run(env, _averaged, tf.function),
+    }
+
+
+@case("A loop without `strategy.run` on workers", setups=WORKERS, compare=False)
+def loop_outside_of_run_on_workers(env: Env) -> dict:
+    for make_optimizer in (_scaled, _averaged):
+        with pytest.raises(ValueError, match=r"applied outside of `strategy\.run`"):
+            _outside_of_run(env, make_optimizer)
+    return {}
 
 
 class Lazy(keras.Model):

@@ -68,6 +68,7 @@ def _wrong_uses(env: Env) -> Iterator[tuple[str, Callable[[], Any]]]:
         "apply outside `run`",
         lambda: in_scope(optimizer.apply, gradients, weights),
     )
+    yield "apply outside the scope", lambda: optimizer.apply(gradients, weights)
     compiled = in_scope(common.compiled, in_scope(common.mlp))
     yield (
         "a class",

@@ -324,6 +324,7 @@ EXPECTED = {
     "sharded, clips by itself": "overrides `_clip_gradients`.*Override `update_step`",
     "a class": "Received: the class `ConsistencyCheck`",
     "apply outside `run`": "given to `strategy.run`",
+    "apply outside the scope": "given to `strategy.run`",
     "warmup of unknown length": "`LearningRateWarmup(steps=...)`",
 }
 

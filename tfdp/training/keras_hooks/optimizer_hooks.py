@@ -10,7 +10,7 @@ is active.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdp.ground._compat import keras_model, keras_optimizer
 from tfdp.ground.base import program_trace
-from tfdp.ground.base.context import in_tfdp_scope, replica_context
+from tfdp.ground.base.context import in_tfdp_scope, is_tfdp, replica_context
 from tfdp.ground.base.deferred_updates import defer
 from tfdp.ground.base.wrappers import wrapper_of
 from tfdp.training.keras_hooks.scope_checks import (
@@ -50,6 +50,7 @@ def apply(
     if wrapper is not None and keras_optimizer.overrides_apply(optimizer):
         return wrapper.apply_directly(grads, trainable_variables)
     if replica_context() is None:
+        _prepare_outside_of_run(optimizer, trainable_variables)
         return original(optimizer, grads, trainable_variables)
     update = functools.partial(apply, original, optimizer)
     if defer(optimizer, grads, trainable_variables, update):
@@ -108,7 +109,36 @@ def apply_or_defer(
         bring_optimizer_into_scope(optimizer)
         if not optimizer.built:
             build_in_step(optimizer, trainable_variables)
+    elif replica_context() is None:
+        _prepare_outside_of_run(optimizer, trainable_variables)
     original(optimizer, grads, trainable_variables)
+
+
+def _prepare_outside_of_run(optimizer: Any, variables: Sequence[Any] | None) -> None:
+    """Build an optimizer of a tfdp strategy for an update outside of `strategy.run`.
+
+    Such a step computes the whole batch on one device, and its update assigns the
+    copies of all replicas of this process.
+
+    Args:
+        optimizer: Keras optimizer.
+        variables: Sequence of the variables to update, or `None`.
+
+    Raises:
+        ValueError: If each of several workers would update its own copies.
+    """
+    strategy = keras_optimizer.strategy_of_optimizer(optimizer)
+    if tf.distribute.has_strategy() or not is_tfdp(strategy):
+        return
+    if strategy.extended.worker_group.num_workers > 1:
+        raise ValueError(
+            f"The optimizer {optimizer.name!r} was applied outside of `strategy.run`, "
+            "where each worker would train a separate model. Put the step into a "
+            "function, and call it by `strategy.run(step, args=(x, y))`."
+        )
+    if variables is not None and not optimizer.built:
+        with tf.init_scope(), strategy.scope():
+            optimizer.build(list(variables))
 
 
 def check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:

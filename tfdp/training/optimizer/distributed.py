@@ -17,7 +17,11 @@ from tfdp.ground._compat import (
     optimizer_views,
 )
 from tfdp.ground.base import batch_weight
-from tfdp.ground.base.context import replica_context
+from tfdp.ground.base.context import (
+    in_replica_thread,
+    num_replicas_of,
+    replica_context,
+)
 from tfdp.ground.base.deferred_updates import defer
 from tfdp.ground.base.param_groups import (
     ParamGroup,
@@ -215,7 +219,9 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         """
         if len(grads) == 0 or keras_model.is_built_symbolically():
             return
-        if tf.distribute.in_cross_replica_context():
+        # Outside of the scope, too, it would update the copies of one replica only.
+        is_outside = num_replicas_of(self) > 1 and not in_replica_thread()
+        if is_outside or tf.distribute.in_cross_replica_context():
             raise ValueError(
                 "Call `apply` and `apply_gradients` in the function that is given to "
                 "`strategy.run`."
