@@ -130,10 +130,10 @@ def loop_with_an_embedding(env: Env) -> dict:
     return _loop(env, build_first=True, in_function=False, tokens=True)
 
 
-def _outside_of_run(env: Env, make_optimizer, decorate=lambda step: step) -> dict:
+def _outside_of_run(env: Env, optimizer, decorate=lambda step: step) -> dict:
     """Trains by a step that no `strategy.run` calls; it builds the optimizer."""
     with env.scope():
-        model, optimizer = _embedding_model(), make_optimizer()
+        model = _embedding_model()
     x, y = common.token_data(BATCH)
 
     @decorate
@@ -163,17 +163,19 @@ def _averaged() -> keras.optimizers.Optimizer:
 
 @case("A loop without `strategy.run` trains the copies of a process", setups=MIRRORED)
 def loop_outside_of_run(env: Env) -> dict:
+    with env.scope():
+        averaged = _averaged()
     return {
-        "eager": _outside_of_run(env, _scaled),
-        "function": _outside_of_run(env, _averaged, tf.function),
+        "function": _outside_of_run(env, averaged, tf.function),
+        "optimizer from outside": _outside_of_run(env, _scaled()),
     }
 
 
 @case("A loop without `strategy.run` on workers", setups=WORKERS, compare=False)
 def loop_outside_of_run_on_workers(env: Env) -> dict:
-    for make_optimizer in (_scaled, _averaged):
+    for optimizer in (_scaled(), _averaged()):
         with pytest.raises(ValueError, match=r"applied outside of `strategy\.run`"):
-            _outside_of_run(env, make_optimizer)
+            _outside_of_run(env, optimizer)
     return {}
 
 

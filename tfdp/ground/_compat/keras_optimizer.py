@@ -67,6 +67,12 @@ def is_on_one_device(variable: Any) -> bool:
     return isinstance(value, resource_variable_ops.BaseResourceVariable)
 
 
+def strategy_of_variable(variable: Any) -> Any:
+    """Return the strategy of a variable that has one for each replica, or `None`."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    return getattr(value, "distribute_strategy", None)
+
+
 def set_trained(optimizer: Any, variables: list) -> None:
     """Set the variables that an optimizer trains, without creating slots."""
     indices = {optimizer._var_key(v): index for index, v in enumerate(variables)}

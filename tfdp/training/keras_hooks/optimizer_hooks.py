@@ -115,19 +115,22 @@ def apply_or_defer(
 
 
 def _prepare_outside_of_run(optimizer: Any, variables: Sequence[Any] | None) -> None:
-    """Build an optimizer of a tfdp strategy for an update outside of `strategy.run`.
+    """Build an optimizer for an update of mirrored variables outside `strategy.run`.
 
     Such a step computes the whole batch on one device, and its update assigns the
     copies of all replicas of this process.
 
     Args:
-        optimizer: Keras optimizer.
-        variables: Sequence of the variables to update, or `None`.
+        optimizer: Keras optimizer, moved into the scope of the variables' strategy.
+        variables: Sequence of the variables to update, or `None` for those that the
+            optimizer was built for.
 
     Raises:
-        ValueError: If each of several workers would update its own copies.
+        ValueError: If each of several workers would update its own copies, or if the
+            optimizer was built outside of the scope.
     """
-    strategy = keras_optimizer.strategy_of_optimizer(optimizer)
+    variables = variables or keras_optimizer.trained_by(optimizer)
+    strategy = next(map(keras_optimizer.strategy_of_variable, variables), None)
     if tf.distribute.has_strategy() or not is_tfdp(strategy):
         return
     if strategy.extended.worker_group.num_workers > 1:
@@ -136,8 +139,10 @@ def _prepare_outside_of_run(optimizer: Any, variables: Sequence[Any] | None) -> 
             "where each worker would train a separate model. Put the step into a "
             "function, and call it by `strategy.run(step, args=(x, y))`."
         )
-    if variables is not None and not optimizer.built:
+    is_in_scope = keras_optimizer.strategy_of_optimizer(optimizer) is strategy
+    if not (is_in_scope and optimizer.built):
         with tf.init_scope(), strategy.scope():
+            bring_optimizer_into_scope(optimizer)
             optimizer.build(list(variables))
 
 
