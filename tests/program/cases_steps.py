@@ -154,6 +154,26 @@ def drawn_in_the_update_of_an_optimizer(env: Env) -> dict:
     return fit_model(env, Perceptron, optimizer=lambda: Langevin(0.1))
 
 
+class Denoising(Perceptron):
+    """Draws noise; the first step builds its optimizer, which Keras does not know."""
+
+    def compile(self, optimizer: Any, **options: Any) -> None:
+        super().compile(**options)
+        self.own = optimizer
+
+    def train_step(self, data: tuple) -> dict:
+        x, y = data
+        noise = tf.random.normal(tf.shape(x), seed=3)
+        loss, gradients = _gradients(self, x + noise, y)
+        self.own.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@GRADIENTS.add
+def drawn_where_the_first_step_builds_the_optimizer(env: Env) -> dict:
+    return fit_model(env, Denoising)
+
+
 @_step(GRADIENTS)
 def sharpness_aware(model: Any, x: Any, y: Any) -> dict:
     """See Foret et al. 2021, https://arxiv.org/abs/2010.01412."""
@@ -924,6 +944,7 @@ register(
         "clipped_in_the_apply_of_an_optimizer",
         "clipped_in_the_apply_of_a_wrapped_optimizer",
         "drawn_in_the_update_of_an_optimizer",
+        "drawn_where_the_first_step_builds_the_optimizer",
         "penalty_on_gradients_of_inputs",
         of=GRADIENTS,
     ),

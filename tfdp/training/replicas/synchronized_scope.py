@@ -253,7 +253,11 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
 
     def build(strategy: Any) -> None:
         """Build the optimizer in cross-replica context; broadcast its new slots."""
-        optimizer.build(list(variables))
+        # Outside of the step's graph: TensorFlow traces a function that has created
+        # variables again for the second step, which would draw the first one's random
+        # numbers once more.
+        with tf.init_scope(), strategy.scope():
+            optimizer.build(list(variables))
         # The current step uses the slots, so they must be equal on all workers now.
         synchronize_new_variables(strategy)
 
