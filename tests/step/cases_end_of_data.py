@@ -51,9 +51,39 @@ def nadam() -> keras.optimizers.Optimizer:
 
 @case("Wrong numbers: the counter at the end of data")
 def the_end_of_data_counts_as_in_keras(env: Env) -> dict:
-    results = {"adamw": _train(env, adamw), "means": _means_of_static_rows(env)}
+    results = {
+        "adamw": _train(env, adamw),
+        "means": _means_of_static_rows(env),
+        "draws": _train_with_draws(env),
+    }
     assert results["adamw"]["counted"] == [6, 12, 18]
     return results
+
+
+class Noise(keras.layers.Layer):
+    """Adds two random numbers, in evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def call(self, inputs):
+        for _ in range(2):
+            inputs += keras.random.normal(keras.ops.shape(inputs), seed=self.seeds)
+        return inputs
+
+
+def _train_with_draws(env: Env) -> dict:
+    """Trains and evaluates on data of unknown length; Keras's last steps draw, too."""
+
+    def build():
+        layers = [keras.layers.Dropout(0.3), Noise(), keras.layers.Dense(1)]
+        inputs = keras.Input((common.NUM_FEATURES,))
+        return common.compiled(keras.Sequential([inputs, *layers]), "sgd")
+
+    model = common.build_in_scope(env, build)
+    history = common.fit(model, _data(), epochs=3, validation_data=_data(24))
+    return {"history": history, "weights": env.weights(model)}
 
 
 def _means_of_static_rows(env: Env) -> dict:

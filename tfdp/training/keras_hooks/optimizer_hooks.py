@@ -130,7 +130,7 @@ def _prepare_outside_of_run(optimizer: Any, variables: Sequence[Any] | None) -> 
             optimizer was built outside of the scope.
     """
     variables = variables or keras_optimizer.trained_by(optimizer)
-    strategy = next(map(keras_optimizer.strategy_of_variable, variables), None)
+    strategy: Any = next(map(keras_optimizer.strategy_of_variable, variables), None)
     if tf.distribute.has_strategy() or not is_tfdp(strategy):
         return
     if strategy.extended.worker_group.num_workers > 1:

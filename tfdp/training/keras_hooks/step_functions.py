@@ -85,8 +85,9 @@ def make_function(
             return function(data)
 
     step: Any = compute
-    if is_training:
+    if name != "predict_function":
         step = _with_empty_last_step(model, compute)
+    if is_training:
         for feature in overriders(Feature.wrap_step):
             step = feature.wrap_step(model, step)
     step.made_after = _trace_conditions(model)

@@ -2,22 +2,25 @@
 
 Plain Keras finds the end of such data by one more step, whose iterator fails. By then
 the parts of an update that need no gradients have run: weights decay, Nadam's product
-of momenta advances, the optimizer counts. If Keras's own accumulation would make an
-update, the sums of gradients are reset and nothing is counted. A replica's step waits
-for its data and changes nothing. So the empty step runs after the iterator has failed,
-and the next epoch begins with the same state as on one device.
+of momenta advances, the optimizer counts, and layers draw random numbers. If Keras's
+own accumulation would make an update, the sums of gradients are reset and nothing is
+counted. A replica's step waits for its data and changes nothing. So the empty step runs
+after the iterator has failed, and the next epoch begins with the same state as on one
+device.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp.ground import user_code
-from tfdp.ground._compat import graphs, tf_distribute, xla_lowering
+from tfdp.ground._compat import graphs, random_seeds, tf_distribute, xla_lowering
 from tfdp.training.step.path import take_empty_step
 from tfdp.training.step.step import Step
 
@@ -34,6 +37,9 @@ class Updates:
         self._steps: dict[int, Callable[[], Step]] = {}
         self._function: Any = None
         self._left_out: str | None = None
+        # By the id of the state of a `SeedGenerator`: the state, and how many random
+        # numbers a step draws.
+        self._draws: dict[int, tuple[Any, int]] = {}
 
     def record(self, optimizer: Any, make_step: Callable[[], Step]) -> None:
         """Record an update, in place of an earlier one by the same optimizer.
@@ -53,6 +59,15 @@ class Updates:
         """
         self._left_out = name
 
+    def record_draws(self, state: Any, num_draws: int) -> None:
+        """Record how often a step draws from a `SeedGenerator`, whatever its batch.
+
+        Args:
+            state: Keras variable, the state of the generator.
+            num_draws: Int, number of draws of a step.
+        """
+        self._draws[id(state)] = state, num_draws
+
     def run_empty_step(self, strategy: Any) -> None:
         """Run the empty step, an update without data, of all recorded optimizers.
 
@@ -69,6 +84,9 @@ class Updates:
                 "`tf.data.experimental.assert_cardinality`."
             )
             self._left_out = None
+        for state, num_draws in self._draws.values():
+            # Each draw counts up the second of the two numbers of the state.
+            state.assign(state.numpy() + np.asarray([0, num_draws], state.dtype))
         if not self._steps:
             return
         if strategy is None:
@@ -125,11 +143,12 @@ def record_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
 
 
 def record_changes_without_data(model: Any, operations: list, data: list) -> None:
-    """Record a non-trainable variable that a step changes independently of its batch.
+    """Record the variables that a step changes independently of its batch.
 
-    It is assigned a value that depends neither on the batch nor on variables that
-    depend on it, such as a counter of steps. The last such variable is recorded in the
-    innermost `recording`, whose empty step warns of it.
+    They are assigned a value that depends neither on the batch nor on variables that
+    depend on it: the states of random numbers, and others such as a counter of steps.
+    The states, and the last one of the others, are recorded in the innermost
+    `recording`, whose empty step advances the states and warns of the other variable.
 
     Args:
         model: The Keras model.
@@ -138,10 +157,9 @@ def record_changes_without_data(model: Any, operations: list, data: list) -> Non
     """
     if not _recorded:
         return
-    paths = {
-        id(tf_distribute.local_part(v).handle): v.path
-        for v in model.non_trainable_weights
-    }
+    paths = {id(handle): v.path for v, handle in _handles(model.non_trainable_weights)}
+    states = {id(h): v for v, h in _handles(random_seeds.states_of(model))}
+    num_draws: collections.Counter[int] = collections.Counter()
     depends: set[Any] = {tensor.name for tensor in data}
     for op in operations:
         handles = [x for x in op.inputs if x.dtype == tf.resource]
@@ -151,6 +169,14 @@ def record_changes_without_data(model: Any, operations: list, data: list) -> Non
             depends.update(x.name for x in op.outputs)
             if op.type != "ReadVariableOp":
                 depends.update(used)
-        elif op.type.startswith("Assign") and not used.isdisjoint(paths):
-            (changed,) = used & paths.keys()
-            _recorded[-1].record_left_out(repr(paths[changed]))
+        elif op.type.startswith("Assign"):
+            num_draws.update(used & states.keys())
+            for changed in used & paths.keys():
+                _recorded[-1].record_left_out(repr(paths[changed]))
+    for handle, count in num_draws.items():
+        _recorded[-1].record_draws(states[handle], count)
+
+
+def _handles(variables: list[Any]) -> list[tuple[Any, Any]]:
+    """Return Keras variables with the handles of the calling replica's parts."""
+    return [(v, tf_distribute.local_part(v).handle) for v in variables]
