@@ -337,7 +337,19 @@ def optimizer_that_a_nested_function_would_build_is_named(env: Env) -> dict:
 
 @case("Crash: compile outside the scope (mixing strategies)")
 def compile_outside_the_scope(env: Env) -> dict:
-    return _compiled_outside(env)[1]
+    return _compiled_outside(env)[1] | {"built outside": _built_outside(env)}
+
+
+def _built_outside(env: Env) -> dict:
+    """Trains a model whose layers create their weights in a call outside the scope."""
+    with env.scope():
+        layers = [keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
+        model = common.compiled(keras.Sequential(layers), keras.optimizers.Adam(0.01))
+    x, y = common.regression_data()
+    model(x[:2])
+    loss = model.train_on_batch(x[:6], y[:6])
+    history = common.fit(model, x, y)
+    return {"loss": loss, "history": history, "weights": env.weights(model)}
 
 
 @case("The same, and `evaluate` afterwards")

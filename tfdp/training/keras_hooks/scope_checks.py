@@ -65,6 +65,22 @@ def move_metrics_into_scope(arguments: dict[str, Any]) -> None:
                     keras_optimizer.recreate_in_scope(variable)
 
 
+def bring_weights_into_scope(model: Any) -> None:
+    """Create weights that are on one device again in the scope of the model's strategy.
+
+    Layers create their weights in their first call, which may be outside the scope of
+    the model. The weights keep their values; workers get those of the first one.
+
+    Args:
+        model: Keras model of a tfdp strategy, before it trains.
+    """
+    outside = keras_optimizer.is_on_one_device
+    if any(map(outside, model.trainable_variables)):
+        with model.distribute_strategy.scope():
+            for variable in filter(outside, model.variables):
+                keras_optimizer.recreate_in_scope(variable)
+
+
 def bring_optimizer_into_scope(optimizer: Any) -> None:
     """Move an optimizer that was created outside the active scope into it, in place.
 
