@@ -75,10 +75,18 @@ def bring_weights_into_scope(model: Any) -> None:
         model: Keras model of a tfdp strategy, before it trains.
     """
     outside = keras_optimizer.is_on_one_device
-    if any(map(outside, model.trainable_variables)):
-        with model.distribute_strategy.scope():
-            for variable in filter(outside, model.variables):
-                keras_optimizer.recreate_in_scope(variable)
+    if not any(map(outside, model.trainable_variables)):
+        return
+    user_code.warn(
+        f"The layers of the model {model.name!r} have created weights outside "
+        "`strategy.scope()`, in their first call. The weights move into the scope now; "
+        "a `tf.function` that has called the model reads the old ones. Make the first "
+        "call inside the scope."
+    )
+    with model.distribute_strategy.scope():
+        for variable in filter(outside, model.variables):
+            keras_optimizer.recreate_in_scope(variable)
+    model.train_function = model.test_function = model.predict_function = None
 
 
 def bring_optimizer_into_scope(optimizer: Any) -> None:
