@@ -230,11 +230,13 @@ class Killer:
 
     def install(self, backup: Any) -> None:
         """Lets saves of a backup be a place, in their middle, and its loading."""
-        save, load = backup._save, backup._load
+        from tfdp.callbacks.resumption import Resumption
 
-        def load_or_die(*args: Any) -> None:
+        save, load = backup._save, Resumption._load
+
+        def load_or_die(resumption: Resumption) -> None:
             self.at("load", 1)
-            load(*args)
+            load(resumption)
 
         def save_or_die(epoch: int, batches: int, logs: Any, places: Any) -> None:
             for place in places:
@@ -251,7 +253,7 @@ class Killer:
                 for place in places:
                     del place.save
 
-        backup._save, backup._load = save_or_die, load_or_die
+        backup._save, Resumption._load = save_or_die, load_or_die
 
 
 class _Spy:
