@@ -88,15 +88,28 @@ def set_keras_global_seed(seed: int) -> None:
     global_state.set_global_attribute(_SEED_GENERATOR, None)
 
 
-def states_of(model: Any) -> list:
-    """Return the states of all `SeedGenerator`s from which a model may draw.
+def generators_of(model: Any) -> list:
+    """Return all `SeedGenerator`s from which a model may draw.
 
     They are those of its layers, and of the generator for draws without a seed.
     """
     layers = model._flatten_layers()  # checked on Keras 3.12 to 3.15
     generators = [g for layer in layers for g in layer._seed_generators]
     common = global_state.get_global_attribute(_SEED_GENERATOR)
-    return [g.state for g in (*generators, *([] if common is None else [common]))]
+    return generators if common is None else [*generators, common]
+
+
+def advance(generator: Any, num_draws: int) -> None:
+    """Advance a `SeedGenerator` by draws of random numbers.
+
+    Args:
+        generator: `SeedGenerator`, one of `generators_of`.
+        num_draws: Int, number of draws.
+    """
+    # Keras draws so from the generator for draws without a seed.
+    is_common = generator is global_state.get_global_attribute(_SEED_GENERATOR)
+    for _ in range(num_draws):
+        generator.next(ordered=not is_common)
 
 
 def keras_seed_state() -> list[int] | None:

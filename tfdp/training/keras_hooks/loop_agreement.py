@@ -26,7 +26,7 @@ from tfdp.ground.base.wrappers import rate_variables
 from tfdp.training.data.checks import describe_arrays, named_arrays
 from tfdp.training.data.fingerprints import ArrayValues
 from tfdp.training.data.value_differences import find_difference, values_fact
-from tfdp.training.keras_hooks import configs
+from tfdp.training.keras_hooks import configs, scope_checks
 from tfdp.training.keras_hooks.worker_callbacks import (
     callback_list,
     decide_per_batch,
@@ -83,7 +83,7 @@ def agree_on_loop(
     """
     arguments = bound.arguments
     own: dict[str, Any] = {
-        "settings": _settings_of(model, bound),
+        "settings": _settings_of(name, model, bound),
         "arrays": _describe_data(arguments),
     }
     callbacks: list = []
@@ -133,7 +133,7 @@ def agree_on_batch(
     if number & (number + 1) == 0:
         named = named_arrays({part: arguments.get(part) for part in _DATA_ARGUMENTS})
         own = {
-            "settings": _model_settings(model)
+            "settings": _model_settings(name, model)
             | {"class_weight": configs.comparable(arguments.get("class_weight"))},
             "arrays": [arrays, {"all batches so far": so_far}],
             "configs": configs.configs_of(name, model, []) if number == 0 else {},
@@ -142,7 +142,9 @@ def agree_on_batch(
     calls[name] = (number + 1, so_far)
 
 
-def _settings_of(model: Any, bound: inspect.BoundArguments) -> dict[str, Any]:
+def _settings_of(
+    name: str, model: Any, bound: inspect.BoundArguments
+) -> dict[str, Any]:
     """Return the settings in a loop's call that affect the number and kind of steps.
 
     Returns:
@@ -156,10 +158,10 @@ def _settings_of(model: Any, bound: inspect.BoundArguments) -> dict[str, Any]:
     }
     if arguments.get("validation_data") is not None:
         settings["validation_data"] = "given"
-    return _model_settings(model) | settings
+    return _model_settings(name, model) | settings
 
 
-def _model_settings(model: Any) -> dict[str, Any]:
+def _model_settings(name: str, model: Any) -> dict[str, Any]:
     """Return the settings of a model and of the process that affect its steps.
 
     Returns:
@@ -167,9 +169,12 @@ def _model_settings(model: Any) -> dict[str, Any]:
         `_PROCESS_SETTINGS`, such as "run_eagerly" and "keras.config.max_epochs".
     """
     settings = {
-        name: configs.comparable(getattr(model, name)) for name in _MODEL_ATTRIBUTES
+        key: configs.comparable(getattr(model, key)) for key in _MODEL_ATTRIBUTES
     }
-    return settings | {name: read() for name, read in _PROCESS_SETTINGS.items()}
+    if name in ("fit", "train_on_batch"):
+        outside = len(scope_checks.weights_outside(model))
+        settings["weights created outside `strategy.scope()`"] = outside
+    return settings | {key: read() for key, read in _PROCESS_SETTINGS.items()}
 
 
 def _describe_data(arguments: dict[str, Any]) -> list[dict[str, Any] | None]:

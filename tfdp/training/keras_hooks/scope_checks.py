@@ -65,6 +65,11 @@ def move_metrics_into_scope(arguments: dict[str, Any]) -> None:
                     keras_optimizer.recreate_in_scope(variable)
 
 
+def weights_outside(model: Any) -> list:
+    """Return the trainable weights of a model that its replicas do not have."""
+    return list(filter(keras_optimizer.is_on_one_device, model.trainable_variables))
+
+
 def bring_weights_into_scope(model: Any) -> None:
     """Create weights that are on one device again in the scope of the model's strategy.
 
@@ -72,10 +77,10 @@ def bring_weights_into_scope(model: Any) -> None:
     the model. The weights keep their values; workers get those of the first one.
 
     Args:
-        model: Keras model of a tfdp strategy, before it trains.
+        model: Keras model of a tfdp strategy, before it trains. All workers have agreed
+            on the number of `weights_outside`, since they leave the scope together.
     """
-    outside = keras_optimizer.is_on_one_device
-    if not any(map(outside, model.trainable_variables)):
+    if not weights_outside(model):
         return
     user_code.warn(
         f"The layers of the model {model.name!r} have created weights outside "
@@ -84,7 +89,7 @@ def bring_weights_into_scope(model: Any) -> None:
         "call inside the scope."
     )
     with model.distribute_strategy.scope():
-        for variable in filter(outside, model.variables):
+        for variable in filter(keras_optimizer.is_on_one_device, model.variables):
             keras_optimizer.recreate_in_scope(variable)
     model.train_function = model.test_function = model.predict_function = None
 

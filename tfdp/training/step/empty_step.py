@@ -16,7 +16,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdp.ground import user_code
@@ -37,8 +36,7 @@ class Updates:
         self._steps: dict[int, Callable[[], Step]] = {}
         self._function: Any = None
         self._left_out: str | None = None
-        # By the id of the state of a `SeedGenerator`: the state, and how many random
-        # numbers a step draws.
+        # By the id of a `SeedGenerator`: the generator, and the draws of a step.
         self._draws: dict[int, tuple[Any, int]] = {}
 
     def record(self, optimizer: Any, make_step: Callable[[], Step]) -> None:
@@ -59,14 +57,14 @@ class Updates:
         """
         self._left_out = name
 
-    def record_draws(self, state: Any, num_draws: int) -> None:
+    def record_draws(self, generator: Any, num_draws: int) -> None:
         """Record how often a step draws from a `SeedGenerator`, whatever its batch.
 
         Args:
-            state: Keras variable, the state of the generator.
+            generator: `SeedGenerator` of Keras.
             num_draws: Int, number of draws of a step.
         """
-        self._draws[id(state)] = state, num_draws
+        self._draws[id(generator)] = generator, num_draws
 
     def run_empty_step(self, strategy: Any) -> None:
         """Run the empty step, an update without data, of all recorded optimizers.
@@ -84,9 +82,8 @@ class Updates:
                 "`tf.data.experimental.assert_cardinality`."
             )
             self._left_out = None
-        for state, num_draws in self._draws.values():
-            # Each draw counts up the second of the two numbers of the state.
-            state.assign(state.numpy() + np.asarray([0, num_draws], state.dtype))
+        for generator, num_draws in self._draws.values():
+            random_seeds.advance(generator, num_draws)
         if not self._steps:
             return
         if strategy is None:
@@ -146,9 +143,9 @@ def record_changes_without_data(model: Any, operations: list, data: list) -> Non
     """Record the variables that a step changes independently of its batch.
 
     They are assigned a value that depends neither on the batch nor on variables that
-    depend on it: the states of random numbers, and others such as a counter of steps.
-    The states, and the last one of the others, are recorded in the innermost
-    `recording`, whose empty step advances the states and warns of the other variable.
+    depend on it: the states of `SeedGenerator`s, and others such as a counter of steps.
+    The generators, and the last one of the others, are recorded in the innermost
+    `recording`, whose empty step advances the generators and warns of the other one.
 
     Args:
         model: The Keras model.
@@ -157,8 +154,8 @@ def record_changes_without_data(model: Any, operations: list, data: list) -> Non
     """
     if not _recorded:
         return
-    paths = {id(handle): v.path for v, handle in _handles(model.non_trainable_weights)}
-    states = {id(h): v for v, h in _handles(random_seeds.states_of(model))}
+    paths = {_handle_id(v): v.path for v in model.non_trainable_weights}
+    generators = {_handle_id(g.state): g for g in random_seeds.generators_of(model)}
     num_draws: collections.Counter[int] = collections.Counter()
     depends: set[Any] = {tensor.name for tensor in data}
     for op in operations:
@@ -170,13 +167,13 @@ def record_changes_without_data(model: Any, operations: list, data: list) -> Non
             if op.type != "ReadVariableOp":
                 depends.update(used)
         elif op.type.startswith("Assign"):
-            num_draws.update(used & states.keys())
+            num_draws.update(used & generators.keys())
             for changed in used & paths.keys():
                 _recorded[-1].record_left_out(repr(paths[changed]))
     for handle, count in num_draws.items():
-        _recorded[-1].record_draws(states[handle], count)
+        _recorded[-1].record_draws(generators[handle], count)
 
 
-def _handles(variables: list[Any]) -> list[tuple[Any, Any]]:
-    """Return Keras variables with the handles of the calling replica's parts."""
-    return [(v, tf_distribute.local_part(v).handle) for v in variables]
+def _handle_id(variable: Any) -> int:
+    """Return the id of the handle of the calling replica's part of a variable."""
+    return id(tf_distribute.local_part(variable).handle)
