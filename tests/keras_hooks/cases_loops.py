@@ -246,7 +246,20 @@ def loop_whose_first_step_builds_the_model(env: Env) -> dict:
     }
     make = INITIALIZERS["no seed"]
     results["traced"] = _first_step_builds(env, adam, make, in_function=True)
+    results["policy"] = _policy_in_a_step(env)
     return results
+
+
+def _policy_in_a_step(env: Env) -> str:
+    """The policy of the layers that a step creates, which Keras keeps by thread."""
+    strategy = env.distribution
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        names = strategy.run(lambda: keras.config.dtype_policy().name)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    (name,) = set(strategy.experimental_local_results(names))
+    return name
 
 
 @case("Wrong weights: optimizers that the first step builds")

@@ -61,15 +61,15 @@ def the_end_of_data_counts_as_in_keras(env: Env) -> dict:
 
 
 class Noise(keras.layers.Layer):
-    """Adds two random numbers, in evaluation, too."""
+    """Adds random numbers with and without a seed, in evaluation, too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seeds = keras.random.SeedGenerator(3)
 
     def call(self, inputs):
-        for _ in range(2):
-            inputs += keras.random.normal(keras.ops.shape(inputs), seed=self.seeds)
+        for seed in (self.seeds, self.seeds, None):
+            inputs += keras.random.normal(keras.ops.shape(inputs), seed=seed)
         return inputs
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src import backend as keras_backend
-from keras.src.backend.common import symbolic_scope
+from keras.src.backend.common import global_state, symbolic_scope
 
 from tfdp.ground._compat.owners import TensorFlowTrainer
+from tfdp.ground._compat.tf_distribute import active_local_replica_id
 from tfdp.ground.forks import TemporaryDirectory
 
 # The methods of a model that define custom steps.
@@ -38,6 +41,34 @@ STATE_NONE_AT_FIRST = ("best", "_last_batch_seen")
 def strategy_of(model: Any) -> Any:
     """Return the strategy in whose scope a model was created, or `None`."""
     return getattr(model, "_distribute_strategy", None)
+
+
+def in_state_of_caller(function: Callable) -> Callable:
+    """Wrap a function that replicas run: Keras's state is that of the calling thread.
+
+    Keras keeps its state by thread: the policy of dtypes, custom objects, names, the
+    generator for draws without a seed. Each replica has a thread of its own, which
+    begins with a copy. The first replica's state is the caller's after it.
+
+    Args:
+        function: Callable, run in a replica's thread.
+    """
+    state = vars(global_state.GLOBAL_STATE_TRACKER)  # checked on Keras 3.12 to 3.15
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        """Run the function with the state of the thread that has wrapped it."""
+        own = vars(global_state.GLOBAL_STATE_TRACKER)
+        for name, value in state.items():
+            is_container = isinstance(value, (dict, list))
+            own[name] = copy.copy(value) if is_container else value
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if active_local_replica_id() == 0:
+                state.update(own)
+
+    return run
 
 
 def overridden(model: Any, names: tuple[str, ...] = STEP_METHODS) -> list[str]:

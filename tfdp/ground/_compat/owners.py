@@ -23,7 +23,7 @@ from keras.src.saving import saving_lib
 from keras.src.trainers.trainer import Trainer as BaseTrainer
 from tensorflow.core.function.polymorphism.function_type import FunctionType
 from tensorflow.python.checkpoint.functional_saver import MultiDeviceSaver
-from tensorflow.python.distribute import cross_device_ops
+from tensorflow.python.distribute import cross_device_ops, mirrored_run
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import (
     Function as PolymorphicFunction,

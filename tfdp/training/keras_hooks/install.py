@@ -344,6 +344,13 @@ REPLACEMENTS = (
         "call; TensorFlow does not know why a collective has failed.",
     ),
     Replacement(
+        owners.mirrored_run,
+        "_call_for_each_replica",
+        runtime_hooks.call_for_each_replica,
+        "Keras keeps settings and the generator for draws without a seed by thread, "
+        "and each replica has a new thread.",
+    ),
+    Replacement(
         owners.cross_device_ops,
         "check_destinations",
         runtime_hooks.check_destinations,

@@ -39,6 +39,13 @@ def replica_id(original: Callable, context: Any) -> Any:
     return original(context)
 
 
+def call_for_each_replica(
+    original: Callable, strategy: Any, function: Callable, args: tuple, kwargs: dict
+) -> Any:
+    """Run a function on every replica, with this thread's state of Keras."""
+    return original(strategy, keras_model.in_state_of_caller(function), args, kwargs)
+
+
 def gradient(
     original: Callable,
     tape: Any,
