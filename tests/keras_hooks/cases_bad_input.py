@@ -535,6 +535,13 @@ def different_calls(env: Env) -> dict:
             model = _stack(layers.Dense(4, activation=["relu", "tanh"][env.rank]))
         model.predict(X, verbose=0)
 
+    def called_outside():
+        with env.scope():
+            model = common.compiled(First())
+        if env.rank == 0:
+            model(X)
+        common.fit(model, X, Y)
+
     def later():
         with env.scope():
             model = common.compiled(common.mlp())
@@ -545,6 +552,7 @@ def different_calls(env: Env) -> dict:
     found |= _assigned_on_one_worker(env)
     found["a later batch"] = {**_raised(later)["local"], "method": "train_on_batch"}
     found["activation"] = {**_raised(activation)["local"], "method": "predict"}
+    found["called outside"] = {**_raised(called_outside)["local"], "method": "fit"}
     return {"local": found}
 
 

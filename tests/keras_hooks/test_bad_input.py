@@ -221,6 +221,10 @@ OF_CALLS = {
         "keras.config.max_steps_per_epoch: 1 on worker 0, 2 on worker 1",
     ),
     "activation": (CONFIGS, "/activation: 'relu' on worker 0, 'tanh' on worker 1"),
+    "called outside": (
+        SETTINGS,
+        "weights created outside `strategy.scope()`: 2 on worker 0, 0 on worker 1",
+    ),
 }
 
 

@@ -166,7 +166,8 @@ def _model_settings(name: str, model: Any) -> dict[str, Any]:
 
     Returns:
         Dict of values that workers can compare, by the names in `_MODEL_ATTRIBUTES` and
-        `_PROCESS_SETTINGS`, such as "run_eagerly" and "keras.config.max_epochs".
+        `_PROCESS_SETTINGS`, such as "run_eagerly" and "keras.config.max_epochs". For
+        training it also has the number of weights created outside the scope.
     """
     settings = {
         key: configs.comparable(getattr(model, key)) for key in _MODEL_ATTRIBUTES
