@@ -101,6 +101,15 @@ def has_effect(op: tf.Operation) -> bool:
     return auto_control_deps.op_is_stateful(op)
 
 
+def draws(op: tf.Operation) -> bool:
+    """Return whether an operation draws random numbers from a state that it advances.
+
+    The state is one of its own, or that of a `tf.random.Generator`.
+    """
+    is_own = op.op_def.is_stateful and any(x.name == "seed2" for x in op.op_def.attr)
+    return is_own or op.type.startswith("Rng")
+
+
 def signature_of(op: tf.Operation) -> str:
     """Return an operation's type and dtypes, with a digest of a constant's value."""
     text = " ".join([op.type, *(output.dtype.name for output in op.outputs)])

@@ -19,7 +19,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.ground import user_code
-from tfdp.ground._compat import graphs, random_seeds, tf_distribute, xla_lowering
+from tfdp.ground._compat import (
+    graphs,
+    programs,
+    random_seeds,
+    tf_distribute,
+    xla_lowering,
+)
 from tfdp.training.step.path import take_empty_step
 from tfdp.training.step.step import Step
 
@@ -52,10 +58,12 @@ class Updates:
     def record_left_out(self, name: str) -> None:
         """Record a change that Keras makes in an empty step and replicas do not.
 
+        Only the first is kept.
+
         Args:
-            name: String, name of the variable or update, for a warning.
+            name: String, name of the variable or generator, for a warning.
         """
-        self._left_out = name
+        self._left_out = self._left_out or name
 
     def record_draws(self, generator: Any, num_draws: int) -> None:
         """Record how often a step draws from a `SeedGenerator`, whatever its batch.
@@ -140,11 +148,12 @@ def record_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
 
 
 def record_changes_without_data(model: Any, operations: list, data: list) -> None:
-    """Record the variables that a step changes independently of its batch.
+    """Record the state that a step changes independently of its batch.
 
-    They are assigned a value that depends neither on the batch nor on variables that
-    depend on it: the states of `SeedGenerator`s, and others such as a counter of steps.
-    The generators, and the last one of the others, are recorded in the innermost
+    Variables are assigned a value that depends neither on the batch nor on variables
+    that depend on it: the states of `SeedGenerator`s, and others such as a counter of
+    steps. TensorFlow's random operations advance a state of theirs. The
+    `SeedGenerator`s, and the first of the others, are recorded in the innermost
     `recording`, whose empty step advances the generators and warns of the other one.
 
     Args:
@@ -170,6 +179,8 @@ def record_changes_without_data(model: Any, operations: list, data: list) -> Non
             num_draws.update(used & generators.keys())
             for changed in used & paths.keys():
                 _recorded[-1].record_left_out(repr(paths[changed]))
+        elif programs.draws(op):
+            _recorded[-1].record_left_out(f"the generator of {op.name!r}")
     for handle, count in num_draws.items():
         _recorded[-1].record_draws(generators[handle], count)
 
