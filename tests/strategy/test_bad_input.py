@@ -371,6 +371,7 @@ DEVICES = {
     "listed twice": (["CPU:0", "CPU:0"], "'CPU:0' is listed twice"),
     "listed twice in two ways": (["/cpu:0", "CPU:0"], "is listed twice"),
     "no list": ("CPU:0", "must be a list"),
+    "a number": (2, "must be a list"),
     "none at all": ([], "must be a list"),
 }
 
@@ -394,6 +395,17 @@ def test_wrong_devices_are_refused_by_every_worker(what: str):
     ]
     for text in refused(*starts):
         assert expected in text
+
+
+def multi_worker_by_options() -> None:
+    import tfdp
+
+    tfdp.MultiWorkerMirroredStrategy(tfdp.CommunicationOptions())
+
+
+def test_options_in_the_place_of_a_resolver_are_refused():
+    (text,) = refused(Start(multi_worker_by_options))
+    assert "Received: cluster_resolver=CommunicationOptions(" in text
 
 
 def test_tensorflow_that_has_started_is_refused_before_logical_devices():

@@ -41,7 +41,7 @@ def resolve_devices(devices: Sequence[str] | None) -> list[str]:
     """
     if devices is None:
         return local_devices()
-    if isinstance(devices, str) or not devices:
+    if not isinstance(devices, (list, tuple)) or not devices:
         raise ValueError(
             '`devices` must be a list such as ["GPU:0", "GPU:1"]. '
             f"Received: devices={devices!r}"

@@ -351,6 +351,11 @@ def _resolver(cluster: Cluster) -> Any:
 
 def _cluster_of(resolver: Any) -> Cluster | None:
     """Return the cluster of a TensorFlow resolver, or `None` if it has no task."""
+    if not isinstance(resolver, tf.distribute.cluster_resolver.ClusterResolver):
+        raise ValueError(
+            "`cluster_resolver` must be a `tf.distribute.cluster_resolver."
+            f"ClusterResolver` or None. Received: cluster_resolver={resolver!r}"
+        )
     jobs = resolver.cluster_spec().as_dict()
     if not jobs:
         return None
