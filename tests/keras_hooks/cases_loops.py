@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 
 import keras
@@ -248,6 +249,47 @@ def loop_whose_first_step_builds_the_model(env: Env) -> dict:
     results["traced"] = _first_step_builds(env, adam, make, in_function=True)
     results["policy"] = _policy_in_a_step(env)
     return results
+
+
+@case("Wrong weights: `fit` in several threads at once")
+def loops_in_threads(env: Env) -> dict:
+    data = common.regression_data()
+
+    def build():
+        inputs = keras.Input((common.NUM_FEATURES,))
+        x = keras.layers.BatchNormalization(synchronized=True)(inputs)
+        outputs = keras.layers.Dense(1)(keras.layers.Dropout(0.2)(x))
+        return common.compiled(keras.Model(inputs, outputs))
+
+    models = [common.build_in_scope(env, build) for _ in range(3)]
+    if env.setup.num_workers > 1:
+        other = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
+        _predict_in_a_thread_is_refused(other, data)
+
+    def train(model):
+        history = common.fit(model, *data, validation_data=data)
+        return {"history": history, "rows": model.predict(data[0], verbose=0)}
+
+    num_threads = 3 if env.setup.num_workers == 1 else 1
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
+        results = list(threads.map(train, models))
+    return {
+        str(index): result | {"weights": env.weights(model)}
+        for index, (model, result) in enumerate(zip(models, results, strict=True))
+    }
+
+
+def _predict_in_a_thread_is_refused(model: keras.Model, data: tuple) -> None:
+    """On several workers, whose threads would run in different orders."""
+
+    def predict(epoch, logs):
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            told = "`predict` was called while another thread of this worker runs `fit`"
+            with pytest.raises(RuntimeError, match=told):
+                threads.submit(model.predict, data[0], verbose=0).result()
+
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=predict)
+    common.fit(model, *data, epochs=1, callbacks=[callback])
 
 
 def _policy_in_a_step(env: Env) -> str:

@@ -3,6 +3,7 @@
 Reading order:
     groups: process groups, their keys, launch order on each device, and the interface
         of transports
+    calls: functions with collectives run one at a time
     instance_keys: keys that distinguish the collectives of a group
     tensorflow_transport: TensorFlow's collectives: NCCL, and a ring over gRPC
     process_transport: between CPU processes, by `tfdp.communication.transport`
@@ -27,6 +28,7 @@ from tfdp.communication.collectives.algorithms import (
     ring,
     tree,
 )
+from tfdp.communication.collectives.calls import one_at_a_time
 from tfdp.communication.collectives.groups import (
     LaunchOrder,
     ProcessGroup,
@@ -63,6 +65,7 @@ __all__ = [
     "hierarchical",
     "is_collective",
     "node_levels",
+    "one_at_a_time",
     "padded_length",
     "ring",
     "tree",

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from tfdp.communication.collectives import calls
 from tfdp.communication.collectives.collective_thread import Failure, Queues
 from tfdp.communication.coordination.watch import COLLECTIVE_FAILED
 from tfdp.ground import forks
@@ -217,7 +218,8 @@ def _serve(
     """
     # `CancelledError` and `OutOfRangeError` mean that the queues are closed, and no
     # step waits any more.
-    with contextlib.suppress(tf.errors.CancelledError, tf.errors.OutOfRangeError):
+    closed = tf.errors.CancelledError, tf.errors.OutOfRangeError
+    with contextlib.suppress(*closed), calls.beside_others():
         failure: Failure | None = None
         while True:
             failure = _serve_call(replica_queues, function, num_served, failure)

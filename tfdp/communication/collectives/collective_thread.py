@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfdp.communication.collectives import calls
 from tfdp.communication.coordination.watch import COLLECTIVE_FAILED, NotConnected
 from tfdp.ground._compat import runtime
 
@@ -279,6 +280,7 @@ class Queues:
         # `end_call` finds the queues of a failed graph call by this handle, since every
         # function that uses the queues has the counter as an input.
         _queues_by_handle[id(self._number.handle)] = self
+        calls.mark(self._number.handle)
 
     def end_call(self) -> Failure | None:
         """Return the failure of a collective in a graph call that has ended, or `None`.

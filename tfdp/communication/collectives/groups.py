@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfdp.communication.collectives import calls
 from tfdp.communication.collectives.instance_keys import InstanceKeys
 from tfdp.ground._compat import runtime
 from tfdp.ground.text import pluralize
@@ -223,6 +224,9 @@ class LaunchOrder:
             ]
             for device in self.devices
         ]
+        for tokens in self._tokens:
+            for token in tokens:
+                calls.mark(token.handle)
         self.strategy_index = _next_index[0]
         _next_index[0] += 1
         self._group_counter = itertools.count()

@@ -78,7 +78,7 @@ class StepDataWaits:
         return float(value.numpy())
 
 
-data_waits: ActiveHooks[StepDataWaits] = ActiveHooks()
+data_waits: ActiveHooks[StepDataWaits] = ActiveHooks("data waits")
 
 
 def record_step_begin(data: list[tf.Tensor]) -> list[tf.Tensor]:

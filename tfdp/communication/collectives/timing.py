@@ -167,7 +167,7 @@ class Recorder:
         return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64).numpy()
 
 
-recorders: ActiveHooks[Recorder] = ActiveHooks()
+recorders: ActiveHooks[Recorder] = ActiveHooks("recorders")
 
 
 def is_active() -> bool:

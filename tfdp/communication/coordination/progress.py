@@ -110,6 +110,7 @@ class ProgressRecorder:
     def __init__(self) -> None:
         self._count = 0
         self._since = clock.now()
+        # The loops that run, the innermost or, of threads, the latest last.
         self._loops: list[_Loop] = []
         self._topics: list[str] = []
         self._reductions: set[int] = set()
@@ -125,13 +126,19 @@ class ProgressRecorder:
     @contextlib.contextmanager
     def looping(self, name: str) -> Iterator[None]:
         """Record that a loop of Keras, called `name`, runs in the block."""
-        self._loops.append(_Loop(name))
+        loop = _Loop(name)
+        self._loops = [*self._loops, loop]
         self._advance()
         try:
             yield
         finally:
-            self._loops.pop()
+            self._loops = [other for other in self._loops if other is not loop]
             self._advance()
+
+    @property
+    def _innermost(self) -> _Loop | None:
+        """The innermost loop, or `None` outside of loops."""
+        return next(iter(self._loops[-1:]), None)
 
     def set_source(self, source: str) -> None:
         """Set the data source of the innermost loop.
@@ -139,13 +146,14 @@ class ProgressRecorder:
         Args:
             source: String, description for messages.
         """
-        if self._loops:
-            self._loops[-1].source = source
+        if (loop := self._innermost) is not None:
+            loop.source = source
 
     @property
     def source(self) -> str:
         """String, description of the innermost loop's data source."""
-        return (self._loops[-1].source if self._loops else "") or "the dataset"
+        loop = self._innermost
+        return ("" if loop is None else loop.source) or "the dataset"
 
     def skip_epochs(self, epochs: int) -> None:
         """Record that the loop continues after epochs of an interrupted run.
@@ -153,14 +161,14 @@ class ProgressRecorder:
         Args:
             epochs: Int, number of epochs.
         """
-        if self._loops:
-            self._loops[-1].epoch += epochs
+        if (loop := self._innermost) is not None:
+            loop.epoch += epochs
 
     def epoch_begins(self) -> None:
         """Record that the innermost loop of Keras begins an epoch."""
-        if self._loops:
-            self._loops[-1].epoch += 1
-            self._loops[-1].step = -1
+        if (loop := self._innermost) is not None:
+            loop.epoch += 1
+            loop.step = -1
 
     def step_begins(self, step: int) -> None:
         """Record that the innermost loop of Keras begins a step.
@@ -168,20 +176,21 @@ class ProgressRecorder:
         Args:
             step: Int, index of the step in its epoch, from 0.
         """
-        if self._loops:
-            self._loops[-1].step = step
+        if (loop := self._innermost) is not None:
+            loop.step = step
             self._advance()
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Record that TensorFlow runs a step in the block, rather than callbacks."""
-        for loop in self._loops[-1:]:
+        loop = self._innermost
+        if loop is not None:
             loop.computes = True
         self._advance()
         try:
             yield
         finally:
-            for loop in self._loops[-1:]:
+            if loop is not None:
                 loop.computes = False
             self._advance()
 
@@ -250,13 +259,13 @@ class ProgressRecorder:
     def current(self) -> WorkerProgress:
         """`WorkerProgress` at this moment; thread-safe."""
         seconds = clock.now() - self._since
-        loops = self._loops[-1:]
+        loop = self._innermost
         return WorkerProgress(
             self._count,
             self._name(),
             seconds,
             is_all_gathering=bool(self._topics),
-            is_computing=any(loop.computes for loop in loops),
+            is_computing=loop is not None and loop.computes,
             reductions=functools.reduce(operator.xor, self._reductions.copy(), 0),
             num_answers=self._num_answers,
             left_scopes=self._left_scopes.copy(),
@@ -289,12 +298,13 @@ class ProgressRecorder:
     @property
     def loop(self) -> str:
         """String, name of the innermost loop of Keras, or `""`."""
-        return self._loops[-1].name if self._loops else ""
+        loop = self._innermost
+        return "" if loop is None else loop.name
 
     def _name(self) -> str:
         """Describe what this worker does now, such as `"step 3 of epoch 1 of fit"`."""
-        loops, topics = self._loops[-1:], self._topics[-1:]
-        return _describe(loops[0] if loops else None, topics[0] if topics else "")
+        topics = self._topics[-1:]
+        return _describe(self._innermost, topics[0] if topics else "")
 
     def _advance(self) -> None:
         """Count a change of progress, and record the new step or call and its time."""
@@ -308,9 +318,8 @@ class ProgressRecorder:
         Called at each change of progress. `spans` and `steps` read `_places` for
         flight records.
         """
-        fields = None
-        if self._loops:
-            loop = self._loops[-1]
+        loop, fields = self._innermost, None
+        if loop is not None:
             fields = (loop.name, loop.epoch, loop.step, loop.computes)
         topic = self._topics[-1] if self._topics else ""
         self._places.append((time.perf_counter(), fields, topic, self._count))

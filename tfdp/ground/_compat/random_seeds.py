@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from tensorflow.python.ops import stateful_random_ops
 
 # Key of the generator in Keras's global state, for which Keras 3.12 has no constant.
 _SEED_GENERATOR = "global_seed_generator"
+_seed_lock = threading.RLock()
 
 
 def is_deterministic() -> bool:
@@ -34,15 +36,19 @@ def random_state() -> str:
 
 @contextlib.contextmanager
 def temporary_seed(seed: int) -> Iterator[None]:
-    """Set TensorFlow's global seed in the block, and restore the user's at its end."""
+    """Set TensorFlow's global seed in the block, and restore the user's at its end.
+
+    Other threads wait, which would restore this block's seed.
+    """
     eager = context.context()
     names = ("_seed", "_rng")
-    before = {name: getattr(eager, name) for name in names if hasattr(eager, name)}
-    tf.random.set_seed(seed)
-    try:
-        yield
-    finally:
-        vars(eager).update(before)
+    with _seed_lock:
+        before = {name: getattr(eager, name) for name in names if hasattr(eager, name)}
+        tf.random.set_seed(seed)
+        try:
+            yield
+        finally:
+            vars(eager).update(before)
 
 
 def global_seed() -> int | None:

@@ -23,7 +23,7 @@ class Observer(Protocol):
         """Handle the end of an activity, as `begins`, also after an error."""
 
 
-observers: ActiveHooks[Observer] = ActiveHooks()
+observers: ActiveHooks[Observer] = ActiveHooks("observers")
 
 
 @contextlib.contextmanager

@@ -1,11 +1,12 @@
-"""The loop of Keras that is running: `fit`, `evaluate`, `train_on_batch` and others."""
+"""The loop of Keras that this thread runs: `fit`, `train_on_batch` and others."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
+
+from tfdp.ground.base.step_context import ThreadStack
 
 _TRAINING = ("fit", "train_on_batch")
 
@@ -60,12 +61,12 @@ class Loop:
         return self.features and self.features.independent_groups
 
 
-_loops: list[Loop] = []
+_loops: ThreadStack[Loop] = ThreadStack("loops")
 
 
 def current() -> Loop | None:
     """Return the innermost loop, or `None` outside of any."""
-    return _loops[-1] if _loops else None
+    return _loops.innermost
 
 
 def exchange() -> Any:
@@ -91,7 +92,7 @@ def independent_groups() -> Any:
 
 def record_data_read() -> None:
     """Record that the innermost loop has received its first data."""
-    for loop in _loops[-1:]:
+    if (loop := current()) is not None:
         loop.awaits_training_data = False
 
 
@@ -100,24 +101,23 @@ def record_batch_rows(rows: int | None) -> None:
 
     `fit` reads training data first, so validation batches do not count.
     """
-    for loop in _loops[-1:]:
+    if (loop := current()) is not None:
         loop.batch_rows = loop.batch_rows or rows
 
 
 def is_nested() -> bool:
     """Return whether a callback of one loop runs another one."""
-    return len(_loops) > 1
+    return len(_loops.items) > 1
 
 
-@contextlib.contextmanager
 def looping(
     model: Any,
     name: str,
     *,
     receives_global_batches: bool = False,
     exchange: Any = None,
-) -> Iterator[None]:
-    """Record that a loop of Keras runs in the block.
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context that records that a loop of Keras runs in it.
 
     Args:
         model: The Keras model.
@@ -127,7 +127,7 @@ def looping(
         exchange: `GradientExchange`, or `None`. Defaults to `None`.
     """
     awaits = name == "fit"
-    _loops.append(
+    return _loops.pushed(
         Loop(
             model,
             name,
@@ -136,7 +136,3 @@ def looping(
             exchange=exchange,
         )
     )
-    try:
-        yield
-    finally:
-        _loops.pop()

@@ -1,15 +1,18 @@
 """`StepContext`: the state of one replica's step, by the thread that runs or traces it.
 
 Hooks of Keras have no argument for it, so `current` looks it up by thread.
-`ActiveHooks` are the hooks that callbacks activate while steps are traced.
+`ThreadStack` and `ActiveHooks` have state of the loop that runs in a thread: several
+may run at once. The threads of its replicas see it, too, by `in_context_of_caller`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
+import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 _T = TypeVar("_T")
@@ -85,36 +88,98 @@ def using(**changes: Any) -> Iterator[None]:
         _thread.context = dataclasses.replace(_thread.context, **outer)
 
 
-class ActiveHooks(Generic[_T]):
-    """Active hooks of one kind in this process.
+def in_context_of_caller(function: Callable) -> Callable:
+    """Wrap a function that replicas run: each has a copy of this thread's context.
+
+    Args:
+        function: Callable, run in a replica's thread.
+    """
+    context = contextvars.copy_context()
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        """Run the function in a copy of the context of the thread that wrapped it."""
+        return context.copy().run(function, *args, **kwargs)
+
+    return run
+
+
+class ThreadStack(Generic[_T]):
+    """Stack of the values that blocks of this thread have pushed, innermost last.
+
+    Args:
+        name: String, unique in tfdp.
 
     Example:
 
-    >>> hooks = ActiveHooks()
+    >>> stack = ThreadStack("numbers")
+    >>> with stack.pushed(1), stack.pushed(2):
+    ...     stack.items, stack.innermost
+    ((1, 2), 2)
+    >>> stack.innermost
+    """
+
+    def __init__(self, name: str) -> None:
+        self._items: contextvars.ContextVar[tuple[_T, ...]]
+        self._items = contextvars.ContextVar(name, default=())
+
+    @property
+    def items(self) -> tuple[_T, ...]:
+        """Tuple of the values, the innermost last."""
+        return self._items.get()
+
+    @property
+    def innermost(self) -> _T | None:
+        """The value that was pushed last, or `None`."""
+        return self.items[-1] if self.items else None
+
+    @contextlib.contextmanager
+    def pushed(self, item: _T) -> Iterator[None]:
+        """Push a value in the block."""
+        outer = self.items
+        self._items.set((*outer, item))
+        try:
+            yield
+        finally:
+            self._items.set(outer)
+
+
+class ActiveHooks(Generic[_T]):
+    """Active hooks of one kind in this thread.
+
+    Args:
+        name: String, unique in tfdp.
+
+    Example:
+
+    >>> hooks = ActiveHooks("recorders")
     >>> before = hooks.active()
     >>> hooks.activate("a recorder")
     >>> hooks.deactivate_since(before), hooks.active()
     (True, [])
     """
 
-    def __init__(self) -> None:
-        self._hooks: list[_T] = []
+    def __init__(self, name: str) -> None:
+        self._hooks: contextvars.ContextVar[tuple[_T, ...]]
+        self._hooks = contextvars.ContextVar(name, default=())
 
     def __bool__(self) -> bool:
-        return bool(self._hooks)
+        return bool(self._hooks.get())
 
     def activate(self, hook: _T) -> None:
         """Activate a hook."""
-        self._hooks.append(hook)
+        self._hooks.set((*self._hooks.get(), hook))
 
     def deactivate(self, hook: _T) -> None:
         """Deactivate a hook; no effect if it is not active."""
-        if hook in self._hooks:
-            self._hooks.remove(hook)
+        hooks = self.active()
+        if hook in hooks:
+            hooks.remove(hook)
+        self._hooks.set(tuple(hooks))
 
     def active(self) -> list[_T]:
         """Return the active hooks."""
-        return list(self._hooks)
+        return list(self._hooks.get())
 
     def deactivate_since(self, before: list[_T]) -> bool:
         """Deactivate the hooks that were not active before.
@@ -125,7 +190,7 @@ class ActiveHooks(Generic[_T]):
         Returns:
             Bool, whether any hook was deactivated.
         """
-        newer = [hook for hook in self._hooks if hook not in before]
+        newer = [hook for hook in self.active() if hook not in before]
         for hook in newer:
             self.deactivate(hook)
         return bool(newer)
@@ -133,9 +198,9 @@ class ActiveHooks(Generic[_T]):
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Suspend all hooks in the block, and restore the same ones at its end."""
-        before = self._hooks[:]
-        self._hooks.clear()
+        before = self._hooks.get()
+        self._hooks.set(())
         try:
             yield
         finally:
-            self._hooks[:] = before
+            self._hooks.set(before)

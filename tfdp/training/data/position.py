@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground._compat import keras_data, random_seeds, tf_data
+from tfdp.ground.base.step_context import ThreadStack
 from tfdp.ground.text import pluralize
 from tfdp.training.data.batch_change import BatchChange
 from tfdp.training.data.batch_sizes import batch_size_of
@@ -29,7 +30,7 @@ from tfdp.training.data.file_shards import FileShard
 
 # The data positions of the running loops, that of the innermost loop last; `None` for a
 # loop whose position is not tracked.
-_position_stack: list[DataPosition | None] = []
+_positions: ThreadStack[DataPosition | None] = ThreadStack("data positions")
 # Key of the number of batches in a description of the data, which error texts show.
 _NUM_BATCHES = "the number of batches"
 
@@ -324,18 +325,17 @@ def tracking(position: DataPosition | None) -> Iterator[None]:
 
     The end of the context closes the position's `exit_stack`.
     """
-    _position_stack.append(position)
     try:
-        yield
+        with _positions.pushed(position):
+            yield
     finally:
-        _position_stack.pop()
         if position is not None:
             position.exit_stack.close()
 
 
 def current() -> DataPosition | None:
     """Return the data position of the innermost running loop, or `None`."""
-    return _position_stack[-1] if _position_stack else None
+    return _positions.innermost
 
 
 def enumerate_batches(original: Callable, iterator: Any) -> Iterator:

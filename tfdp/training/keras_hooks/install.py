@@ -348,7 +348,7 @@ REPLACEMENTS = (
         "_call_for_each_replica",
         runtime_hooks.call_for_each_replica,
         "Keras keeps settings and the generator for draws without a seed by thread, "
-        "and each replica has a new thread.",
+        "tfdp keeps the running loop, and each replica has a new thread.",
     ),
     Replacement(
         owners.cross_device_ops,

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.communication.collectives import end_failed_call
+from tfdp.communication.collectives import end_failed_call, one_at_a_time
 from tfdp.communication.coordination.worker_group import latest_group
 from tfdp.ground._compat import keras_model, owners, programs
 from tfdp.ground.base import program_trace, step_context
@@ -42,8 +42,9 @@ def replica_id(original: Callable, context: Any) -> Any:
 def call_for_each_replica(
     original: Callable, strategy: Any, function: Callable, args: tuple, kwargs: dict
 ) -> Any:
-    """Run a function on every replica, with this thread's state of Keras."""
-    return original(strategy, keras_model.in_state_of_caller(function), args, kwargs)
+    """Run a function on every replica, with this thread's state of tfdp and Keras."""
+    function = keras_model.in_state_of_caller(function)
+    return original(strategy, step_context.in_context_of_caller(function), args, kwargs)
 
 
 def gradient(
@@ -87,10 +88,12 @@ def hash_once(original: Callable, signature: Any) -> int:
 def call_flat(original: Callable, function: Any, *args: Any) -> Any:
     """Call a traced function; if it fails, end its pending collectives.
 
-    If only a failed collective is reported, tfdp's error with the reason replaces it.
+    Functions with collectives run one at a time. If only a failed collective is
+    reported, tfdp's error with the reason replaces it.
     """
     try:
-        return original(function, *args)
+        with one_at_a_time(function, args):
+            return original(function, *args)
     except tf.errors.OpError as error:
         explained = end_failed_call(args, error)
         if explained is error:

@@ -89,7 +89,7 @@ def _begin_loop(
     """
     strategy = strategy_of(model)
     if strategy is not None:
-        worker_group_of(model).owner.check(f"`{name}`")
+        _check_process(model, name)
     resuming = (
         backup_callbacks(bound.arguments.get("callbacks")) if name == "fit" else []
     )
@@ -107,6 +107,25 @@ def _begin_loop(
         with progress.looping(name), strategy.extended.naming_lost_workers():  # noqa: SIM117
             with checks.translate_errors():
                 return _run_loop(name, original, model, bound, strategy)
+
+
+def _check_process(model: Any, name: str) -> None:
+    """Raise a `RuntimeError` in a forked process or, on several workers, beside a loop.
+
+    Another thread that runs a loop would exchange messages with other workers in an
+    order that they do not share.
+
+    Args:
+        model: A Keras model of a strategy.
+        name: String, the method of Keras that was called.
+    """
+    worker_group = worker_group_of(model)
+    worker_group.owner.check(f"`{name}`")
+    if worker_group.num_workers > 1 and progress.loop and loops.current() is None:
+        raise RuntimeError(
+            f"`{name}` was called while another thread of this worker runs "
+            f"`{progress.loop}`. On several workers, call both in one thread."
+        )
 
 
 def _run_loop(
@@ -366,7 +385,7 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
         if name == "train_on_batch":
             scope_checks.warn_of_separate_training(model, name)
         return original(model, *args, **kwargs)
-    worker_group_of(model).owner.check(f"`{name}`")
+    _check_process(model, name)
     arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
     with progress.looping(name), strategy.extended.naming_lost_workers():
         _register_model(model)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -26,6 +26,7 @@ from tfdp.ground._compat import (
     tf_distribute,
     xla_lowering,
 )
+from tfdp.ground.base.step_context import ThreadStack
 from tfdp.training.step.path import take_empty_step
 from tfdp.training.step.step import Step
 
@@ -115,21 +116,16 @@ class Updates:
             take_empty_step(make_step())
 
 
-_recorded: list[Updates] = []
+_recorded: ThreadStack[Updates] = ThreadStack("updates")
 
 
-@contextlib.contextmanager
-def recording(updates: Updates) -> Iterator[None]:
-    """Open a context that records the optimizer updates that are traced inside.
+def recording(updates: Updates) -> contextlib.AbstractContextManager[None]:
+    """Return a context that records the optimizer updates that are traced inside.
 
     Args:
         updates: `Updates` to record them in.
     """
-    _recorded.append(updates)
-    try:
-        yield
-    finally:
-        _recorded.pop()
+    return _recorded.pushed(updates)
 
 
 def record_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
@@ -141,10 +137,11 @@ def record_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
         optimizer: Keras optimizer.
         make_step: Callable that creates its `Step`, in replica context.
     """
-    if not _recorded or tf.executing_eagerly():
+    updates = _recorded.innermost
+    if updates is None or tf.executing_eagerly():
         return
     if not graphs.in_branch():
-        _recorded[-1].record(optimizer, make_step)
+        updates.record(optimizer, make_step)
 
 
 def record_changes_without_data(model: Any, operations: list, data: list) -> None:
@@ -161,7 +158,8 @@ def record_changes_without_data(model: Any, operations: list, data: list) -> Non
         operations: List of the operations of a replica's step, oldest first.
         data: List of the tensors of the step's batch.
     """
-    if not _recorded:
+    updates = _recorded.innermost
+    if updates is None:
         return
     paths = {_handle_id(v): v.path for v in model.non_trainable_weights}
     generators = {_handle_id(g.state): g for g in random_seeds.generators_of(model)}
@@ -178,11 +176,11 @@ def record_changes_without_data(model: Any, operations: list, data: list) -> Non
         elif op.type.startswith("Assign"):
             num_draws.update(used & generators.keys())
             for changed in used & paths.keys():
-                _recorded[-1].record_left_out(repr(paths[changed]))
+                updates.record_left_out(repr(paths[changed]))
         elif programs.draws(op):
-            _recorded[-1].record_left_out(f"the generator of {op.name!r}")
+            updates.record_left_out(f"the generator of {op.name!r}")
     for handle, count in num_draws.items():
-        _recorded[-1].record_draws(generators[handle], count)
+        updates.record_draws(generators[handle], count)
 
 
 def _handle_id(variable: Any) -> int:

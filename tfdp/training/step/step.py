@@ -303,7 +303,7 @@ class LoopFeature(StepFeature):
         return group
 
 
-active: ActiveHooks[LoopFeature] = ActiveHooks()
+active: ActiveHooks[LoopFeature] = ActiveHooks("loop features")
 
 
 @dataclasses.dataclass(frozen=True)

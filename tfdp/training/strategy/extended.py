@@ -28,6 +28,7 @@ from tfdp.communication.coordination.watch import start_data_watchdog
 from tfdp.communication.coordination.worker_group import WorkerGroup, remember_group
 from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base import loops
+from tfdp.ground.base.step_context import ThreadStack
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.topology import Topology
 from tfdp.training.data.load_balancer import LoadBalancer
@@ -75,6 +76,10 @@ class _Statistics:
     )
 
 
+# The statistics of the steps that are being built, see `ReplicaExtended.step_scope`.
+_statistics: ThreadStack[_Statistics] = ThreadStack("statistics")
+
+
 class ReplicaExtended:
     """Mixin of both extended classes, which runs the whole step in replica context.
 
@@ -103,8 +108,6 @@ class ReplicaExtended:
     # The number of earlier clusters of the job when the data was created that a custom
     # training loop has read last; or `None`.
     read_generation: int | None = None
-    # The statistics of the step that is being built, see `step_scope`.
-    _statistics: _Statistics | None = None
     _collective_keys: Any
     # Variable that is true until the workers change. Functions that were traced for
     # them assert it, if training continues after the loss of workers.
@@ -304,12 +307,9 @@ class ReplicaExtended:
     @contextlib.contextmanager
     def step_scope(self) -> Iterator[None]:
         """Open a context for a step, after which its moving statistics are averaged."""
-        outer, statistics = self._statistics, _Statistics()
-        self._statistics = statistics
-        try:
+        statistics = _Statistics()
+        with _statistics.pushed(statistics):
             yield
-        finally:
-            self._statistics = outer
         weights = [weight() for _, weight in sorted(statistics.weights.items())]
         self.average(list(statistics.variables.values()), weights or None)
 
@@ -347,12 +347,11 @@ class ReplicaExtended:
                 rows, in the graph of the whole step; or `None` if all replicas have
                 the same weight. Defaults to `None`.
         """
-        if self._statistics is not None:
-            self._statistics.variables |= {
-                id(variable): variable for variable in variables
-            }
+        statistics = _statistics.innermost
+        if statistics is not None:
+            statistics.variables |= {id(variable): variable for variable in variables}
             if weight is not None:
-                self._statistics.weights[replica] = weight
+                statistics.weights[replica] = weight
 
     def merge_metric_variables(self, variables: list[MetricVariable]) -> list:
         """Return the merged metric states of all replicas, a tensor per variable."""
