@@ -37,13 +37,15 @@ def mark(handle: Any) -> None:
 def beside_others() -> Iterator[None]:
     """Open a context in which this thread's calls do not wait for those of others.
 
-    Their collectives must be those of other groups or channels.
+    Their collectives must be those of other groups or channels, or of one replica that
+    others wait for in threads of their own.
     """
+    outer = _thread.waits
     _thread.waits = False
     try:
         yield
     finally:
-        _thread.waits = True
+        _thread.waits = outer
 
 
 def one_at_a_time(

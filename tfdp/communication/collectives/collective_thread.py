@@ -167,9 +167,9 @@ class CollectiveThread:
         Returns:
             Tensor of shape `[num_result_bytes]`, uint8.
         """
-        return self._replica_queues[index].exchange(
-            data, tf.constant(operation_index, tf.int64)
-        )
+        number = tf.constant(operation_index, tf.int64)
+        with calls.beside_others():
+            return self._replica_queues[index].exchange(data, number)
 
     def close(self, *, waits: bool = True) -> None:
         """End the thread; waiting steps end with an error.
