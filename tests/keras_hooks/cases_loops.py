@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -336,6 +337,31 @@ def loop_whose_first_step_builds_the_optimizer(env: Env) -> dict:
         env, accumulating, make_weights, in_function=True
     )
     return results
+
+
+@case("Wrong weights: a replica traces a step again, and calls layers in another order")
+def loop_in_which_the_order_of_layers_depends_on_the_size(env: Env) -> dict:
+    with env.scope():
+        model = keras.Sequential([keras.Input((3,)), *map(keras.layers.Dense, [3, 3])])
+        optimizer = keras.optimizers.SGD(0.1)
+    x = np.random.default_rng(0).normal(size=(BATCH + 1, 3)).astype("float32")
+
+    def step(rows):
+        order = 1 if rows.shape[0] == 0 else -1
+        with tf.GradientTape() as tape:
+            outputs = [tf.square(layer(rows)) for layer in model.layers[::order]]
+            loss = sum(tf.reduce_sum(each) for each in outputs) / BATCH
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return tf.distribute.get_replica_context().all_reduce("SUM", gradients)
+
+    run = tf.function(functools.partial(env.distribution.run, step))
+    data = tf.data.Dataset.from_tensor_slices(x).batch(BATCH)
+    for batch in env.distribution.experimental_distribute_dataset(data):
+        totals = run(args=(batch,))
+    local = env.distribution.experimental_local_results
+    sums = {str(i): local(total)[-1] for i, total in enumerate(totals)}
+    return {"weights": env.weights(model), "sums": sums}
 
 
 @case("TensorFlow's errors of mixed strategies", compare=False)

@@ -80,6 +80,15 @@ class BucketPlan:
         return len(self.buckets)
 
     @property
+    def entries(self) -> dict[int, Entry]:
+        """Dict from the position in the planned list to the `Entry`, unordered."""
+        return {
+            index: entry
+            for bucket in self.buckets
+            for index, entry in zip(bucket.indices, bucket.entries, strict=True)
+        }
+
+    @property
     def num_bytes(self) -> int:
         """Int, bytes reduced in a step."""
         return sum(bucket.num_bytes for bucket in self.buckets)

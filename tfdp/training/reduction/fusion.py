@@ -24,6 +24,8 @@ def make_plan(
     tensors: Sequence[tf.Tensor],
     names: Sequence[str],
     options: CommunicationOptions,
+    *,
+    in_list_order: bool = False,
 ) -> BucketPlan:
     """Plan the buckets for the gradients of one replica.
 
@@ -35,6 +37,9 @@ def make_plan(
         tensors: Sequence of dense tensors of known shape.
         names: Sequence of strings, one for each tensor.
         options: `CommunicationOptions`, with the sizes of buckets.
+        in_list_order: Bool, whether the tensors are taken in the order of the list, as
+            replicas may compute tensors other than gradients in different orders.
+            Defaults to `False`.
 
     Returns:
         A `BucketPlan`, the same on every replica and worker.
@@ -45,7 +50,7 @@ def make_plan(
     ]
     return plan_buckets(
         entries,
-        ready_order(tensors),
+        range(len(tensors)) if in_list_order else ready_order(tensors),
         bucket_bytes=bucket_bytes_of(entries, options),
         first_bucket_bytes=options.first_bucket_bytes,
     )

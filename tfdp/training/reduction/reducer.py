@@ -198,7 +198,12 @@ class Reducer:
         else:
             names = [path_of(variables[index]) for index in dense]
         options = self.options_of(variables)
-        plan = make_plan(tensors, names, options)
+        plan = make_plan(tensors, names, options, in_list_order=variables is None)
+        known = self.plans.plan_of(variables, options) if variables else None
+        if known is not None and known.entries == plan.entries:
+            # A replica may trace the step again by itself, for another number of rows,
+            # and then compute the gradients in another order than the other replicas.
+            plan = known
         routes = self.routes_of(
             plan, are_gradients=variables is not None, variables=variables
         )
@@ -208,8 +213,7 @@ class Reducer:
             self._warn_of_own_loop()
             # Only a new plan is compared. A batch of another size may make only some of
             # the workers trace again, and a comparison needs all of them.
-            is_new = plan and not self.plans.plan_of(variables, options)
-            if is_new and self._compares:
+            if plan and not known and self._compares:
                 check_same_plan(self._worker_group, plan)
             self.plans.remember(variables, plan, routes, options)
         algorithms = [
