@@ -364,6 +364,42 @@ def loop_in_which_the_order_of_layers_depends_on_the_size(env: Env) -> dict:
     return {"weights": env.weights(model), "sums": sums}
 
 
+@case("Crash: convolutions on replicas without samples, in a custom loop")
+def loop_over_images_with_a_tiny_batch(env: Env) -> dict:
+    """Convolutions and pooling, eagerly and in a function that knows the sizes."""
+    layers = keras.layers
+    x = np.random.default_rng(0).normal(size=(BATCH + 1, 6, 6, 2)).astype("float32")
+    dataset = env.distribution.experimental_distribute_dataset(
+        common.batched(x, x.mean(axis=(1, 2, 3))[:, None])
+    )
+    results = {}
+    for name, decorate in {"traced": tf.function, "eager": lambda step: step}.items():
+        with env.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((6, 6, 2)),
+                    layers.Conv2D(3, 3, activation="tanh"),
+                    layers.MaxPooling2D(2),
+                    layers.Conv2DTranspose(2, 3),
+                    layers.Flatten(),
+                    layers.Dense(1),
+                ]
+            )
+            optimizer = keras.optimizers.SGD(0.1)
+
+        def step(x, y, model=model, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(y - model(x, training=True))) / BATCH
+            variables = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+
+        run = decorate(functools.partial(env.distribution.run, step))
+        for batch in dataset:
+            run(args=batch)
+        results[name] = env.weights(model)
+    return results
+
+
 @case("TensorFlow's errors of mixed strategies", compare=False)
 def what_was_made_outside_the_scope_is_named(env: Env) -> dict:
     """In a step and before it; what `build` can move into the scope, it moves."""

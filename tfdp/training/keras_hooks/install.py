@@ -234,6 +234,7 @@ REPLACEMENTS = (
         )
         for name in (
             "conv",
+            "conv_transpose",
             "depthwise_conv",
             "separable_conv",
             "max_pool",

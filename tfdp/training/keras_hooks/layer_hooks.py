@@ -228,14 +228,15 @@ def pad_empty_batch(original: Callable, inputs: Any, *args: Any, **kwargs: Any) 
     is_empty = tf.equal(tf.shape(inputs)[0], 0)
 
     def one_row() -> tf.Tensor:
-        """Return a row of zeros with the shape of a row of the inputs."""
-        shape = tf.concat([[1], tf.shape(inputs)[1:]], axis=0)
-        return tf.zeros(shape, inputs.dtype)
+        """Return a row of zeros; its gradient is that of inputs without rows."""
+        return tf.pad(inputs, [[1, 0], *[[0, 0]] * (len(inputs.shape) - 1)])
 
     padded = tf.cond(is_empty, one_row, lambda: tf.identity(inputs))
-    result = original(tf.ensure_shape(padded, inputs.shape), *args, **kwargs)
+    # A static number of rows is 0, which is not that of the padded batch.
+    padded = tf.ensure_shape(padded, [None, *inputs.shape[1:]])
+    result = original(padded, *args, **kwargs)
     unpadded = tf.cond(is_empty, lambda: result[:0], lambda: tf.identity(result))
-    return tf.ensure_shape(unpadded, result.shape)
+    return tf.ensure_shape(unpadded, [None, *result.shape[1:]])
 
 
 def _may_be_empty(inputs: Any) -> bool:
