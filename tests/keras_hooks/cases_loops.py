@@ -456,10 +456,11 @@ def optimizer_that_a_nested_function_would_build_is_named(env: Env) -> dict:
 
 @case("Crash: compile outside the scope (mixing strategies)")
 def compile_outside_the_scope(env: Env) -> dict:
-    return _compiled_outside(env)[1] | {"built outside": _built_outside(env)}
+    built = {name: _built_outside(env, name) for name in ("train", "test")}
+    return _compiled_outside(env)[1] | {"built outside": built}
 
 
-def _built_outside(env: Env) -> dict:
+def _built_outside(env: Env, name: str) -> dict:
     """Trains a model whose layers create their weights in a call outside the scope."""
     with env.scope():
         layers = [keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
@@ -469,7 +470,8 @@ def _built_outside(env: Env) -> dict:
     results = {"before": model.predict(x, verbose=0)}
     warning = pytest.warns(UserWarning, match="have created weights outside")
     with contextlib.nullcontext() if env.is_reference else warning:
-        results["loss"] = model.train_on_batch(x[:6], y[:6])
+        results["loss"] = getattr(model, f"{name}_on_batch")(x[:6], y[:6])
+    results["evaluated"] = model.evaluate(x, y, verbose=0)
     results["history"] = common.fit(model, x, y)
     return results | {"after": model.predict(x, verbose=0)}
 

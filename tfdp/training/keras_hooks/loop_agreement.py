@@ -172,7 +172,7 @@ def _model_settings(name: str, model: Any) -> dict[str, Any]:
     settings = {
         key: configs.comparable(getattr(model, key)) for key in _MODEL_ATTRIBUTES
     }
-    if name in ("fit", "train_on_batch"):
+    if not name.startswith("predict"):
         outside = len(scope_checks.weights_outside(model))
         settings["weights created outside `strategy.scope()`"] = outside
     return settings | {key: read() for key, read in _PROCESS_SETTINGS.items()}

@@ -77,8 +77,9 @@ def bring_weights_into_scope(model: Any) -> None:
     the model. The weights keep their values; workers get those of the first one.
 
     Args:
-        model: Keras model of a tfdp strategy, before it trains. All workers have agreed
-            on the number of `weights_outside`, since they leave the scope together.
+        model: Keras model of a tfdp strategy, before it trains or is evaluated. All
+            workers have agreed on the number of `weights_outside`, since they leave the
+            scope together.
     """
     if not weights_outside(model):
         return

@@ -152,7 +152,7 @@ def _run_loop(
     equalize_replicas(model)
     if strategy is not None:
         _check_data(strategy, name, model, arguments)
-        if name == "fit":
+        if not name.startswith("predict"):
             scope_checks.bring_weights_into_scope(model)
     fit = _begin_fit(strategy, model, arguments) if name == "fit" else None
     if strategy is None:
@@ -392,7 +392,7 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
         step_functions.drop_stale_function(model, name)
         loop_agreement.agree_on_batch(strategy, name, model, arguments)
         checks.check_batch(strategy, model, arguments)
-        if name == "train_on_batch":
+        if not name.startswith("predict"):
             scope_checks.bring_weights_into_scope(model)
         with (
             loops.looping(model, name, receives_global_batches=True),
