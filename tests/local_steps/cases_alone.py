@@ -422,7 +422,8 @@ def local_steps_of_several_optimizers_say_so(env: Env) -> dict:
 def diloco_of_one_device_makes_outer_steps(env: Env) -> dict:
     first = common.compiled(common.mlp(), momentum())
     begun = first.get_weights()
-    callback = tfdp.callbacks.DiLoCo(SYNC_EVERY, scope="replica")
+    # A single worker makes all of its steps.
+    callback = tfdp.callbacks.DiLoCo(SYNC_EVERY, scope="replica", dynamic_steps=True)
     data = common.regression_data(NUM_ROWS)
     common.fit(first, *data, epochs=EPOCHS, callbacks=[callback])
     wanted = expected_model(1, begun, EVERYTHING, momentum).get_weights()

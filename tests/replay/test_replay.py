@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -52,8 +54,13 @@ def test_a_replica_that_is_always_wrong_is_named(wrong: int):
     assert suspects([ReplayDigests(computed, received)] * 2) == [wrong]
 
 
-def test_one_replica_has_nothing_to_compare():
-    with tfdp.MirroredStrategy(["CPU:0"]).scope():
+@pytest.mark.parametrize(
+    "scope",
+    [lambda: tfdp.MirroredStrategy(["CPU:0"]).scope(), contextlib.nullcontext],
+    ids=["a strategy", "none"],
+)
+def test_one_replica_has_nothing_to_compare(scope):
+    with scope():
         model = common.compiled(common.mlp())
     check = tfdp.callbacks.ConsistencyCheck(replay=0.01)
     with pytest.raises(ValueError, match="Received: one replica"):

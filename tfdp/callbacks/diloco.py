@@ -250,11 +250,10 @@ class DiLoCo(LocalStepsCallback):
                 "Remove `dynamic_steps` or gradient accumulation. Received: "
                 f"accumulation_steps={self.optimizer.accumulation_steps}"
             )
-        local_steps = self._local_steps()
-        if local_steps is None:
+        local_steps, worker_group = self._local_steps(), worker_group_of(self.model)
+        if local_steps is None or worker_group.num_workers == 1:
             return
         strategy, pace = self.model.distribute_strategy, local_steps.pace
-        worker_group = worker_group_of(self.model)
         seconds = worker_group.all_gather(
             "seconds of an inner step", pace.pop_mean_seconds()
         )

@@ -190,7 +190,7 @@ def check_replay(strategy: Any, model: Any) -> None:
     """Raise if the steps of a model cannot be replayed.
 
     Args:
-        strategy: The model's tfdp strategy.
+        strategy: The model's tfdp strategy, or `None`.
         model: Keras model.
 
     Raises:
@@ -199,7 +199,7 @@ def check_replay(strategy: Any, model: Any) -> None:
     features = getattr(model.optimizer, "features", None)
     problems = {
         "one replica, so that no other one can compute the same rows": (
-            strategy.num_replicas_in_sync == 1
+            strategy is None or strategy.num_replicas_in_sync == 1
         ),
         "`run_eagerly=True`": model.run_eagerly,
         "`jit_compile=True`": model.jit_compile,
