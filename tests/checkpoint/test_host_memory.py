@@ -149,8 +149,9 @@ def test_with_local_steps_it_waits_until_replicas_have_synchronized(
     monkeypatch.setattr(backup_and_restore, "LOCAL_STEPS", Syncs())
     monkeypatch.setattr(MemoryBackups, "save", noted)
     assert_same(fit(arrays(**PLAIN), to(backups, memory_every=3)), undisturbed)
-    # Due after 3, 6, 9 and so on; of three epochs the ends are saved too.
-    assert saved == [4, 5, 6, 10, 10, 12, 15]
+    # Due after 3, 6, 9 and so on; of three epochs the ends are saved too. Replicas
+    # synchronize every two batches after the beginning of an epoch, and after a save.
+    assert saved == [4, 5, 7, 9, 10, 12, 15]
 
 
 def test_a_run_that_gave_up_gathers_nothing_more(

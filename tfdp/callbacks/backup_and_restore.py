@@ -217,6 +217,7 @@ class BackupAndRestore(StrategyCallback):
             list if strategy is None else strategy.extended.applicants,
         )
         self._epoch, self._last_batch, self._total = 0, -1, 0
+        self._count_start = 0
         self._pending = None
         self._build_model()
         self._memory = self._new_memory()
@@ -251,14 +252,15 @@ class BackupAndRestore(StrategyCallback):
         if self._pending is not None:
             self._begin, batches = self._pending.begin_epoch()
             self._last_batch, self._pending = batches - 1, None
+        self._restart_count(self._last_batch + 1)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Save if a backup is due; exit on a preemption notice; admit new workers.
 
         For new workers that ask to join, all workers save, and raise `WorkersJoin`.
         """
-        before = self._total
-        self._total += batch - self._last_batch
+        before, last_batch = self._total, self._last_batch
+        self._total += batch - last_batch
         self._last_batch = batch
         # With local steps, workers all-gather their preemption notices only at
         # exchanges, since more all-gathers would synchronize the workers. With
@@ -267,7 +269,9 @@ class BackupAndRestore(StrategyCallback):
         ask_every = loops.exchange() is None and LOCAL_STEPS.batches_between_syncs(
             self.model, is_delayed=False
         )
-        asks = ask_every and self._total // ask_every > before // ask_every
+        count = batch + 1 - self._count_start
+        count_before = last_batch + 1 - self._count_start
+        asks = ask_every and count // ask_every > count_before // ask_every
         is_notified = asks and self._watch.any_worker_notified(self._total)
         if self.model.stop_training:
             # A run that resumed here would train the rest of the epoch. From an earlier
@@ -352,10 +356,24 @@ class BackupAndRestore(StrategyCallback):
             places: Sequence of the `Backups` and `MemoryBackups` that save it.
         """
         equalize_replicas(self.model)
+        self._restart_count(batches)
         data = self._begin if batches else self._position.snapshot()
         tensors, run = self._state.collect(epoch, batches, self._total, logs, data)
         for place in places:
             place.save(self._total, tensors, run)
+
+    def _restart_count(self, batches: int) -> None:
+        """Begin to count the batches to the next exchange of local steps.
+
+        Local steps count the updates to it from the last time that all replicas were
+        equalized: the end of an epoch, or a save. Micro-batches that were accumulated
+        before belong to the first of these updates.
+
+        Args:
+            batches: Int, completed batches of this epoch.
+        """
+        accumulated = getattr(self.model.optimizer, "accumulated_steps", 0)
+        self._count_start = batches - accumulated
 
     def _new_memory(self) -> MemoryBackups | None:
         """Return the `MemoryBackups` of this run, or `None` without `memory_every`.
