@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -262,3 +263,34 @@ class Ambiguous(optimizers.Optimizer):
 
     def update_step(self, gradient, variable, learning_rate):
         self.assign_sub(variable, learning_rate * gradient)
+
+
+@case(
+    "A backup within an update moves to one replica",
+    compare=False,
+    setups=("mirrored",),
+)
+def sharded_sums_in_a_backup_move_to_one_replica(env: Env) -> dict:
+    def train(scope: Any, folder: str, *more: Any) -> list:
+        keras.utils.set_random_seed(3)
+        with scope:
+            model = common.mlp()
+            adam = tfdp.DistributedOptimizer(
+                keras.optimizers.Adam(0.01), accumulation_steps=3, sharding="gradients"
+            )
+            common.compiled(model, adam)
+        backup = tfdp.callbacks.BackupAndRestore(env.tmp / folder, save_freq=1)
+        common.fit(model, *common.regression_data(), callbacks=[backup, *more])
+        return model.get_weights()
+
+    def stop(batch: int, logs: Any) -> None:
+        if batch == 2:
+            raise KeyError
+
+    cut = keras.callbacks.LambdaCallback(on_train_batch_end=stop)
+    with pytest.raises(KeyError):
+        train(env.scope(), "cut", cut)
+    found = train(contextlib.nullcontext(), "cut")
+    for value, wanted in zip(found, train(env.scope(), "whole"), strict=True):
+        np.testing.assert_allclose(value, wanted, atol=1e-5)
+    return {}

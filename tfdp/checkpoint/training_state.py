@@ -204,7 +204,7 @@ def plan_backup(
         most = max(len(index.tensors), 1)
         schema.check(count, range(1, most + 1), "run.facts.replicas")
     if has_sums:
-        tensors += _accumulated_tensors(model, count)
+        tensors += _saved_sums(_accumulated_tensors(model, count), saved)
     if with_metrics:
         metrics = metric_variables(model, facts["merges"])
         tensors += per_replica_tensors(metrics, local_replicas(model), count)
@@ -348,6 +348,29 @@ def _accumulated_tensors(model: Any, saved_count: int) -> list[StateTensor]:
         for name, total in per_replica_sums(model)
     ]
     return tensors + per_replica_tensors(sums, local_replicas(model), saved_count)
+
+
+def _saved_sums(tensors: list[StateTensor], saved: Sequence[str]) -> list[StateTensor]:
+    """Return tensors of accumulated gradients in the form in which they were saved.
+
+    ZeRO-2 and 3 save one sum over all replicas, in shards, but on a single replica,
+    where nothing is sharded, that replica's own.
+
+    Args:
+        tensors: List of `StateTensor`, from `_accumulated_tensors`.
+        saved: Sequence of strings, names of the saved tensors.
+    """
+    names, result = set(saved), []
+    for tensor in tensors:
+        sum_name, _, rank = tensor.name.rpartition("/replica")
+        if tensor.name not in names and sum_name in names:
+            if rank == "0":
+                result.append(renamed(tensor, sum_name))
+        elif tensor.name not in names and f"{tensor.name}/replica0" in names:
+            result.append(renamed(tensor, f"{tensor.name}/replica0"))
+        else:
+            result.append(tensor)
+    return result
 
 
 def _metric_names(model: Any) -> list[str]:
