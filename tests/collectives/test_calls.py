@@ -1,9 +1,8 @@
-"""Calls of functions with collectives, which run one at a time."""
+"""Calls of functions with collectives in several threads."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import types
 
 import pytest
@@ -14,35 +13,50 @@ from tfdp.communication.collectives import calls
 class Handle:
     """Stands for the handle of a resource of collectives."""
 
+    def __init__(self, device: str) -> None:
+        self.device = device
+        calls.mark(self)
+
 
 @pytest.fixture
-def enter():
-    """Enters the context of a call, in a thread of its own; returns its future."""
-    handle = Handle()
-    calls.mark(handle)
+def call():
+    """Calls a function in a thread of its own; returns the future."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
 
-    def call(*inputs: object) -> str:
-        function = types.SimpleNamespace()
-        with calls.one_at_a_time(function, inputs or [handle]):
-            return "called"
+        def enter(function: object, *inputs: object) -> str:
+            with calls.one_at_a_time(function, inputs):
+                return "called"
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(calls.one_at_a_time(types.SimpleNamespace(), [handle]))
-        thread = concurrent.futures.ThreadPoolExecutor(1)
-        yield lambda *inputs: thread.submit(call, *inputs)
-        stack.close()
-        thread.shutdown()
+        yield lambda *args: thread.submit(enter, *args)
 
 
-def test_a_function_with_collectives_waits_for_that_of_another_thread(enter):
-    assert enter(Handle()).result(5.0) == "called"
-    waiting = enter()
-    with pytest.raises(concurrent.futures.TimeoutError):
-        waiting.result(0.1)
+@pytest.mark.parametrize("device", ["CPU:0", "GPU:0"])
+def test_a_function_waits_for_its_own_call_and_on_gpus_for_that_of_another(
+    call, device: str
+):
+    handle, first, second = Handle(device), new_function(), new_function()
+    with calls.one_at_a_time(first, [handle]):
+        assert call(new_function(), "no handle").result(5.0) == "called"
+        other = call(second, handle)
+        if device == "CPU:0":
+            assert other.result(5.0) == "called"
+            other = call(first, handle)
+        with pytest.raises(concurrent.futures.TimeoutError):
+            other.result(0.1)
+    assert other.result(5.0) == "called"
 
 
-def test_on_several_workers_it_is_refused(enter, monkeypatch):
+def test_on_several_workers_two_functions_are_refused(call, monkeypatch):
     group = types.SimpleNamespace(num_workers=2)
     monkeypatch.setattr(calls, "latest_group", lambda: group)
-    with pytest.raises(RuntimeError, match="Two threads of a worker train at the same"):
-        enter().result(5.0)
+    handle = Handle("CPU:0")
+    with (
+        calls.one_at_a_time(new_function(), [handle]),
+        pytest.raises(RuntimeError, match="Two threads of a worker train at the same"),
+    ):
+        call(new_function(), handle).result(5.0)
+
+
+def new_function() -> types.SimpleNamespace:
+    """Stands for a traced function."""
+    return types.SimpleNamespace()

@@ -3,7 +3,7 @@
 Reading order:
     groups: process groups, their keys, launch order on each device, and the interface
         of transports
-    calls: functions with collectives run one at a time
+    calls: functions with collectives, called in several threads
     instance_keys: keys that distinguish the collectives of a group
     tensorflow_transport: TensorFlow's collectives: NCCL, and a ring over gRPC
     process_transport: between CPU processes, by `tfdp.communication.transport`

@@ -1,7 +1,10 @@
-"""Calls of traced functions in threads: those with collectives run one at a time.
+"""Calls of traced functions with collectives in several threads of a process.
 
-Collectives of two functions may have the same key, see `instance_keys`: two such
-functions at once, as of two `fit` in threads, would take each other's tensors.
+A function runs in one thread at a time: its collectives have one key each. Different
+functions run at once on the CPUs of a single process, whose functions have keys of
+their own, see `instance_keys`. On GPUs, where NCCL needs one order of all collectives,
+they run one at a time, and on several workers, which would need it too, they must not
+meet.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ def one_at_a_time(
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context for a call, which waits for another thread's call to end.
 
-    Without collectives nothing waits.
+    Without collectives, and for another function on CPUs, nothing waits.
 
     Args:
         function: Traced function of TensorFlow.
@@ -63,27 +66,39 @@ def one_at_a_time(
         RuntimeError: On entering, if another thread's call runs on several workers:
             they could run the two in different orders, and wait indefinitely.
     """
-    is_collective = getattr(function, "_tfdp_is_collective", None)
-    if is_collective is None:
-        is_collective = any(id(tensor) in _handles for tensor in inputs)
-        vars(function)["_tfdp_is_collective"] = is_collective
-    if is_collective and _thread.waits:
-        return _alone()
-    return contextlib.nullcontext()
+    attributes = vars(function)
+    if "_tfdp_lock" not in attributes:
+        attributes["_tfdp_lock"] = _lock_of(inputs)
+    lock = attributes["_tfdp_lock"]
+    if lock is None or not _thread.waits:
+        return contextlib.nullcontext()
+    return _refusing(lock) if _has_several_workers() else lock
+
+
+def _lock_of(inputs: Sequence[Any]) -> Any:
+    """Return the lock of a function with these inputs, `None` without collectives."""
+    found = [tensor for tensor in inputs if id(tensor) in _handles]
+    if not found:
+        return None
+    is_shared = _has_several_workers() or any("GPU" in x.device for x in found)
+    return _running if is_shared else threading.RLock()
+
+
+def _has_several_workers() -> bool:
+    """Return whether a strategy of this process has several workers."""
+    group = latest_group()
+    return group is not None and group.num_workers > 1
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Hold the lock of calls with collectives, see `one_at_a_time`."""
-    if not _running.acquire(blocking=False):
-        group = latest_group()
-        if group is not None and group.num_workers > 1:
-            raise RuntimeError(
-                "Two threads of a worker train at the same time. On several workers "
-                "all steps must run in one thread, in the same order on each worker."
-            )
-        _running.acquire()
+def _refusing(lock: Any) -> Iterator[None]:
+    """Hold a lock, or raise a `RuntimeError` if another thread holds it."""
+    if not lock.acquire(blocking=False):
+        raise RuntimeError(
+            "Two threads of a worker train at the same time. On several workers all "
+            "steps must run in one thread, in the same order on each worker."
+        )
     try:
         yield
     finally:
-        _running.release()
+        lock.release()

@@ -318,7 +318,8 @@ class ProcessGroup:
             positions = device_positions(launch_order.devices)
         self._positions = positions
         self._splits: dict[Partition, tuple[ProcessGroup | None, ...]] = {}
-        self.instance_keys = InstanceKeys()
+        local = [p for p in self.local_positions if p is not None]
+        self.instance_keys = InstanceKeys(is_local=len(local) == size)
         self._split_lock = threading.Lock()
 
     @property

@@ -6,6 +6,9 @@ key at every call instead, which costs a placeholder per collective and is not f
 inner function is called in a branch or a loop (the reason for crashes of
 `steps_per_execution` in stock Keras).
 
+Where all replicas are in one process, the key also has the number of the function,
+since threads may run several at once.
+
 A constant key may be reused once the collective has ended on this replica, since
 its sends and receives have ended by then. Two collectives with one key never run at
 the same time: they are the same operation, and its launch token orders its executions.
@@ -18,8 +21,10 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import itertools
 import threading
 import weakref
+from typing import Any
 
 import tensorflow as tf
 
@@ -51,9 +56,19 @@ SIZES = _sizes()
 
 
 class InstanceKeys:
-    """Source of instance keys, by which workers match the collectives of a group."""
+    """Source of instance keys, by which workers match the collectives of a group.
 
-    def __init__(self) -> None:
+    Args:
+        is_local: Bool, whether all replicas are in this process: functions then have
+            different keys. Workers trace different numbers of functions. Defaults to
+            `False`.
+    """
+
+    def __init__(self, *, is_local: bool = False) -> None:
+        self._is_local = is_local
+        # Numbers of the graphs that are alive.
+        self._numbers: weakref.WeakKeyDictionary[Any, int]
+        self._numbers = weakref.WeakKeyDictionary()
         self._counters: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._signatures: dict[int, dict[int, tuple]] = {}
         self._lock = threading.Lock()
@@ -76,7 +91,7 @@ class InstanceKeys:
         Returns:
             Int, or a scalar int32 tensor if `size` is given.
         """
-        signature = (kind, tensor.dtype.name, str(tensor.shape))
+        signature: tuple = (kind, tensor.dtype.name, str(tensor.shape))
         with self._lock:
             ordinal = 0
             # Eager collectives of a device never overlap, so that they may share a key.
@@ -85,11 +100,21 @@ class InstanceKeys:
                 counter = self._counters.setdefault(graph, collections.Counter())
                 ordinal = counter[signature, replica]
                 counter[signature, replica] += 1
+                if self._is_local:
+                    signature = (*signature, self._number_of_graph(graph))
             numbered = (*signature, ordinal)
             if size is None:
                 return self._number_of(numbered, _STATIC_BITS) | 1 << _STATIC_BITS
             number = self._number_of(numbered, _DYNAMIC_BITS)
         return (number << _SIZE_BITS) + size
+
+    def _number_of_graph(self, graph: Any) -> int:
+        """Return the number of a traced function, the least that no other one has."""
+        if graph not in self._numbers:
+            taken = set(self._numbers.values())
+            free = (n for n in itertools.count() if n not in taken)
+            self._numbers[graph] = next(free)
+        return self._numbers[graph]
 
     def _number_of(self, signature: tuple, bits: int) -> int:
         """Return the number of a signature: its hash, or the next number that is free.
