@@ -74,6 +74,7 @@ def main(
     busy_seconds: float = 0.0,
     as_on_gpus: bool = False,
     evaluates: bool = False,
+    in_custom_loop: bool = False,
     backend: str = "auto",
     **fit: object,
 ) -> None:
@@ -89,7 +90,10 @@ def main(
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     data = getattr(source, kind)()
-    if evaluates:
+    if in_custom_loop:
+        for x, _ in strategy.experimental_distribute_dataset(data):
+            strategy.reduce("SUM", strategy.run(model, args=(x,)), axis=0)
+    elif evaluates:
         model.evaluate(data, verbose=0)
     else:
         model.fit(data, verbose=0, shuffle=False, **fit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +21,8 @@ from tfdp.communication.coordination.watch.data_watch import DataWatch
 
 SCRIPT = str(pathlib.Path(__file__).with_name("hanging_data.py"))
 TIMEOUT_SECONDS = 6.0
+# The first 10 s of a wait in a collective cause no message.
+IN_CUSTOM_LOOP = {"in_custom_loop": True, "timeout_seconds": 12.0}
 ONE_PROCESS, TWO_WORKERS = ("-n", "1", "-D", "2"), ("-n", "2")
 
 
@@ -85,6 +88,19 @@ def test_a_source_that_hangs_on_one_worker_is_named_by_the_others(launcher, rank
     assert f"Worker {rank} (" in output
     assert f"Worker {1 - rank} (" not in output
     assert f"tfdp: worker {rank} failed with exit code 69" in output
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_a_worker_that_hangs_in_a_custom_loop_is_named_with_its_line(launcher):
+    code, output = run(launcher, TWO_WORKERS, "dataset", 4, ranks=[1], **IN_CUSTOM_LOOP)
+    assert code == 1, output
+    assert "tfdp: waiting at " in output
+    words = (
+        r"Worker 1 \(.*\) was lost, while .*: it has not arrived within 1\d s; it is at "
+        r".*hanging_data.py:\d+: `for x, _ in strategy.*`; a longer `timeout_seconds`"
+    )
+    assert re.search(words, output), output
 
 
 @pytest.mark.processes

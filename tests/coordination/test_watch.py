@@ -24,10 +24,17 @@ from tests.store.clusters import cluster_of, members_of
 from tfdp.communication.cluster import ProbeResult, free_ports, probe_port
 from tfdp.communication.coordination import watch as watch_module
 from tfdp.communication.coordination.clock import ProcessClock
+from tfdp.communication.coordination.flight_record import (
+    TEXTS,
+    CollectiveIdentity,
+    CollectiveRing,
+)
 from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.communication.coordination.progress import ProgressRecorder, WorkerProgress
 from tfdp.communication.coordination.watch import failure_detector as module
+from tfdp.communication.coordination.watch import heartbeat as heartbeat_module
 from tfdp.communication.coordination.watch import recorder as recorder_module
+from tfdp.communication.coordination.watch import stragglers as stragglers_module
 from tfdp.communication.coordination.watch import watchdog as watchdog_module
 from tfdp.communication.coordination.watch.errors import (
     WorkerFailure,
@@ -374,6 +381,56 @@ def test_who_has_left_a_step_is_given_up_by_those_that_wait_in_it(
     assert (watchdog._failure is not None) == is_lost
     if is_lost:
         assert "it is at evaluate" in watchdog._failure.cause
+
+
+@pytest.mark.parametrize(
+    ("limit", "others", "source", "failure", "said"),
+    [
+        (None, {}, "", False, True),
+        (8.0, {"0/0": 6}, "", True, False),
+        (30.0, {"0/0": 6}, "", False, True),
+        (8.0, {"0/0": 6}, "the dataset", False, True),
+        # A worker that has entered the collective is not late, whatever it does.
+        (8.0, {"0/0": 7}, "", False, False),
+        (8.0, {"0/0": 9}, "", False, False),
+    ],
+)
+def test_who_is_late_in_a_custom_loop_is_named_with_its_line(
+    limit, others, source, failure, said, monkeypatch, clock, capsys
+):
+    ring = CollectiveRing()
+    for module_with_ring in (stragglers_module, heartbeat_module):
+        monkeypatch.setattr(module_with_ring, "collective_ring", ring)
+    identity = CollectiveIdentity("0/0", (0, 1), "all_reduce", "float32", "7", "a")
+    ring.begin(dataclasses.replace(identity, kind=TEXTS), 3, num_bytes=8)
+    for number in 6, 7:
+        ring.leave(ring.begin(identity, number, num_bytes=8))  # failed steps
+    watchdog = Watchdog(membership(), limit)
+    other = WorkerProgress(
+        9, "", 0.0, line="b.py:3: `sleep()`", collectives=others, source=source
+    )
+    watchdog._detector.record_heartbeat(1, progress=other)
+
+    def check(seconds: float) -> None:
+        clock.now += seconds
+        watchdog._stragglers.check()
+
+    check(0.0)
+    check(12.0)
+    assert capsys.readouterr().err == ""
+    entry = ring.begin(identity, 7, num_bytes=8)
+    check(1.0)
+    assert watchdog._heartbeat.progress.collectives == {"0/0": 7}
+    check(12.0)
+    check(1.0)
+    text = capsys.readouterr().err
+    assert text.count(", which is at b.py:3: `sleep()`.") == said
+    assert not said or "waiting at " + str(pathlib.Path(__file__)) in text
+    assert (watchdog._failure is not None) == failure
+    if watchdog._failure:
+        assert "within 12 s; it is at b.py:3: `sleep()`" in watchdog._failure.cause
+    ring.end(entry)
+    assert ring.awaited() is None
 
 
 def test_a_process_is_idle_while_it_uses_next_to_no_processor(monkeypatch, clock):

@@ -279,29 +279,48 @@ class _Lane:
             StepEnded: If only the current step has failed, on this or another worker.
             RuntimeError: If all later collectives will fail, too.
         """
-        operation, generation = self._operations[operation_index], generation_of(number)
-        tag = new_tag(generation, f"{operation.key} {number}")
+        operation = self._operations[operation_index]
+        tag = new_tag(generation_of(number), f"{operation.key} {number}")
         arrays = [array.view(operation.dtype) for array in data]
         run = getattr(self._collectives, operation.kind)
         identity = self._identities[operation_index]
         entry = collective_ring.begin(identity, number, arrays[0].nbytes)
-        while True:
-            self._connect()
-            try:
-                results = run(arrays, operation.source, tag)
-                collective_ring.end(entry)
-                return results
-            except RuntimeError as error:
-                ahead = steps_ahead(error, generation)
-                if ahead is None:
-                    text = f"{error} (operation {operation.scope})"
-                    raise RuntimeError(text) from error
-                # The communicator may still carry bytes of an earlier step, so the next
-                # attempt creates a new one.
-                self._collectives.communicator = None
-                self._num_discarded += 1
-                if ahead or self._thread.is_over(number):
-                    raise StepEnded(str(error)) from error
+        try:
+            while True:
+                self._connect()
+                try:
+                    results = run(arrays, operation.source, tag)
+                    collective_ring.end(entry)
+                    return results
+                except RuntimeError as error:
+                    self._look_at_failure(error, number, operation)
+        finally:
+            collective_ring.leave(entry)
+
+    def _look_at_failure(
+        self, error: RuntimeError, number: int, operation: _Operation
+    ) -> None:
+        """Return if a failed collective is to be repeated with a new communicator.
+
+        Args:
+            error: `RuntimeError` of the collective.
+            number: Int, the request's number, which includes its generation.
+            operation: `_Operation`.
+
+        Raises:
+            StepEnded: If only the current step has failed, on this or another worker.
+            RuntimeError: If all later collectives will fail, too.
+        """
+        ahead = steps_ahead(error, generation_of(number))
+        if ahead is None:
+            text = f"{error} (operation {operation.scope})"
+            raise RuntimeError(text) from error
+        # The communicator may still carry bytes of an earlier step, so the next attempt
+        # creates a new one.
+        self._collectives.communicator = None
+        self._num_discarded += 1
+        if ahead or self._thread.is_over(number):
+            raise StepEnded(str(error)) from error
 
     def _identity(self, operation: _Operation) -> CollectiveIdentity:
         """Return the identity of a traced operation in flight records."""

@@ -88,6 +88,8 @@ class CollectiveRing:
     >>> entry = ring.begin(identity, 3, num_bytes=8)
     >>> [(each.number, each.end is None) for each in ring.collectives()]
     [(2, False), (3, True)]
+    >>> ring.awaited(), ring.newest()
+    ((CollectiveIdentity(lane='0/0', ...), 3), {'0/0': 3})
     """
 
     def __init__(self, capacity: int = NUM_COLLECTIVES) -> None:
@@ -104,14 +106,34 @@ class CollectiveRing:
             number: Int, number of the request in its lane.
             num_bytes: Int, bytes of one replica's array.
         """
-        entry = [identity, number, num_bytes, time.perf_counter(), None]
+        entry = [identity, number, num_bytes, time.perf_counter(), None, True]
         self._entries.append(entry)
         return entry
 
     @staticmethod
     def end(entry: list[Any]) -> None:
         """Record that a collective is complete, by the entry that `begin` returned."""
-        entry[4] = time.perf_counter()
+        entry[4], entry[5] = time.perf_counter(), False
+
+    @staticmethod
+    def leave(entry: list[Any]) -> None:
+        """Record that this worker no longer waits in a collective, complete or not."""
+        entry[5] = False
+
+    def awaited(self) -> tuple[CollectiveIdentity, int] | None:
+        """Return the collective that this worker has awaited longest, and its number.
+
+        Returns:
+            Tuple of a `CollectiveIdentity` and an int, or `None` if it waits in none.
+            All-gathers of texts do not count.
+        """
+        waits = (each for each in copy_of(self._entries) if each[5])
+        found = ((identity, number) for identity, number, *_ in waits)
+        return next((each for each in found if each[0].kind != TEXTS), None)
+
+    def newest(self) -> dict[str, int]:
+        """Return the number of the last collective that was entered, by lane."""
+        return {each[0].lane: each[1] for each in copy_of(self._entries)}
 
     def collectives(self) -> list[RecordedCollective]:
         """Return the last collectives, in the order in which they were entered."""
@@ -124,7 +146,7 @@ class CollectiveRing:
                 begin=begin + offset,
                 end=None if end is None else end + offset,
             )
-            for identity, number, num_bytes, begin, end in copy_of(self._entries)
+            for identity, number, num_bytes, begin, end, _ in copy_of(self._entries)
         ]
 
 

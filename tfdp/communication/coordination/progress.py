@@ -36,6 +36,9 @@ class WorkerProgress:
         num_answers: Int, number of completed all-gathers of texts.
         left_scopes: Dict, by the source line of a scope, the number of times since the
             last all-gather that the worker has left it without synchronizing.
+        line: String, the line of its script at which the worker is, if `name` is `""`.
+        collectives: Dict, number of the last collective that the worker has entered, by
+            lane.
     """
 
     count: int
@@ -47,6 +50,8 @@ class WorkerProgress:
     source: str = ""
     num_answers: int = 0
     left_scopes: dict[str, int] = dataclasses.field(default_factory=dict)
+    line: str = ""
+    collectives: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 class ComputedStep(NamedTuple):

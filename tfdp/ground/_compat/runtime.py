@@ -137,11 +137,19 @@ def call_in_progress() -> Any:
 
     The frame is the same object until the call returns, so two results can be compared.
     """
-    frame = _current_frames().get(threading.main_thread().ident or 0)
+    frame = main_thread_frame()
     while frame is not None and frame.f_code.co_filename == threading.__file__:
         frame = frame.f_back
     name = frame.f_code.co_filename.replace(os.sep, "/") if frame else ""
     return frame if "/tensorflow/python/" in name and name.endswith(_WAITS) else None
+
+
+def main_thread_frame() -> Any:
+    """Return the innermost frame of the main thread, or `None`.
+
+    It keeps tensors alive, so that callers must not keep it.
+    """
+    return _current_frames().get(threading.main_thread().ident or 0)
 
 
 # Python 3.11 may collect garbage in `sys._current_frames`, which holds a lock that new

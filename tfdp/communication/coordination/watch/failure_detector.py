@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdp.communication.coordination.clock import clock
-from tfdp.communication.coordination.flight_record import Peer
+from tfdp.communication.coordination.flight_record import CollectiveIdentity, Peer
 from tfdp.communication.coordination.progress import WorkerProgress
 from tfdp.communication.coordination.watch.errors import SCRIPT_ENDED
 from tfdp.communication.store import beat_seconds
@@ -238,6 +238,22 @@ class FailureDetector:
         """
         found = self._progress()
         return {rank: its for rank, its in found.items() if its.count < own.count}
+
+    def not_in_collective(
+        self, identity: CollectiveIdentity, number: int
+    ) -> dict[int, WorkerProgress]:
+        """Return the progress, by rank, of members that have not entered a collective.
+
+        Args:
+            identity: `CollectiveIdentity` of the collective.
+            number: Int, number of the request in its lane.
+        """
+        return {
+            rank: its
+            for rank, its in self._progress().items()
+            if rank in identity.ranks
+            and its.collectives.get(identity.lane, -1) < number
+        }
 
     def workers_past(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
         """Return the progress, by rank, of workers that have left this worker's step.

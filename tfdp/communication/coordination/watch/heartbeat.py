@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdp.communication.coordination.clock import clock
+from tfdp.communication.coordination.flight_record import collective_ring
 from tfdp.communication.coordination.progress import WorkerProgress, progress
 from tfdp.communication.coordination.watch.errors import WorkerFailure
 from tfdp.communication.coordination.watch.failure_detector import FailureDetector
 from tfdp.communication.store import HostLost, Store
+from tfdp.ground import user_code
 from tfdp.ground._compat import runtime
 from tfdp.ground.base.process_identity import ProcessIdentity
 
@@ -155,9 +157,17 @@ class Heartbeat(threading.Thread):
 
         Outside of Keras's loops, a long idle call of TensorFlow counts as a step.
         """
-        own = dataclasses.replace(progress.current, source=self.source)
-        waits = not own.name and self.call_seconds > _LONG_WAIT_SECONDS
-        return dataclasses.replace(own, is_computing=True) if waits else own
+        newest = collective_ring.newest()
+        own = dataclasses.replace(
+            progress.current, source=self.source, collectives=newest
+        )
+        if own.name:
+            return own
+        return dataclasses.replace(
+            own,
+            is_computing=self.call_seconds > _LONG_WAIT_SECONDS,
+            line=user_code.describe_user_line(runtime.main_thread_frame()),
+        )
 
     def _beat(self) -> None:
         """Send this worker's report to the store, and record the others' reports."""

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tfdp.communication.coordination.clock import clock
+from tfdp.communication.coordination.flight_record import (
+    CollectiveIdentity,
+    collective_ring,
+)
 from tfdp.communication.coordination.progress import WorkerProgress, progress
 from tfdp.communication.coordination.watch.failure_detector import FailureDetector
 from tfdp.communication.coordination.watch.heartbeat import Heartbeat
@@ -38,29 +43,59 @@ class StragglerCheck:
         self._heartbeat, self._detector = heartbeat, detector
         self._rank, self._addresses = heartbeat.rank, addresses
         self._timeout_seconds, self._declare_lost = timeout_seconds, declare_lost
+        # The collective that this worker awaited at the last check, and since when.
+        self._awaited: tuple[CollectiveIdentity, int] | None = None
+        self._since = 0.0
 
     def check(self) -> None:
         """Warn of workers that this one awaits; after the timeout, declare one lost."""
         own = self._heartbeat.progress
-        if own.is_computing and not own.name:
-            self._check_deadlock(own)
-            return
-        # No warning is printed here for long waits in an all-gather of texts, since
-        # `WorkerGroup` reports these waits.
-        if own.seconds < _WARN_AFTER_SECONDS or not own.name or own.is_all_gathering:
-            return
-        stragglers = self._detector.stragglers(own) or self._past_this_step(own)
+        waited, stragglers = self._in_loops(own) if own.name else self._outside(own)
         limit = self._timeout_seconds
         # A straggler that waits for data is not declared lost: it sets its own failure
         # if the source hangs, and the others wait for it if the source is slow.
         late = {rank: its for rank, its in stragglers.items() if not its.source}
-        if late and limit is not None and own.seconds > limit:
+        if late and limit is not None and waited > limit:
             rank, other = next(iter(late.items()))
-            self._declare_lost(rank, _cause_of_delay(own, other))
+            self._declare_lost(rank, _cause_of_delay(waited, other))
         elif stragglers:
-            self._warn_of_stragglers(own, stragglers)
-        else:
+            self._warn_of_stragglers(own, waited, stragglers)
+        elif not own.is_all_gathering:
             self._check_deadlock(own)
+
+    def _in_loops(self, own: WorkerProgress) -> tuple[float, dict[int, WorkerProgress]]:
+        """Return how long this worker waits in a loop of Keras, and for which workers.
+
+        Args:
+            own: `WorkerProgress` of this worker.
+
+        Returns:
+            Tuple of a float, in seconds, and the progress of stragglers by rank. It is
+            empty in a long wait in an all-gather of texts, which `WorkerGroup` reports.
+        """
+        if own.seconds < _WARN_AFTER_SECONDS or own.is_all_gathering:
+            return own.seconds, {}
+        return own.seconds, self._detector.stragglers(own) or self._past_this_step(own)
+
+    def _outside(self, own: WorkerProgress) -> tuple[float, dict[int, WorkerProgress]]:
+        """Return how long this worker waits in a collective of a custom training loop.
+
+        The places of scripts are not comparable there, but the numbers of collectives
+        are. TensorFlow's collectives have none: the wait is 0 seconds.
+
+        Args:
+            own: `WorkerProgress` of this worker.
+
+        Returns:
+            Tuple of a float, in seconds, and the progress of stragglers by rank.
+        """
+        awaited = collective_ring.awaited()
+        if awaited is None or awaited != self._awaited:
+            self._awaited, self._since = awaited, clock.now()
+        waited = clock.now() - self._since
+        if awaited is None or waited < _WARN_AFTER_SECONDS:
+            return waited, {}
+        return waited, self._detector.not_in_collective(*awaited)
 
     def _past_this_step(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
         """Return the workers, by rank, that have left the step in which this one waits.
@@ -112,9 +147,18 @@ class StragglerCheck:
             )
 
     def _warn_of_stragglers(
-        self, own: WorkerProgress, stragglers: dict[int, WorkerProgress]
+        self,
+        own: WorkerProgress,
+        waited: float,
+        stragglers: dict[int, WorkerProgress],
     ) -> None:
-        """Warn of the workers behind this one, given by rank with their progress."""
+        """Warn of the workers behind this one.
+
+        Args:
+            own: `WorkerProgress` of this worker.
+            waited: Float, seconds of its wait.
+            stragglers: Dict from the rank of a worker to its progress.
+        """
         if any(
             rank < self._rank
             and rank not in stragglers
@@ -123,11 +167,10 @@ class StragglerCheck:
         ):
             return  # the waiting worker of the lowest rank warns
         names = ", ".join(
-            f"worker {rank} ({self._addresses[rank]}), which is at "
-            f"{other.name or NO_CALL}"
+            f"worker {rank} ({self._addresses[rank]}), which is at {_place(other)}"
             for rank, other in stragglers.items()
         )
-        self._warn(own, f"waiting at {own.name} for {own.seconds:.0f} s for {names}.")
+        self._warn(own, f"waiting at {_place(own)} for {waited:.0f} s for {names}.")
 
     def _warn(self, own: WorkerProgress, text: str) -> None:
         """Print a text, once for each place in this worker's progress.
@@ -136,16 +179,20 @@ class StragglerCheck:
             own: `WorkerProgress` of this worker.
             text: String, a sentence.
         """
-        if user_code.record_if_new(f"place {own.count}", self):
+        if user_code.record_if_new(f"place {own.count} {self._awaited}", self):
             # The text is printed, because a warning that is turned into an error would
             # end this thread.
             say(text)
 
 
-def _cause_of_delay(own: WorkerProgress, other: WorkerProgress) -> str:
+def _place(its: WorkerProgress) -> str:
+    """Describe where a worker is: in a loop of Keras, or at a line of its script."""
+    return its.name or its.line or NO_CALL
+
+
+def _cause_of_delay(waited: float, other: WorkerProgress) -> str:
     """Format the clause that `other`, a straggler, has not arrived in time."""
-    where = other.name or NO_CALL
     return (
-        f"it has not arrived within {own.seconds:.0f} s; it is at {where}; a longer "
+        f"it has not arrived within {waited:.0f} s; it is at {_place(other)}; a longer "
         "`timeout_seconds` in `CommunicationOptions` waits longer"
     )
