@@ -505,7 +505,7 @@ class Fails(keras.callbacks.Callback):
 @case(
     "After errors at different steps no `fit` continues", compare=False, setups=WORKERS
 )
-@registry.same_as("what_backup_workers_cannot_do_says_so")
+@registry.same_as("late_workers_are_left_out")
 def errors_at_different_steps_end_training(env: Env) -> dict:
     with strategy_of(env).scope():
         model = dense()
@@ -632,7 +632,7 @@ def over_the_batch() -> keras.Model:
 
 
 @case("What needs all workers in a step says so", compare=False, setups=WORKERS)
-@registry.same_as("what_backup_workers_cannot_do_says_so")
+@registry.same_as("late_workers_are_left_out")
 def what_needs_all_workers_says_so(env: Env) -> dict:
     fails(env, "does not support sharding", with_optimizer(sharding="optimizer"))
     fails(
@@ -658,6 +658,7 @@ def what_needs_all_workers_says_so(env: Env) -> dict:
     setups=WORKERS,
     quick_setup="two_by_two",
 )
+@registry.same_as("late_workers_are_left_out")
 def what_backup_workers_cannot_do_says_so(env: Env) -> dict:
     fails(env, "of the whole batch for `Sub` .*tf.reduce_mean", over_the_batch)
     fails(env, "of the whole batch for ", lambda: with_positions([0, 1, 1, 2, 3, 4]))

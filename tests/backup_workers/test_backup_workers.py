@@ -17,6 +17,7 @@ def test_steps_that_do_not_wait(clusters: ClusterPool, case: Case, setup_name: s
     clusters.check(case, setup_name)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_late_worker_of_three_is_dropped_and_a_lost_one_ends_the_job(tmp_path):

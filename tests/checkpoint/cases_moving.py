@@ -114,7 +114,7 @@ def _register(number: int, name: str) -> None:
         function,
         f"moving checkpoints: {exactness.ROWS[name].title}",
         setups=("eight_devices",),
-        same_as="sharded_files_go_on_in_plain_keras",
+        same_as="files_of_sharded_parameters_are_those_of_plain_keras",
         compare=False,
         # Eight replicas on two cores, traced for each number of them.
         deadline_seconds=280.0,
@@ -156,7 +156,7 @@ def _register_parameters(name: str, sharding: str, targets: list) -> None:
         function,
         f"moving checkpoints of sharded parameters: {exactness.ROWS[name].title}",
         setups=("eight_devices",),
-        same_as="sharded_files_go_on_in_plain_keras",
+        same_as="files_of_sharded_parameters_are_those_of_plain_keras",
         compare=False,
         deadline_seconds=280.0,
     )

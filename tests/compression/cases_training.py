@@ -114,7 +114,7 @@ _register_training(
 
 
 @case("a loss scale does not matter to residuals", compare=False)
-@registry.same_as("skipped_step_leaves_alone_the_residuals_of_int8")
+@registry.same_as("checkpoint_has_the_residuals_of_int8")
 def residuals_are_those_of_gradients_without_a_scale(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -249,6 +249,7 @@ def _restore_and_drop(env: Env, target: keras.Model, reason: str) -> None:
 
 
 @case("residuals of fewer replicas", setups=("eight_devices",), compare=False)
+@registry.same_as("checkpoint_has_the_residuals_of_int8")
 def residuals_of_other_replicas_are_dropped_with_one_sentence(env: Env) -> dict:
     _save_trained(env, 2)
     reason = "they were saved by 2 replicas, and this run has 4"
@@ -261,7 +262,7 @@ def residuals_of_other_replicas_are_dropped_with_one_sentence(env: Env) -> dict:
     setups=("eight_devices",),
     compare=False,
 )
-@registry.same_as("residuals_of_other_replicas_are_dropped_with_one_sentence")
+@registry.same_as("checkpoint_has_the_residuals_of_int8")
 def training_goes_on_where_residuals_are_dropped(env: Env) -> dict:
     x, y = common.regression_data(32)
     _save_trained(env, 4)

@@ -251,7 +251,7 @@ def sharding_off_with_own_data_on_each_worker(env: Env) -> dict:
 @case(
     "`map` before `batch`: each worker prepares its own rows only",
 )
-@same_as("py_dataset_of_rows")
+@same_as("py_dataset")
 def each_worker_prepares_its_own_rows(env: Env) -> dict:
     calls = []
 

@@ -84,6 +84,7 @@ def assert_own_rows(env: Env, data: Rows) -> None:
     "A `PyDataset` that gives rows: all workers read all (fit, evaluate, predict)",
     quick_setup="two_workers",
 )
+@same_as("py_dataset")
 def py_dataset_of_rows(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
     data, weighted = Rows(x, y), Rows(x, y, np.linspace(0, 2, NUM_ROWS, dtype="f4"))
@@ -105,7 +106,7 @@ def py_dataset_of_rows(env: Env) -> dict:
 @case(
     "The same, shuffled: workers draw other orders; `on_epoch_end`, `steps_per_epoch`",
 )
-@same_as("py_dataset_of_rows")
+@same_as("py_dataset")
 def shuffled_py_dataset_of_rows(env: Env) -> dict:
     keras.utils.set_random_seed(7)
     data = Rows(*common.regression_data(NUM_ROWS))
@@ -122,7 +123,7 @@ def shuffled_py_dataset_of_rows(env: Env) -> dict:
 
 
 @case("The same, by threads; weights of classes")
-@same_as("py_dataset_of_rows")
+@same_as("py_dataset")
 def py_dataset_of_rows_by_threads(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
     y = (y > 0).astype("float32")
@@ -175,7 +176,7 @@ def _prepared(*arrays: np.ndarray) -> tf.data.Dataset:
 
 
 @case("Datasets with `map`: every worker prepares all rows")
-@same_as("py_dataset_of_rows")
+@same_as("py_dataset")
 def datasets_with_map(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
     weight = np.linspace(0, 2, NUM_ROWS, dtype="float32")
@@ -209,7 +210,7 @@ def datasets_with_map(env: Env) -> dict:
     "A `filter` after `map`: every worker prepares all rows, and says so once",
     setups=("two_workers", "two_by_two"),
 )
-@same_as("py_dataset_of_rows")
+@same_as("py_dataset")
 def a_late_filter_is_told_once(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
     data = _prepared(x, y).filter(lambda x, y: y[0] < 1).batch(BATCH)
@@ -227,7 +228,7 @@ def a_late_filter_is_told_once(env: Env) -> dict:
     "`--rebalance` with rows of their own: no word",
     setups=("two_workers", "two_by_two"),
 )
-@same_as("py_dataset_of_rows")
+@same_as("py_dataset")
 def own_rows_with_rebalance(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
     data = {"dataset": _prepared(x, y).batch(BATCH), "rows": Rows(x, y)}
@@ -245,7 +246,7 @@ def own_rows_with_rebalance(env: Env) -> dict:
 
 
 @case("Memory maps and HDF5 datasets: every worker copies all of them")
-@same_as("py_dataset_of_rows")
+@same_as("py_dataset")
 def arrays_in_files(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
     folder = pathlib.Path(tempfile.mkdtemp())

@@ -293,6 +293,7 @@ def check_updates(layouts, micro_batches, step: int, folder: Path) -> None:
         assert error <= 1e-5 * max(np.abs(value).max(), 1e-3), (name, error)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.processes
 def test_half_the_replicas_accumulate_twice_the_batches_as_one_device_would(tmp_path):

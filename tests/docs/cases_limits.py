@@ -72,6 +72,7 @@ def _train(env: Env, model_class: type, **options) -> dict:
 
 
 @case("Limits: a train step with `compute_loss`, and a metric that keeps sums")
+@same_as("compute_loss_overridden")
 def train_step_that_lets_keras_compute_the_loss(env: Env) -> dict:
     return _train(env, OfKeras)
 
@@ -95,6 +96,7 @@ def losses_of_all_rows(env: Env) -> dict:
 
 
 @case("Limits: an eager step of own", quick_setup="two_workers")
+@same_as("eager_steps_of_ones_own_are_those_of_one_device")
 def eager_steps_of_own(env: Env) -> dict:
     def build():
         model = LargestRow()
@@ -106,6 +108,7 @@ def eager_steps_of_own(env: Env) -> dict:
 
 
 @case("Limits: a loop of own, the sum divided by the global batch size")
+@same_as("average_loss_of_the_global_batch")
 def loop_that_divides_by_the_global_batch_size(env: Env) -> dict:
     with env.scope():
         model = common.mlp()

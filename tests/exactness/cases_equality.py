@@ -112,7 +112,7 @@ SAME_AS = {
     cnn: "loss_scale_optimizer_with_everything_in_float32",
     embedding_lstm: "masked_lstm",
     transformer: "loss_scale_optimizer_with_everything_in_float32",
-    multi_output: "losses_of_several_outputs_with_sample_weights",
+    multi_output: "dict_inputs",
 }
 KEY_BIAS = {"*key*bias*": "softmax ignores it: its exact gradient is zero"}
 

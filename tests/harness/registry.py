@@ -31,8 +31,8 @@ class Case:
         module: The module that holds it, as in `MODULES`.
         setups: Names of the set-ups that it runs on in the full tier.
         quick_setup: Name of the one set-up of the quick tier, or `""`.
-        same_as: Name of the case that shows the same in the quick tier, which leaves
-            this one out, or `""`.
+        same_as: Name of a case of the same feature in the quick tier, which leaves this
+            one out, or `""`.
         compare: Whether results are compared with those of one device.
         reference_last: Run the reference after each set-up, in its directory,
             so that it can open the files that the set-up wrote.
@@ -111,7 +111,7 @@ def case(covers: str, **options: typing.Any) -> collections.abc.Callable:
 
 
 def same_as(other: str) -> collections.abc.Callable:
-    """Leaves the case to the full tier, for a quick one that shows the same.
+    """Leaves the case to the full tier, for a quick one of the same feature.
 
     It stands below `@case`.
 

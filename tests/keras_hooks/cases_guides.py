@@ -287,7 +287,7 @@ class LowLevel(keras.Model):
 
 
 @case("A step with a loss object and metrics of its own")
-@registry.same_as("train_step_that_lets_keras_compute_the_loss")
+@registry.same_as("compute_loss_overridden")
 def low_level_step(env: Env) -> dict:
     return _train(env, _compiled(LowLevel), *_regression(), evaluates=True)
 

@@ -154,7 +154,7 @@ def files_of_the_chief_alone_hold_what_all_have_accumulated(env: Env) -> dict:
 
 
 @case("Files of plain Keras go on under the strategy, with callbacks and without")
-@registry.same_as("sharded_files_go_on_in_plain_keras")
+@registry.same_as("files_of_sharded_parameters_are_those_of_plain_keras")
 def plain_files_with_accumulators_go_on_under_the_strategy(env: Env) -> dict:
     x, y = common.regression_data()
     path = str(env.tmp / "plain.keras")
@@ -341,7 +341,7 @@ def tensorflow_exports_and_checkpoints_what_it_sees(env: Env) -> dict:
 
 
 @case("TensorFlow's own files", setups=("mirrored",), compare=False)
-@registry.same_as("checkpoint_of_tensorflow_at_one_path")
+@registry.same_as("checkpoints_at_one_path")
 def tensorflow_exports_and_checkpoints_a_distributed_optimizer(env: Env) -> dict:
     _exported(env, "none").save(env.tmp / "checkpoint")
     return {}

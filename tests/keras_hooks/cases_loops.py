@@ -111,25 +111,25 @@ def _embedding_model() -> keras.Model:
 
 
 @case("A custom loop whose optimizer was built beforehand")
-@same_as("loop_that_divides_by_the_global_batch_size")
+@same_as("average_loss_of_the_global_batch")
 def loop_with_an_optimizer_built_beforehand(env: Env) -> dict:
     return _loop(env, build_first=True, in_function=False)
 
 
 @case("Crash: a custom loop whose optimizer builds lazily inside `strategy.run`")
-@same_as("loop_without_tracing_builds_the_optimizer")
+@same_as("loop_scales_accumulates_and_clips")
 def loop_with_an_optimizer_built_lazily(env: Env) -> dict:
     return _loop(env, build_first=False, in_function=False)
 
 
 @case("Crash: a custom loop over a distributed dataset inside tf.function")
-@same_as("loop_that_divides_by_the_global_batch_size")
+@same_as("average_loss_of_the_global_batch")
 def loop_inside_a_function(env: Env) -> dict:
     return _loop(env, build_first=True, in_function=True)
 
 
 @case("A custom loop with an Embedding")
-@same_as("loop_that_divides_by_the_global_batch_size")
+@same_as("average_loss_of_the_global_batch")
 def loop_with_an_embedding(env: Env) -> dict:
     return _loop(env, build_first=True, in_function=False, tokens=True)
 
@@ -237,7 +237,7 @@ INITIALIZERS = {
 
 
 @case("Wrong weights: a model that the first step builds")
-@same_as("loop_without_tracing_builds_the_optimizer")
+@same_as("loop_scales_accumulates_and_clips")
 def loop_whose_first_step_builds_the_model(env: Env) -> dict:
     def adam():
         return keras.optimizers.Adam(0.01)
@@ -306,7 +306,7 @@ def _policy_in_a_step(env: Env) -> str:
 
 
 @case("Wrong weights: optimizers that the first step builds")
-@same_as("loop_without_tracing_builds_the_optimizer")
+@same_as("loop_scales_accumulates_and_clips")
 def loop_whose_first_step_builds_the_optimizer(env: Env) -> dict:
     def accumulating():
         return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
@@ -539,7 +539,7 @@ class OwnLossStep(CustomStep):
 
 
 @case("Wrong numbers: a custom `train_step`, written the right way")
-@same_as("train_step_that_lets_keras_compute_the_loss")
+@same_as("compute_loss_overridden")
 def custom_train_step(env: Env) -> dict:
     def build():
         return common.compiled(CustomStep(), metrics=["mae"])

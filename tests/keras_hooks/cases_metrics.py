@@ -125,13 +125,13 @@ class LargestError(metrics.Metric):
 
 
 @case("Wrong numbers: a metric whose state merges by max")
-@same_as("metric_classes_that_are_no_sums")
+@same_as("regression_metrics")
 def metric_that_merges_by_max(env: Env) -> dict:
     return _largest_errors(env)
 
 
 @case("The same in validation")
-@same_as("metric_classes_that_are_no_sums")
+@same_as("regression_metrics")
 def metric_that_merges_by_max_in_validation(env: Env) -> dict:
     return _largest_errors(env, validation_data=common.regression_data())
 
@@ -160,7 +160,7 @@ class Watched(keras.layers.Layer):
 
 
 @case("Metrics held by layers")
-@same_as("metric_classes_that_are_no_sums")
+@same_as("regression_metrics")
 def metric_held_by_a_layer(env: Env) -> dict:
     def build():
         model = keras.Sequential(

@@ -102,12 +102,13 @@ class OfKinds(keras.Model):
 
 
 @case("`predict` fails for text, ragged and sparse rows", quick_setup="two_workers")
+@same_as("ragged_and_sparse_batches")
 def predict_of_text_ragged_and_sparse_rows(env: Env) -> dict:
     return _predicted_kinds(env, [5])
 
 
 @case("The same eagerly, and with replicas without rows", deadline_seconds=300.0)
-@same_as("predict_of_text_ragged_and_sparse_rows")
+@same_as("ragged_and_sparse_batches")
 def eager_predict_of_text_ragged_and_sparse_rows(env: Env) -> dict:
     return _predicted_kinds(env, [6, 1], run_eagerly=True)
 

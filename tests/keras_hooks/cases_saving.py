@@ -59,7 +59,7 @@ def _continued(env: Env, model: keras.Model, callables: dict) -> dict:
 
 
 @case("`tf.train.Checkpoint` and SavedModels of all workers at one path")
-@same_as("checkpoint_of_tensorflow_at_one_path")
+@same_as("checkpoints_at_one_path")
 def checkpoints_of_tensorflow_at_one_path(env: Env) -> dict:
     """Workers that save at the same time do not touch each other's files."""
     x, y = common.regression_data(32)
@@ -87,6 +87,7 @@ def checkpoints_of_tensorflow_at_one_path(env: Env) -> dict:
 
 
 @case("`tf.train.Checkpoint` of all workers at one path")
+@same_as("checkpoints_at_one_path")
 def checkpoint_of_tensorflow_at_one_path(env: Env) -> dict:
     x, y = common.regression_data(32)
     model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))

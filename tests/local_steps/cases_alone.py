@@ -134,14 +134,14 @@ def check_losses_of_replicas(env: Env, build: Callable[[Make], keras.Model]) -> 
 
 
 @case("A loss of all rows is that of the replica's own", compare=False)
-@registry.same_as("replicas_alone_gather_their_own_rows")
+@registry.same_as("replicas_alone_draw_other_numbers")
 def losses_of_replicas_alone_are_of_their_own_rows(env: Env) -> dict:
     check_losses_of_replicas(env, of_a_root)
     return {}
 
 
 @case("Losses of masked rows and of pairs are those of the replica's", compare=False)
-@registry.same_as("replicas_alone_gather_their_own_rows")
+@registry.same_as("replicas_alone_draw_other_numbers")
 def masked_and_paired_losses_of_replicas_alone(env: Env) -> dict:
     for build in masked, of_pairs:
         check_losses_of_replicas(env, build)
@@ -153,7 +153,7 @@ def masked_and_paired_losses_of_replicas_alone(env: Env) -> dict:
     compare=False,
     setups=("two_by_two",),
 )
-@registry.same_as("replicas_alone_gather_their_own_rows")
+@registry.same_as("replicas_alone_draw_other_numbers")
 def losses_of_nodes_are_of_their_own_rows(env: Env) -> dict:
     options = tfdp.CommunicationOptions(node_size=env.setup.devices_per_worker)
     for build in masked, of_a_root, of_pairs, of_gathers:
@@ -188,6 +188,7 @@ def trained_twice(env: Env, callbacks: list, change: float) -> keras.Model:
 
 
 @case("A second `fit` begins with the weights that there are")
+@registry.same_as("diloco_is_resumed_exactly")
 def diloco_goes_on_from_weights_that_were_set(env: Env) -> dict:
     diloco = tfdp.callbacks.DiLoCo(1, optimizers.SGD(1.0), scope="replica")
     callbacks = [] if env.is_reference else [diloco]
@@ -250,7 +251,7 @@ def left_over_batches_have_the_scale_that_replicas_agree_on(env: Env) -> dict:
 
 
 @case("A replica that skipped its update adds nothing to an average", compare=False)
-@registry.same_as("diloco_skips_an_overflow_in_its_node")
+@registry.same_as("left_over_batches_have_the_scale_that_replicas_agree_on")
 def micro_batches_of_a_skipped_update_do_not_count(env: Env) -> dict:
     # The last replica overflows in the second of two micro-batches.
     x, y = common.regression_data(2 * common.BATCH_SIZE)
@@ -284,7 +285,7 @@ def sums_of(model: keras.Model, env: Env) -> list[np.ndarray]:
 
 
 @case("The outer optimizer clips", compare=False)
-@registry.same_as("diloco_goes_on_from_weights_that_were_set")
+@registry.same_as("diloco_is_resumed_exactly")
 def diloco_clips_outer_gradients(env: Env) -> dict:
     outer = optimizers.SGD(1.0, clipvalue=1e-3)
     callback = tfdp.callbacks.DiLoCo(SYNC_EVERY, outer, scope="replica")
@@ -307,6 +308,7 @@ def of_gathers(make: Make) -> keras.Model:
 
 
 @case("Gathered rows are those of the replica alone", compare=False)
+@registry.same_as("replicas_alone_draw_other_numbers")
 def replicas_alone_gather_their_own_rows(env: Env) -> dict:
     def build(make: Make) -> keras.Model:
         return common.compiled(common.mlp(), make(), loss=of_gathered_rows)
@@ -418,7 +420,7 @@ def local_steps_of_several_optimizers_say_so(env: Env) -> dict:
     compare=False,
     setups=("mirrored",),
 )
-@registry.same_as("diloco_goes_on_from_weights_that_were_set")
+@registry.same_as("diloco_is_resumed_exactly")
 def diloco_of_one_device_makes_outer_steps(env: Env) -> dict:
     first = common.compiled(common.mlp(), momentum())
     begun = first.get_weights()

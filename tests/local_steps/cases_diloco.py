@@ -115,7 +115,7 @@ def diloco_makes_outer_steps_of_what_replicas_have_learned(env: Env) -> dict:
 
 
 @case("Fragments of the weights are exchanged one after the other", compare=False)
-@registry.same_as("diloco_scales_late_exchanges_of_fragments")
+@registry.same_as("exchanges_go_on_without_a_late_worker")
 def diloco_exchanges_fragments_in_turn(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(SYNC_EVERY, scope="replica", fragments=2)
     model, first = trained_alone(env, adam, callback)
@@ -182,7 +182,7 @@ def diloco_has_slow_workers_leave_out_inner_steps(env: Env) -> dict:
     compare=False,
     setups=("two_by_two", "two_workers"),
 )
-@registry.same_as("diloco_skips_an_overflow_in_its_node")
+@registry.same_as("left_over_batches_have_the_scale_that_replicas_agree_on")
 def diloco_trains_nodes_synchronously(env: Env) -> dict:
     options = tfdp.CommunicationOptions(node_size=env.setup.devices_per_worker)
     strategy = tfdp.MultiWorkerMirroredStrategy(communication=options)
@@ -202,6 +202,7 @@ def diloco_trains_nodes_synchronously(env: Env) -> dict:
     compare=False,
     setups=("two_by_two",),
 )
+@registry.same_as("left_over_batches_have_the_scale_that_replicas_agree_on")
 def diloco_skips_an_overflow_in_its_node(env: Env) -> dict:
     options = tfdp.CommunicationOptions(node_size=env.setup.devices_per_worker)
     strategy = tfdp.MultiWorkerMirroredStrategy(communication=options)
@@ -224,7 +225,7 @@ def diloco_skips_an_overflow_in_its_node(env: Env) -> dict:
 
 
 @case("`sync_every=1` with SGD(1.0) is synchronous training")
-@registry.same_as("diloco_goes_on_from_weights_that_were_set")
+@registry.same_as("diloco_is_resumed_exactly")
 def diloco_of_single_steps_is_synchronous(env: Env) -> dict:
     with env.scope():
         model = common.compiled(common.mlp(), optimizers.SGD(0.05))
@@ -295,7 +296,7 @@ def diloco_is_resumed_exactly(env: Env) -> dict:
 
 
 @case("Nodes need more than one", compare=False, setups=("mirrored",))
-@registry.same_as("diloco_goes_on_from_weights_that_were_set")
+@registry.same_as("diloco_is_resumed_exactly")
 def diloco_on_one_node_says_so(env: Env) -> dict:
     with env.scope():
         model = first_model(adam)

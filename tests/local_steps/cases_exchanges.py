@@ -123,7 +123,7 @@ def check_delayed(
 
 
 @case("Exchanges travel meanwhile", compare=False)
-@registry.same_as("diloco_scales_late_exchanges_of_fragments")
+@registry.same_as("exchanges_go_on_without_a_late_worker")
 def diloco_uses_exchanges_later(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(SYNC_EVERY, scope="replica", delay=2)
     staleness = check_delayed(env, callback, EVERYTHING, mixing=0.5, scales=False)
@@ -154,6 +154,7 @@ def rounds_of_one_worker_say_so(env: Env) -> dict:
 
 
 @case("Late exchanges of fragments count less", compare=False)
+@registry.same_as("exchanges_go_on_without_a_late_worker")
 def diloco_scales_late_exchanges_of_fragments(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(
         SYNC_EVERY,

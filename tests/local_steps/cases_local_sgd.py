@@ -165,7 +165,7 @@ def check_weights(env: Env, model: keras.Model, expected: keras.Model) -> None:
         np.testing.assert_allclose(found, wanted, atol=1e-5, err_msg=path)
 
 
-@case("Replicas train alone and are averaged", compare=False)
+@case("Replicas train alone and are averaged", compare=False, quick_setup="two_by_two")
 def local_sgd_averages_what_models_have_learned_alone(env: Env) -> dict:
     model, first = trained_alone(env, momentum, tfdp.callbacks.LocalSGD(sync_every=5))
     expected = Replicas(env.num_replicas, momentum, first)
@@ -204,7 +204,7 @@ def local_sgd_begins_after_synchronous_steps(env: Env) -> dict:
 
 
 @case("`sync_every=1` with plain SGD is synchronous training")
-@registry.same_as("diloco_goes_on_from_weights_that_were_set")
+@registry.same_as("diloco_is_resumed_exactly")
 def local_sgd_of_single_steps_is_synchronous(env: Env) -> dict:
     with env.scope():
         model = common.compiled(common.mlp(), optimizers.SGD(0.05))
@@ -237,7 +237,7 @@ def local_sgd_accumulates_micro_batches(env: Env) -> dict:
 
 
 @case("Of several steps one communicates gradients", compare=False)
-@registry.same_as("replicas_alone_gather_their_own_rows")
+@registry.same_as("replicas_alone_draw_other_numbers")
 def local_steps_launch_collectives_when_an_average_is_due(env: Env) -> dict:
     with env.scope():
         model = common.compiled(plans.perceptron(), optimizers.SGD(0.05))
@@ -279,6 +279,7 @@ class Fail(keras.callbacks.Callback):
 
 
 @case("A `fit` after one that has failed is synchronous", compare=False)
+@registry.same_as("local_sgd_averages_what_models_have_learned_alone")
 def a_failed_fit_leaves_no_local_steps_behind(env: Env) -> dict:
     with env.scope():
         model = common.compiled(common.mlp(), optimizers.SGD(0.05))
@@ -299,7 +300,7 @@ def a_failed_fit_leaves_no_local_steps_behind(env: Env) -> dict:
 
 
 @case("An overflow is skipped where it is", compare=False)
-@registry.same_as("diloco_skips_an_overflow_in_its_node")
+@registry.same_as("left_over_batches_have_the_scale_that_replicas_agree_on")
 def local_sgd_skips_an_overflow_where_it_is(env: Env) -> dict:
     scaling = tfdp.callbacks.LossScaling(initial_scale=16.0, growth_steps=4)
     with env.scope():

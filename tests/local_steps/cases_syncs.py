@@ -52,7 +52,7 @@ def launches_of_a_step(env: Env, callback: keras.callbacks.Callback) -> list[Lau
 
 
 @case("Inner steps launch no collective", compare=False)
-@registry.same_as("replicas_alone_gather_their_own_rows")
+@registry.same_as("replicas_alone_draw_other_numbers")
 def inner_steps_launch_nothing(env: Env) -> dict:
     found = launches_of_a_step(env, tfdp.callbacks.LocalSGD(SYNC_EVERY))
     assert {launch.branch for launch in found} == {"then_branch"}, found
@@ -99,6 +99,7 @@ def fit_with_a_late_worker(
     compare=False,
     setups=WORKERS,
 )
+@registry.same_as("exchanges_go_on_without_a_late_worker")
 def a_late_worker_stops_nobody_before_an_exchange(env: Env) -> dict:
     # The batch before the first exchange.
     fit_with_a_late_worker(env, tfdp.callbacks.LocalSGD(SYNC_EVERY), SYNC_EVERY - 2)
@@ -137,7 +138,7 @@ class StopOnOne(keras.callbacks.Callback):
     compare=False,
     setups=WORKERS,
 )
-@registry.same_as("a_late_worker_stops_nobody_before_an_exchange")
+@registry.same_as("exchanges_go_on_without_a_late_worker")
 def all_stop_at_the_next_exchange(env: Env) -> dict:
     with env.scope():
         model = first_model(adam)

@@ -14,7 +14,7 @@ regularizers = keras.regularizers
 
 
 @case("Regularizers")
-@same_as("unequal_shares_with_mean_over_the_batch_and_penalties_at_once")
+@same_as("unequal_shares_with_masked_mean_accumulated")
 def regularizers_of_kernel_and_bias(env: Env) -> dict:
     def build():
         model = common.mlp(
@@ -27,7 +27,7 @@ def regularizers_of_kernel_and_bias(env: Env) -> dict:
 
 
 @case("Activity regularizers")
-@same_as("unequal_shares_with_mean_over_the_batch_and_penalties_at_once")
+@same_as("unequal_shares_with_masked_mean_accumulated")
 def activity_regularizer(env: Env) -> dict:
     def build():
         model = common.mlp(activity_regularizer=regularizers.L2(0.1))
@@ -73,7 +73,7 @@ def add_loss(env: Env) -> dict:
 
 
 @case('`reduction="sum"`')
-@same_as("unequal_shares_with_sum_at_once")
+@same_as("unequal_shares_with_masked_mean_accumulated")
 def reduction_sum(env: Env) -> dict:
     def build():
         loss = keras.losses.MeanSquaredError(reduction="sum")

@@ -71,7 +71,7 @@ def loss_class_that_returns_a_number(env: Env) -> dict:
 
 
 @case("Wrong numbers: a loss that returns a number, with sample weights")
-@same_as("losses_of_several_outputs_with_sample_weights")
+@same_as("sample_weight")
 def loss_that_returns_a_number_with_sample_weights(env: Env) -> dict:
     weights = _weights_of_batches()
     losses = {

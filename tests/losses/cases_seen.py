@@ -70,7 +70,7 @@ class Logs(keras.Model):
 
 
 @case("Logged norms of gradients are those of the global batch", **ONE_PROCESS)
-@same_as("logs_of_vectors_and_nests")
+@same_as("logs_are_of_the_metrics_that_they_read")
 def norms_of_gradients_are_logged_as_on_one_device(env: Env) -> dict:
     with env.scope():
         model = Logs()
@@ -118,7 +118,7 @@ def merges_of_metrics_are_restored(env: Env) -> dict:
 
 
 @case("A metric that begins with one is that of one device", **ONE_PROCESS)
-@same_as("metric_classes_that_are_no_sums")
+@same_as("regression_metrics")
 def minimum_metrics_begin_with_their_own_value(env: Env) -> dict:
     with env.scope():
         model = common.compiled(common.mlp(), metrics=[Least()])

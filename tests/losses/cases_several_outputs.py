@@ -65,7 +65,7 @@ def _trained(env: Env, weights: typing.Any = None, **options: typing.Any) -> dic
 
 
 @case("Wrong numbers: losses of single outputs, with a partial last batch")
-@same_as("losses_of_several_outputs_with_sample_weights")
+@same_as("sample_weight")
 def losses_of_several_outputs(env: Env) -> dict:
     metrics = {"value": ["mae"], "kind": ["accuracy"]}
     return {
@@ -81,19 +81,20 @@ def _weights() -> np.ndarray:
 
 
 @case("Wrong numbers: losses of single outputs, each with its sample weights")
+@same_as("sample_weight")
 def losses_of_several_outputs_with_sample_weights(env: Env) -> dict:
     weights = _weights()
     return _trained(env, {"value": weights, "kind": weights[::-1].copy()})
 
 
 @case("Wrong numbers: losses of single outputs, with the same sample weights")
-@same_as("losses_of_several_outputs_with_sample_weights")
+@same_as("sample_weight")
 def losses_of_several_outputs_with_common_sample_weights(env: Env) -> dict:
     return _trained(env, _weights())
 
 
 @case("Wrong numbers: losses of single outputs, each with its reduction")
-@same_as("unequal_shares_with_sum_at_once")
+@same_as("unequal_shares_with_masked_mean_accumulated")
 def losses_of_several_outputs_with_reductions(env: Env) -> dict:
     reductions = ("sum", "mean", "mean_with_sample_weight")
     return {

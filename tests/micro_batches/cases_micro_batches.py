@@ -211,6 +211,7 @@ def _raised(model: keras.Model, *others: Any) -> str:
 
 
 @case("A limit of memory on one worker: all begin with single rows, and search")
+@same_as("micro_batches_equal_the_whole_batch")
 def micro_batches_below_a_limit(env: Env) -> dict:
     is_last = env.rank == env.setup.num_workers - 1
     answers = iter((True, False))
@@ -311,6 +312,7 @@ def batches_of_other_kinds_are_kept_apart(env: Env) -> dict:
     compare=False,
     quick_setup="two_workers",
 )
+@same_as("micro_batches_equal_the_whole_batch")
 def a_row_that_does_not_fit(env: Env) -> None:
     if env.is_reference:
         return
@@ -363,6 +365,7 @@ def no_micro_batches_without_auto(env: Env) -> None:
 
 
 @case("The number is in a backup, and beside the links: later runs begin with it")
+@same_as("micro_batches_equal_the_whole_batch")
 def micro_batches_are_kept(env: Env) -> dict:
     x, y = common.classification_data(NUM_ROWS)
 

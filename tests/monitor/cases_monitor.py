@@ -146,6 +146,7 @@ def check_tags(env: Env) -> None:
     "Monitor: a fit that is broken off leaves no thread",
     compare=False,
 )
+@same_as("monitor_leaves_nothing_in_the_graph")
 def monitor_ends_its_thread_with_a_fit_that_fails(env: Env) -> dict:
     def fails(batch: int, logs: dict) -> None:
         raise KeyboardInterrupt

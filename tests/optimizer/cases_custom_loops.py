@@ -87,18 +87,19 @@ def loop_scales_accumulates_and_clips(env: Env) -> dict:
 
 
 @case("`apply_gradients`, and an optimizer that is built by it")
-@registry.same_as("loop_without_tracing_builds_the_optimizer")
+@registry.same_as("loop_scales_accumulates_and_clips")
 def loop_with_apply_gradients_builds_the_optimizer(env: Env) -> dict:
     return _loop(env, pairs=True, build_first=False)
 
 
 @case("A loop without `tf.function`, whose `apply_gradients` builds the optimizer")
+@registry.same_as("loop_scales_accumulates_and_clips")
 def loop_without_tracing_builds_the_optimizer(env: Env) -> dict:
     return _loop(env, pairs=True, build_first=False, in_function=False)
 
 
 @case("A loop without `tf.function`, and an optimizer that was made outside the scope")
-@registry.same_as("loop_without_tracing_builds_the_optimizer")
+@registry.same_as("loop_scales_accumulates_and_clips")
 def loop_without_tracing(env: Env) -> dict:
     return _loop(env, in_function=False, made_outside=True)
 

@@ -43,6 +43,7 @@ def difference(one: list, other: list) -> float:
 
 
 @case("What was evaluated before parameters were sharded is evaluated anew")
+@registry.same_as("deferred_parameters_train_like_one_device")
 def evaluation_sees_parameters_that_were_sharded_later(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
     model = built(env, optimizers.Adam(0.05))
@@ -61,7 +62,7 @@ def evaluation_sees_parameters_that_were_sharded_later(env: Env) -> dict:
 
 
 @case("Evaluation of sharded parameters is that of whole ones in each epoch")
-@registry.same_as("evaluation_sees_parameters_that_were_sharded_later")
+@registry.same_as("deferred_parameters_train_like_one_device")
 def evaluation_of_sharded_parameters_follows_each_epoch(env: Env) -> dict:
     data = common.regression_data(NUM_ROWS)
     found = []
@@ -78,6 +79,7 @@ def evaluation_of_sharded_parameters_follows_each_epoch(env: Env) -> dict:
 
 
 @case("A warmup goes on where each epoch is a `fit`, and is made once")
+@registry.same_as("warmup_goes_on_where_it_was_saved")
 def warmup_goes_on_in_the_next_fit(env: Env) -> dict:
     model = built(env, optimizers.SGD(0.01))
     warmup = tfdp.callbacks.LearningRateWarmup(steps=2 * BATCHES)
@@ -94,7 +96,7 @@ def warmup_goes_on_in_the_next_fit(env: Env) -> dict:
 
 
 @case("A warmup that was over before a resume is not made again")
-@registry.same_as("warmup_goes_on_in_the_next_fit")
+@registry.same_as("warmup_goes_on_where_it_was_saved")
 def warmup_is_over_after_a_resume(env: Env) -> dict:
     model = built(env, optimizers.SGD(0.01))
     warmup = tfdp.callbacks.LearningRateWarmup(steps=2)
@@ -111,12 +113,13 @@ def warmup_is_over_after_a_resume(env: Env) -> dict:
 
 
 @case("LARS leaves out of its adaptation what it was told to, sharded too")
+@registry.same_as("sharded_state_heeds_exclusions_and_constraints")
 def lars_excludes_the_same_variables_where_it_is_sharded(env: Env) -> dict:
     return _excluding(env, "parameters")
 
 
 @case("LARS leaves out the same where its state alone is sharded")
-@registry.same_as("lars_excludes_the_same_variables_where_it_is_sharded")
+@registry.same_as("sharded_state_heeds_exclusions_and_constraints")
 def lars_excludes_the_same_variables_where_its_state_is_sharded(env: Env) -> dict:
     return _excluding(env, "optimizer")
 
@@ -134,6 +137,7 @@ def _excluding(env: Env, sharded: str) -> dict:
 
 
 @case("Averages of sharded state leave frozen layers alone")
+@registry.same_as("averages_of_slices")
 def averages_leave_frozen_layers_alone(env: Env) -> dict:
     model = built(env, optimizers.SGD(0.01, use_ema=True))
     sharded = tfdp.callbacks.ShardedOptimizer()
@@ -303,6 +307,7 @@ def other_optimizers_are_backed_up_and_restored(env: Env) -> dict:
 
 
 @case("A Keras file does not lose what is sharded")
+@registry.same_as("optimizer_with_ambiguous_state_is_refused_before_it_trains")
 def files_of_other_sharded_optimizers_say_so(env: Env) -> dict:
     def sharded(rate: float) -> Any:
         return tfdp.DistributedOptimizer(optimizers.Adam(rate), sharding="optimizer")
@@ -321,6 +326,7 @@ class StopWithinAnEpoch(keras.callbacks.Callback):
 
 
 @case("Several shuffles go on in their orders")
+@registry.same_as("shuffled_data_gives_the_batches_of_one_device")
 def several_shuffles_are_resumed_in_their_orders(env: Env) -> dict:
     model = built(env, optimizers.SGD(0.05))
     initial = model.get_weights()

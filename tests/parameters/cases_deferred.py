@@ -89,6 +89,7 @@ def a_scope_that_defers_on_one_worker_only_is_refused(env: Env) -> dict:
     "Files before there is an optimizer",
     compare=False,
 )
+@registry.same_as("files_of_sharded_parameters_are_those_of_plain_keras")
 def deferred_models_are_saved_and_loaded_without_an_optimizer(env: Env) -> dict:
     data = common.regression_data()
     keras.utils.set_random_seed(3)

@@ -218,6 +218,7 @@ def files_of_sharded_parameters_are_those_of_plain_keras(env: Env) -> dict:
 
 
 @case("An exported model has no replicas", compare=False)
+@registry.same_as("files_of_sharded_parameters_are_those_of_plain_keras")
 def exported_models_have_whole_parameters(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -251,6 +252,7 @@ def whole_parameters_are_sharded_within_a_window(env: Env) -> dict:
 
 
 @case("A tf.function inside of a step")
+@registry.same_as("deferred_parameters_train_like_one_device")
 def a_function_in_a_step_reads_sharded_parameters(env: Env) -> dict:
     with env.scope():
         model = keras.Sequential([keras.Input((_WIDTH,)), Alone(3), layers.Dense(1)])

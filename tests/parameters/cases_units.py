@@ -138,6 +138,7 @@ def units_are_gathered_again_inside_of_nodes(env: Env) -> dict:
 
 
 @case("Nodes of unequal size", setups=("three_devices",))
+@registry.same_as("uneven_nodes_share_one_state")
 def uneven_nodes_gather_again_from_all(env: Env) -> dict:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -356,7 +356,7 @@ class Reading(keras.callbacks.Callback):
 
 
 @case("A callback reads a weight, on all workers; a summary")
-@registry.same_as("large_parameters_are_read_in_messages")
+@registry.same_as("files_of_sharded_parameters_are_those_of_plain_keras")
 def sharded_parameters_are_read_by_callbacks(env: Env) -> dict:
     reading = Reading()
     model = compiled(env)
@@ -425,6 +425,7 @@ def consistency_check_says_what_it_leaves_out(env: Env) -> dict:
 
 
 @case("Read and saved in many messages", compare=False, quick_setup="two_workers")
+@registry.same_as("files_of_sharded_parameters_are_those_of_plain_keras")
 def large_parameters_are_read_in_messages(env: Env) -> dict:
     if env.is_reference:
         return {}

@@ -423,6 +423,7 @@ def stateful() -> keras.Model:
 
 
 @case("Parts of other numbers of rows, and static numbers of rows")
+@same_as("batches_of_any_structure_and_dtype")
 def other_and_static_numbers_of_rows(env: Env) -> dict:
     size = common.BATCH_SIZE
     first = of_parts(X, Y, drop=True)
@@ -435,7 +436,7 @@ def other_and_static_numbers_of_rows(env: Env) -> dict:
 
 
 @case("Pairs along the first axis, stateful layers, noise for a known number of rows")
-@same_as("other_and_static_numbers_of_rows")
+@same_as("batches_of_any_structure_and_dtype")
 def pairs_stateful_layers_and_noise_of_static_shape(env: Env) -> dict:
     size = common.BATCH_SIZE
     steps = of_parts(_of_chance(2 * size, 4, 1), Y[: 2 * size], drop=True)
@@ -506,7 +507,7 @@ def of_other_rows(env: Env, build: Callable, make: Callable, **options: Any) -> 
 
 
 @case("Parts whose numbers of rows are not known, or do not divide")
-@same_as("other_and_static_numbers_of_rows")
+@same_as("batches_of_any_structure_and_dtype")
 def other_numbers_of_rows_that_do_not_divide(env: Env) -> dict:
     return {
         "merged": of_other_rows(env, OfGraphs, graphs),
@@ -518,7 +519,7 @@ def other_numbers_of_rows_that_do_not_divide(env: Env) -> dict:
 
 
 @case("Parts of other numbers of rows, eagerly", setups=("mirrored", "two_by_two"))
-@same_as("other_and_static_numbers_of_rows")
+@same_as("batches_of_any_structure_and_dtype")
 def other_numbers_of_rows_run_eagerly(env: Env) -> dict:
     return {
         "merged": of_other_rows(env, OfGraphs, graphs, run_eagerly=True),

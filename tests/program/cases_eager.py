@@ -47,12 +47,13 @@ def trained(env: Env, build: common.Build, **options: object) -> dict:
 
 
 @case("Eager losses and metrics of a whole batch")
+@same_as("eager_steps_of_ones_own_are_those_of_one_device")
 def eager_losses_and_metrics_are_of_the_whole_batch(env: Env) -> dict:
     return _trained_by(env, root_of_mean)
 
 
 @case("Eager losses that compare rows")
-@same_as("eager_losses_and_metrics_are_of_the_whole_batch")
+@same_as("eager_steps_of_ones_own_are_those_of_one_device")
 def eager_losses_compare_rows_of_the_whole_batch(env: Env) -> dict:
     return _trained_by(env, of_rows_sorted)
 

@@ -176,6 +176,7 @@ def of_tokens(kinds: dict[str, Callable]) -> keras.Model:
 
 
 @case("Attention and embeddings where the last batch has one row")
+@same_as("partial_last_batch_of_unequal_shares")
 def a_last_batch_of_one_row(env: Env) -> dict:
     kinds: dict[str, Callable] = {
         "attention": attention,
@@ -196,7 +197,7 @@ def a_last_batch_of_one_row(env: Env) -> dict:
     "Recurrence, attention and embeddings on replicas without rows",
     deadline_seconds=300.0,
 )
-@same_as("a_last_batch_of_one_row")
+@same_as("partial_last_batch_of_unequal_shares")
 def sequences_on_replicas_without_rows(env: Env) -> dict:
     def build() -> keras.Model:
         kinds: dict[str, Callable] = {
@@ -221,7 +222,7 @@ def sequences_on_replicas_without_rows(env: Env) -> dict:
     "Augmentation and Dropout on replicas without rows",
     deadline_seconds=300.0,
 )
-@same_as("a_last_batch_of_one_row")
+@same_as("partial_last_batch_of_unequal_shares")
 def augmentation_on_replicas_without_rows(env: Env) -> dict:
     def build() -> keras.Model:
         return branches(

@@ -76,7 +76,7 @@ def losses_of_keras(env: Env) -> dict:
 
 
 @case("Losses of Keras with weights of samples and classes", **_CASE)
-@same_as("losses_of_several_outputs_with_sample_weights")
+@same_as("sample_weight")
 def losses_of_keras_with_weights(env: Env) -> dict:
     results: dict[str, Any] = {}
     with precision("float64"):

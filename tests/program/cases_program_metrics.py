@@ -313,12 +313,13 @@ def measured(
 
 
 @case("Metric functions with one number for a batch", **_CASE)
-@same_as("metric_classes_that_are_no_sums")
+@same_as("regression_metrics")
 def metric_functions_of_a_batch(env: Env) -> dict:
     return measured(env, lambda: list(FUNCTIONS))
 
 
 @case("Metric classes that count, multiply, keep extremes and bools", **_CASE)
+@same_as("regression_metrics")
 def metric_classes_that_are_no_sums(env: Env) -> dict:
     def make() -> list:
         others = [
@@ -331,7 +332,7 @@ def metric_classes_that_are_no_sums(env: Env) -> dict:
 
 
 @case("Metric classes that begin with other values than zero, or compare rows", **_CASE)
-@same_as("metric_classes_that_are_no_sums")
+@same_as("regression_metrics")
 def metric_classes_that_begin_with_values_or_compare_rows(env: Env) -> dict:
     def make() -> list:
         return [
@@ -412,6 +413,7 @@ class Nested(keras.Model):
 
 
 @case("Logs that are vectors, nests and integers", **_CASE)
+@same_as("logs_are_of_the_metrics_that_they_read")
 def logs_of_vectors_and_nests(env: Env) -> dict:
     with precision("float64"):
         x = features()
@@ -457,7 +459,7 @@ def sharpest_edge(y: Any, p: Any) -> Any:
 
 
 @case("Metrics that decode CTC, and of edges, with a replica without rows")
-@same_as("metric_classes_that_are_no_sums")
+@same_as("regression_metrics")
 def metrics_that_decode(env: Env) -> dict:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(NUM_ROWS, 8, 4)).astype("float32")

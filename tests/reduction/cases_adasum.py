@@ -198,7 +198,7 @@ def adasum_on_eight_replicas(env: Env) -> dict:
 
 
 @case("Adasum in a loop of one's own", compare=False)
-@same_as("adasum_of_a_sharded_optimizer")
+@same_as("adasum_between_replicas")
 def adasum_in_a_loop_of_ones_own(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -255,12 +255,13 @@ def adasum_skips_an_overflow_of_one_replica(env: Env) -> dict:
 
 
 @case("the plan of Adasum", compare=False)
+@same_as("adasum_between_replicas")
 def adasum_sends_as_many_bytes_as_planned(env: Env) -> dict:
     return _send_as_planned(env, "none", 2)
 
 
 @case("the plan of Adasum of a sharded optimizer", compare=False)
-@same_as("adasum_sends_as_many_bytes_as_planned")
+@same_as("adasum_between_replicas")
 def adasum_of_a_sharded_optimizer_sends_as_many_bytes_as_planned(env: Env) -> dict:
     return _send_as_planned(env, "optimizer", 3)
 
@@ -298,7 +299,7 @@ def _send_as_planned(env: Env, sharding: str, passes: int) -> dict:
 
 
 @case("sparse gradients in the plan of Adasum", compare=False)
-@same_as("adasum_of_sparse_gradients")
+@same_as("adasum_between_replicas")
 def adasum_plans_tables_of_sparse_gradients(env: Env) -> dict:
     if env.is_reference:
         return {}

@@ -123,12 +123,13 @@ def training_by_what_links_say(env: Env) -> dict:
 
 # Twelve updates with gradients of 8 or 11 bits: close, and not equal.
 @case("training in bfloat16 on the wire", tol=0.02)
-@same_as("training_with_float16_between_nodes")
+@same_as("training_by_hierarchical")
 def training_with_bfloat16_on_the_wire(env: Env) -> dict:
     return train(env, compression="bf16", links=SLOW)
 
 
 @case("training in float16 between nodes", tol=0.02)
+@same_as("training_by_hierarchical")
 def training_with_float16_between_nodes(env: Env) -> dict:
     return train(
         env, algorithm="hierarchical", compression={"outer": "fp16"}, links=SLOW

@@ -98,7 +98,9 @@ def most(rank: int) -> list[int]:
     return [(row + rank) % 6 for row in range(6)]
 
 
-@sparse_case("sparse: few rows of a large table are gathered")
+@sparse_case(
+    "sparse: few rows of a large table are gathered", quick_setup="three_devices"
+)
 def few_rows_are_gathered(env: Env) -> dict:
     for may_sum in (True, False):
         results, run = reduced(env, few, 100, may_sum=may_sum)
@@ -115,6 +117,7 @@ def few_rows_are_gathered(env: Env) -> dict:
     "sparse: most rows of a small table travel as the table",
     quick_setup="three_devices",
 )
+@same_as("embedding_with_adam")
 def most_rows_travel_as_the_table(env: Env) -> dict:
     # Two replicas move as much either way: then rows are gathered.
     rows = functools.partial(lambda rank: most(rank)[: 5 if rank else 6])
@@ -191,6 +194,7 @@ def sparse_dtypes(env: Env) -> dict:
 
 
 @sparse_case("sparse: slices that do not say how large their table is")
+@same_as("embedding_with_adam")
 def slices_without_a_dense_shape(env: Env) -> dict:
     for may_sum in (True, False):
         results, run = reduced(env, most, None, may_sum=may_sum)

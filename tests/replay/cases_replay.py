@@ -221,18 +221,19 @@ def a_flip_in_a_statistic_is_mended(env: Env) -> dict:
 
 
 @case("Replay: a bit of a sum flips once")
+@same_as("a_flip_in_a_gradient_is_mended")
 def a_flip_in_a_sum_is_mended(env: Env) -> dict:
     return mended(env, "sum", -1, (1, 1))
 
 
 @case("Replay: a bit of the first replica's sum flips once")
-@same_as("a_flip_in_a_sum_is_mended")
+@same_as("a_flip_in_a_gradient_is_mended")
 def a_flip_in_a_sum_of_the_first_replica_is_mended(env: Env) -> dict:
     return mended(env, "sum", 0, (1, 1))
 
 
 @case("Replay: a bit of a sum of accumulated gradients flips once")
-@same_as("a_flip_in_a_sum_is_mended")
+@same_as("a_flip_in_a_gradient_is_mended")
 def a_flip_in_an_accumulated_sum_is_mended(env: Env) -> dict:
     model = common.build_in_scope(env, build)
     callbacks = [tfdp.callbacks.GradientAccumulation(steps=2)]
@@ -273,7 +274,7 @@ def flips_that_stay_end_the_job_without_an_update(env: Env) -> dict:
 
 
 @case("Replay: nothing of it where it is off, and in other steps", compare=False)
-@registry.same_as("a_check_costs_no_collective_and_changes_no_weight")
+@same_as("a_check_costs_no_collective_and_changes_no_weight")
 def a_step_that_is_not_replayed_has_the_same_operations(env: Env) -> dict:
     counts, nodes = [], []
     for options in ({}, {"replay": 0.5}, {}):

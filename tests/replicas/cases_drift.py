@@ -185,6 +185,7 @@ def weights_that_differ_before_a_fit_are_named(env: Env) -> dict:
 
 
 @case("Drift: after the last check", compare=False)
+@same_as("one_changed_bit_is_named_by_all_workers")
 def drift_after_the_last_check_is_named(env: Env) -> dict:
     model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
     replica = env.num_replicas - 1
@@ -195,7 +196,7 @@ def drift_after_the_last_check_is_named(env: Env) -> dict:
 
 
 @case("Drift: in the middle of an execution", compare=False)
-@same_as("drift_after_the_last_check_is_named")
+@same_as("one_changed_bit_is_named_by_all_workers")
 def drift_within_an_execution_is_named(env: Env) -> dict:
     replica = env.num_replicas - 1
     with env.scope():

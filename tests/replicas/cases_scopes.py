@@ -82,7 +82,7 @@ def temporary_variables_of_one_worker(env: Env) -> dict:
 
 
 @case("Scopes: garbage that one worker has collected, and another has not", **TWO)
-@same_as("models_of_one_worker")
+@same_as("saving_alone_inside_the_scope")
 def garbage_of_one_worker(env: Env) -> dict:
     gc.disable()
     try:
@@ -104,12 +104,13 @@ def garbage_of_one_worker(env: Env) -> dict:
 
 
 @case("Scopes: a model of one worker alone is named on both", **TWO)
+@same_as("saving_alone_inside_the_scope")
 def models_of_one_worker(env: Env) -> dict:
     return _models_of_one_worker(env, names_at_exit=True)
 
 
 @case("Scopes: a model of one worker alone is named before the next call", **TWO)
-@same_as("models_of_one_worker")
+@same_as("saving_alone_inside_the_scope")
 def models_of_one_worker_before_a_call(env: Env) -> dict:
     return _models_of_one_worker(env, names_at_exit=False)
 
@@ -168,7 +169,7 @@ def loops_inside_the_scope(env: Env) -> dict:
 
 
 @case("Scopes: an error inside that one worker handles is no hang", **TWO)
-@same_as("models_of_one_worker")
+@same_as("saving_alone_inside_the_scope")
 def an_error_that_one_worker_handles(env: Env) -> dict:
     x, y = common.regression_data(16)
     model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
@@ -186,7 +187,7 @@ def an_error_that_one_worker_handles(env: Env) -> dict:
 
 
 @case("Scopes: a model of one worker alone, with no call of all inside", **TWO)
-@same_as("models_of_one_worker")
+@same_as("saving_alone_inside_the_scope")
 def models_of_one_worker_without_a_call(env: Env) -> dict:
     model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
 
@@ -230,13 +231,13 @@ class Creating(keras.callbacks.Callback):
 
 
 @case("Scopes: variables that a callback of one worker creates in `fit`", **TWO)
-@same_as("models_of_one_worker")
+@same_as("saving_alone_inside_the_scope")
 def callbacks_of_one_worker(env: Env) -> dict:
     return _callbacks_of_one_worker(env, run_eagerly=False)
 
 
 @case("Scopes: the same with `run_eagerly`", **TWO)
-@same_as("models_of_one_worker")
+@same_as("saving_alone_inside_the_scope")
 def callbacks_of_one_worker_in_an_eager_fit(env: Env) -> dict:
     return _callbacks_of_one_worker(env, run_eagerly=True)
 

@@ -260,7 +260,7 @@ def waiting_slices_survive_the_scope(env: Env) -> dict:
 
 
 @case("TensorBoard saves embeddings")
-@registry.same_as("sharded_files_go_on_in_plain_keras")
+@registry.same_as("files_of_sharded_parameters_are_those_of_plain_keras")
 def tensorboard_saves_embeddings_of_sharded_state(env: Env) -> dict:
     def build() -> keras.Model:
         layers = keras.layers

@@ -51,7 +51,7 @@ def _names(env: Env) -> list[str]:
     "ModelCheckpoint at one path: the files open where tfdp cannot be imported",
     reference_last=True,
 )
-@registry.same_as("sharded_files_go_on_in_plain_keras")
+@registry.same_as("files_of_sharded_parameters_are_those_of_plain_keras")
 def sharded_files_open_in_a_process_without_tfdp(env: Env) -> dict:
     if env.is_reference:
         return interchange._in_a_process_without_tfdp(env.tmp)
@@ -72,6 +72,7 @@ def sharded_files_open_in_a_process_without_tfdp(env: Env) -> dict:
     "`save` and `save_weights` by all workers, in stage 1",
     reference_last=True,
 )
+@registry.same_as("files_of_sharded_parameters_are_those_of_plain_keras")
 def sharded_files_go_on_in_plain_keras(env: Env) -> dict:
     if env.is_reference:
         return interchange.continue_plainly(env.tmp)
@@ -117,7 +118,7 @@ def worker_that_is_asked_alone_says_what_to_do(env: Env) -> dict:
 
 
 @case("Files of plain Keras go on sharded, and the other way round")
-@registry.same_as("sharded_files_go_on_in_plain_keras")
+@registry.same_as("files_of_sharded_parameters_are_those_of_plain_keras")
 def plain_files_go_on_sharded(env: Env) -> dict:
     x, y = common.regression_data()
     path, weights = str(env.tmp / "plain.keras"), str(env.tmp / "plain.weights.h5")
@@ -153,7 +154,7 @@ def plain_files_go_on_sharded(env: Env) -> dict:
 
 
 @case("A sharded file goes on unsharded on the same replicas")
-@registry.same_as("sharded_files_go_on_in_plain_keras")
+@registry.same_as("files_of_sharded_parameters_are_those_of_plain_keras")
 def sharded_file_goes_on_whole(env: Env) -> dict:
     x, y = common.regression_data()
     results = {}
@@ -209,7 +210,7 @@ def backup_restores_sharded_state(env: Env) -> dict:
 
 
 @case("A checkpoint while gradients wait that Keras itself accumulates on each worker")
-@registry.same_as("overflow_is_skipped_by_all_owners")
+@registry.same_as("overflow_on_last_replica_skips_the_step_everywhere")
 def gradients_that_wait_on_each_worker_are_summed(env: Env) -> dict:
     x, y = common.regression_data()
     model = _accumulating(env)
@@ -270,6 +271,7 @@ class Ambiguous(optimizers.Optimizer):
     compare=False,
     setups=("mirrored",),
 )
+@registry.same_as("backup_restores_sharded_state")
 def sharded_sums_in_a_backup_move_to_one_replica(env: Env) -> dict:
     def train(scope: Any, folder: str, *more: Any) -> list:
         keras.utils.set_random_seed(3)

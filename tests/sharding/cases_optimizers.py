@@ -32,7 +32,7 @@ if hasattr(optimizers, "MultiOptimizer"):
         return _of_parts(env, 3, 2)
 
     @case("MultiOptimizer of slices and whole variables, in stage 1")
-    @registry.same_as("sharded_multi_optimizer")
+    @registry.same_as("odd_variables_with_lamb_in_stage_2")
     def sharded_multi_optimizer_in_stage_1(env: Env) -> dict:
         return _of_parts(env, 1, 1)
 

@@ -188,7 +188,7 @@ def sharded_step_sends_as_many_bytes_as_an_all_reduce(env: Env) -> dict:
     setups=("two_by_two",),
     compare=False,
 )
-@registry.same_as("adamw_in_stage_1_shared_by_node")
+@registry.same_as("uneven_nodes_share_one_state")
 def slices_that_nodes_share_travel_in_two_levels(env: Env) -> dict:
     """Inside a node a scatter and a gather; across, the sum of a slice."""
     found = {}

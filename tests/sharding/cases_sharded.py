@@ -148,15 +148,12 @@ def _everything(stage: int, by_callback: bool) -> None:
 
     way = "callback" if by_callback else "constructor"
     name = "stage_{}_by_{}_with_accumulation_and_loss_scaling"
-    # The quick tier shows stage 2 by a callback where a step is skipped.
-    same_as = "overflow_is_skipped_by_all_owners" if by_callback else ""
-    if stage == 2 and not by_callback:
-        same_as = name.format(1, way)
+    is_quick = stage == 1 and not by_callback
     registry.register(
         name.format(stage, way),
         function,
         f"ZeRO-{stage} by {way}, accumulation, loss scaling, clipping",
-        same_as=same_as,
+        same_as="" if is_quick else name.format(1, "constructor"),
     )
 
 
@@ -178,12 +175,13 @@ def sharded_state_alone_trains_like_one_device(env: Env) -> dict:
 
 
 @case("An inf on the last replica only, in stage 2")
+@registry.same_as("overflow_on_last_replica_skips_the_step_everywhere")
 def overflow_is_skipped_by_all_owners(env: Env) -> dict:
     return _skipped(env, 2)
 
 
 @case("An inf on the last replica only, in stage 1")
-@registry.same_as("overflow_is_skipped_by_all_owners")
+@registry.same_as("overflow_on_last_replica_skips_the_step_everywhere")
 def overflow_is_skipped_by_all_owners_in_stage_1(env: Env) -> dict:
     return _skipped(env, 1)
 

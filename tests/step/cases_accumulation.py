@@ -405,7 +405,7 @@ def float16_gradients_are_accumulated_in_float32(env: Env) -> dict:
 if hasattr(optimizers, "MultiOptimizer"):
 
     @case("Accumulation of a MultiOptimizer")
-    @registry.same_as("sharded_multi_optimizer")
+    @registry.same_as("odd_variables_with_lamb_in_stage_2")
     def accumulation_of_a_multi_optimizer(env: Env) -> dict:
         def make(**options):
             chosen = {"dense/.*": optimizers.Adam(0.01, **options)}

@@ -173,7 +173,7 @@ def loss_scale_of_the_constructor_changes_no_result(env: Env) -> dict:
 
 
 @case("An overflow in one micro-batch skips the whole window")
-@registry.same_as("overflow_is_skipped_by_all_owners")
+@registry.same_as("overflow_on_last_replica_skips_the_step_everywhere")
 def overflow_in_a_micro_batch_skips_its_window(env: Env) -> dict:
     x, y = common.regression_data(96)
     if env.is_reference:

@@ -167,7 +167,7 @@ def plans_change_between_micro_batches(env: Env) -> dict:
 
 
 @case("what keeps the default buckets", compare=False)
-@same_as("loops_of_a_users_own_have_the_default_buckets")
+@same_as("plans_that_change_in_fit_train_as_one_device_does")
 def what_cannot_be_tuned_says_so_once(env: Env) -> dict:
     assert _told(env) == _stays(
         env, "a trial of other plans needs a `fit` of 222 steps, and this one has 30"
@@ -190,6 +190,7 @@ def what_cannot_be_tuned_says_so_once(env: Env) -> dict:
 
 
 @case("loops that are not tuned", compare=False, quick_setup="two_workers")
+@same_as("plans_that_change_in_fit_train_as_one_device_does")
 def loops_of_a_users_own_have_the_default_buckets(env: Env) -> dict:
     with tuned(env) as clock, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
