@@ -37,7 +37,7 @@ def test_the_commands_are_listed_in_the_order_of_use_and_described_in_full():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_examples_of_a_command_are_right(name):
-    command = cli.commands[name]
+    command = cli.get_command(click.Context(cli), name)
     text = command.epilog.replace("\\\n", " ")
     examples = [line.strip() for line in text.splitlines() if f"tfdp {name}" in line]
     examples = [line for line in examples if line.startswith(("tfdp", "srun"))]

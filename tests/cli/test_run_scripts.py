@@ -190,8 +190,11 @@ def test_a_script_may_have_any_name_no_guard_and_start_processes(launcher):
     assert lines_of(result.stdout, 0) == ["child __mp_main__"]
 
 
-def test_the_command_line_imports_no_tensorflow():
-    code = "import sys, tfdp.launch.cli.main; sys.exit('tensorflow' in sys.modules)"
+def test_the_command_line_imports_no_tensorflow_nor_numpy():
+    code = (
+        "import sys, tfdp.launch.cli.main, tfdp.launch.cli.run; "
+        "sys.exit(bool({'tensorflow', 'numpy'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -104,7 +104,7 @@ def _check_click(
     command: click.Command, name: str, words: list[str], is_whole: bool
 ) -> None:
     if isinstance(command, click.Group) and words and not words[0].startswith("-"):
-        found = command.commands.get(words[0])
+        found = command.get_command(click.Context(command), words[0])
         if not found and not (_PLACEHOLDER.fullmatch(words[0]) and not is_whole):
             raise WrongCommand(f"{name} has no command {words[0]}")
         if found:

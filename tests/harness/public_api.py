@@ -97,7 +97,9 @@ def _command_lines(name: str, command: click.Command) -> typing.Iterator[str]:
             written = f"{option.human_readable_name} nargs={option.nargs}"
         yield f"$ {name} {written}{_value_of(option)}"
     if isinstance(command, click.Group):
-        for part, inner in sorted(command.commands.items()):
+        context = click.Context(command)
+        for part in sorted(command.list_commands(context)):
+            inner = command.get_command(context, part)
             yield from _command_lines(f"{name} {part}", inner)
 
 

@@ -10,12 +10,13 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from typing import BinaryIO
-
-import numpy as np
+from typing import TYPE_CHECKING, BinaryIO
 
 from tfdp.ground.base.temporary import remove_left_over, temporary_name
 from tfdp.ground.text import pluralize
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Flags of `os.open` for reading: links are not followed, pipes do not block, and a
 # terminal does not become the controlling one. Flags that a system lacks are left out.
@@ -136,6 +137,8 @@ def page_aligned(num_bytes: int) -> np.ndarray:
     Returns:
         Array of bytes, which starts at a page.
     """
+    import numpy as np  # here, since the launcher reads files without it
+
     return np.frombuffer(mmap.mmap(-1, _whole_pages(num_bytes)), np.uint8)
 
 
