@@ -92,7 +92,8 @@ def main(
     data = getattr(source, kind)()
     if in_custom_loop:
         for x, _ in strategy.experimental_distribute_dataset(data):
-            strategy.reduce("SUM", strategy.run(model, args=(x,)), axis=0)
+            outputs = strategy.run(tf.function(model), args=(x,))
+            strategy.reduce("SUM", outputs, axis=0)
     elif evaluates:
         model.evaluate(data, verbose=0)
     else:

@@ -92,12 +92,14 @@ def test_a_source_that_hangs_on_one_worker_is_named_by_the_others(launcher, rank
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_a_worker_that_hangs_in_a_custom_loop_is_named_with_its_line(launcher):
-    code, output = run(launcher, TWO_WORKERS, "dataset", 4, ranks=[1], **IN_CUSTOM_LOOP)
+@pytest.mark.parametrize("backend", ["direct", "ring"])
+def test_a_worker_that_hangs_in_a_custom_loop_is_named_with_its_line(launcher, backend):
+    more = {"ranks": [1], "backend": backend, **IN_CUSTOM_LOOP}
+    code, output = run(launcher, TWO_WORKERS, "dataset", 4, **more)
     assert code == 1, output
     assert "tfdp: waiting at " in output
     words = (
-        r"Worker 1 \(.*\) was lost, while .*: it has not arrived within 1\d s; "
+        r"Worker 1 \(.*\) was lost.*: it has not arrived within 1\d s; "
         r"it is at .*hanging_data.py:\d+: `for x, _ in strategy.*`; a longer"
     )
     assert re.search(words, output), output

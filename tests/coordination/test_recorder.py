@@ -373,8 +373,11 @@ def test_on_a_signal_all_workers_write_and_continue(launcher, tmp_path, asks_wor
         json.loads((tmp_path / "logs" / file_name(rank)).read_text("utf-8"))["reason"]
         for rank in range(2)
     ]
-    own = "this worker has received a signal for it"
-    others = "worker 1 has received a signal for it" if asks_worker else own
-    assert reasons == [others, own]
+    own, received = "this worker has received a signal for it", "has received a signal"
+    if asks_worker:
+        assert reasons == [f"worker 1 {received} for it", own]
+    else:  # a busy worker may hear of the signal to the other one before its own
+        assert own in reasons
+        assert all(received in reason for reason in reasons)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=DEADLINE_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import importlib.util
@@ -402,9 +403,9 @@ def test_who_is_late_in_a_custom_loop_is_named_with_its_line(
     for module_with_ring in (stragglers_module, heartbeat_module):
         monkeypatch.setattr(module_with_ring, "collective_ring", ring)
     identity = CollectiveIdentity("0/0", (0, 1), "all_reduce", "float32", "7", "a")
-    ring.begin(dataclasses.replace(identity, kind=TEXTS), 3, num_bytes=8)
     for number in 6, 7:
-        ring.leave(ring.begin(identity, number, num_bytes=8))  # failed steps
+        with contextlib.suppress(OSError), ring.entered(identity, number, num_bytes=8):
+            raise OSError  # a failed step
     watchdog = Watchdog(membership(), limit)
     other = WorkerProgress(
         9, "", 0.0, line="b.py:3: `sleep()`", collectives=others, source=source
@@ -418,18 +419,18 @@ def test_who_is_late_in_a_custom_loop_is_named_with_its_line(
     check(0.0)
     check(12.0)
     assert capsys.readouterr().err == ""
-    entry = ring.begin(identity, 7, num_bytes=8)
-    check(1.0)
-    assert watchdog._heartbeat.progress.collectives == {"0/0": 7}
-    check(12.0)
-    check(1.0)
+    texts = dataclasses.replace(identity, kind=TEXTS)
+    with ring.entered(texts, 3, num_bytes=8), ring.entered(identity, 7, num_bytes=8):
+        check(1.0)
+        assert watchdog._heartbeat.progress.collectives == {"0/0": 7}
+        check(12.0)
+        check(1.0)
     text = capsys.readouterr().err
     assert text.count(", which is at b.py:3: `sleep()`.") == said
     assert not said or "waiting at " + str(pathlib.Path(__file__)) in text
     assert (watchdog._failure is not None) == failure
     if watchdog._failure:
         assert "within 12 s; it is at b.py:3: `sleep()`" in watchdog._failure.cause
-    ring.end(entry)
     assert ring.awaited() is None
 
 

@@ -143,11 +143,15 @@ def _recorded(times: int) -> Iterator[list[float]]:
 
         return call
 
-    begin, end = repeated(CollectiveRing.begin), repeated(CollectiveRing.end)
+    def enter_and_leave(*arguments: Any) -> contextlib.AbstractContextManager[None]:
+        with original(*arguments):
+            pass
+        return contextlib.nullcontext()
+
+    original = CollectiveRing.entered
     place = repeated(ProgressRecorder.record_place)
     with (
-        mock.patch.object(CollectiveRing, "begin", begin),
-        mock.patch.object(CollectiveRing, "end", staticmethod(end)),
+        mock.patch.object(CollectiveRing, "entered", repeated(enter_and_leave)),
         mock.patch.object(ProgressRecorder, "record_place", place),
     ):
         yield spent

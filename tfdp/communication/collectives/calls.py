@@ -10,16 +10,25 @@ meet.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tfdp.communication.coordination.flight_record import tensorflow_calls
+from tfdp.communication.coordination.flight_steps import (
+    TracedCollective,
+    call_of,
+    traced_collectives,
+)
+from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.worker_group import latest_group
 
 # Handles of the resources that all functions with collectives have as inputs, by `id`.
 _handles: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _running = threading.RLock()
+_num_calls = itertools.count()
 
 
 class _Thread(threading.local):
@@ -72,7 +81,7 @@ def one_at_a_time(
     lock = attributes["_tfdp_lock"]
     if lock is None or not _thread.waits:
         return contextlib.nullcontext()
-    return _refusing(lock) if _has_several_workers() else lock
+    return _refusing(lock, function) if _has_several_workers() else lock
 
 
 def _lock_of(inputs: Sequence[Any]) -> Any:
@@ -91,14 +100,38 @@ def _has_several_workers() -> bool:
 
 
 @contextlib.contextmanager
-def _refusing(lock: Any) -> Iterator[None]:
-    """Hold a lock, or raise a `RuntimeError` if another thread holds it."""
+def _refusing(lock: Any, function: Any) -> Iterator[None]:
+    """Hold a lock during a call, or raise a `RuntimeError` if another thread holds it.
+
+    Args:
+        lock: Lock of the function.
+        function: Traced function of TensorFlow, whose call is recorded.
+    """
     if not lock.acquire(blocking=False):
         raise RuntimeError(
             "Two threads of a worker train at the same time. On several workers all "
             "steps must run in one thread, in the same order on each worker."
         )
     try:
-        yield
+        with recorded(traced_collectives.of_function(function.graph)):
+            yield
     finally:
         lock.release()
+
+
+def recorded(
+    plan: Sequence[TracedCollective],
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context that records a call with collectives that TensorFlow runs.
+
+    The watchdog compares the numbers of these calls with those of other workers. In
+    Keras's loops it compares steps, and threads beside others have their own order.
+
+    Args:
+        plan: Sequence of `TracedCollective`, those of the call in order.
+    """
+    group = latest_group()
+    if not plan or progress.loop or group is None or not _thread.waits:
+        return contextlib.nullcontext()
+    identity, num_bytes = call_of(plan, group.num_workers)
+    return tensorflow_calls.entered(identity, next(_num_calls), num_bytes)

@@ -284,18 +284,13 @@ class _Lane:
         arrays = [array.view(operation.dtype) for array in data]
         run = getattr(self._collectives, operation.kind)
         identity = self._identities[operation_index]
-        entry = collective_ring.begin(identity, number, arrays[0].nbytes)
-        try:
+        with collective_ring.entered(identity, number, arrays[0].nbytes):
             while True:
                 self._connect()
                 try:
-                    results = run(arrays, operation.source, tag)
-                    collective_ring.end(entry)
-                    return results
+                    return run(arrays, operation.source, tag)
                 except RuntimeError as error:
                     self._look_at_failure(error, number, operation)
-        finally:
-            collective_ring.leave(entry)
 
     def _look_at_failure(
         self, error: RuntimeError, number: int, operation: _Operation

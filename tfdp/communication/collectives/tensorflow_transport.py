@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.communication.collectives import calls
 from tfdp.communication.collectives.groups import CollectiveCall
 from tfdp.communication.coordination.flight_steps import (
     TracedCollective,
@@ -54,12 +55,16 @@ class TensorFlowTransport:
         clusters of workstations", for the ring.
         """
         sent, back = _as_real(tensor)
-        if kind == "broadcast":
-            result = self._broadcast(sent, call, source)
-        else:
-            result = self._collective(kind, sent, call)
-        if not tf.executing_eagerly():
-            _register_trace(kind, sent, result, call)
+        plan = _plan(kind, sent, call)
+        with calls.recorded(plan if tf.executing_eagerly() else []):
+            if kind == "broadcast":
+                result = self._broadcast(sent, call, source)
+            else:
+                result = self._collective(kind, sent, call)
+        if plan and not tf.executing_eagerly():
+            scope, _, _ = result.op.name.rpartition("/")
+            named = plan[0]._replace(name=f"{kind} {scope!r}" if scope else kind)
+            traced_collectives.add(progress.loop, graphs.root_graph(), named)
         return back(result)
 
     def _collective(
@@ -139,27 +144,27 @@ class TensorFlowTransport:
         }
 
 
-def _register_trace(
-    kind: str, tensor: tf.Tensor, result: tf.Tensor, call: CollectiveCall
-) -> None:
-    """Register a traced collective for flight records, once for all local replicas.
+def _plan(kind: str, tensor: tf.Tensor, call: CollectiveCall) -> list[TracedCollective]:
+    """Return a collective of workers for flight records, once for all local replicas.
 
     Args:
         kind: String, the kind of the collective.
         tensor: Tensor that is sent.
-        result: Tensor, the result of the operation.
         call: `CollectiveCall`.
+
+    Returns:
+        List of one `TracedCollective`, whose name is its kind; empty for all but the
+        first local replica, and for a group of one worker.
     """
     positions = call.group.local_positions
-    if any(position is not None for position in positions[: call.replica]):
-        return
-    scope, _, _ = result.op.name.rpartition("/")
-    name = f"{kind} {scope!r}" if scope else kind
+    num_local = len(positions) - positions.count(None)
+    is_first = all(position is None for position in positions[: call.replica])
+    if num_local == call.group.size or not is_first:
+        return []
     num_bytes = (tensor.shape.num_elements() or 0) * tensor.dtype.size
     sizes = tensor.shape.as_list() if tensor.shape.rank is not None else "[...]"
     form = f"{kind} of {tensor.dtype.name}{sizes}"
-    collective = TracedCollective(name, form, num_bytes)
-    traced_collectives.add(progress.loop, graphs.root_graph(), collective)
+    return [TracedCollective(kind, form, num_bytes)]
 
 
 def _as_real(

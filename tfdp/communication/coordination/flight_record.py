@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tfdp.communication.cluster import tf_config
 from tfdp.ground.base.json_fields import from_fields
@@ -72,6 +72,35 @@ class RecordedCollective(CollectiveIdentity):
     end: float | None
 
 
+class _Entry:
+    """A collective that a worker has entered; a context for its run.
+
+    Args:
+        identity: `CollectiveIdentity`.
+        number: Int, number of the request in its lane.
+        num_bytes: Int, bytes of one replica's array.
+    """
+
+    __slots__ = ("begin", "end", "identity", "is_open", "num_bytes", "number")
+
+    def __init__(
+        self, identity: CollectiveIdentity, number: int, num_bytes: int
+    ) -> None:
+        self.identity, self.number, self.num_bytes = identity, number, num_bytes
+        self.begin = time.perf_counter()
+        self.end: float | None = None
+        self.is_open = True
+
+    def __enter__(self) -> None:
+        """Do nothing: the collective is entered before it is in the ring."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Record that the worker has left, and without an error that it is complete."""
+        self.is_open = False
+        if kind is None:
+            self.end = time.perf_counter()
+
+
 class CollectiveRing:
     """The last collectives that this worker has entered; no call takes a lock.
 
@@ -84,41 +113,34 @@ class CollectiveRing:
     >>> ring = CollectiveRing(capacity=2)
     >>> identity = CollectiveIdentity("0/0", (0, 1), "all_reduce", "float32", "7", "a")
     >>> for number in range(3):
-    ...     ring.end(ring.begin(identity, number, num_bytes=8))
-    >>> entry = ring.begin(identity, 3, num_bytes=8)
+    ...     with ring.entered(identity, number, num_bytes=8):
+    ...         pass
+    >>> with ring.entered(identity, 3, num_bytes=8):
+    ...     ring.awaited() == (identity, 3), ring.newest()
+    (True, {'0/0': 3})
     >>> [(each.number, each.end is None) for each in ring.collectives()]
-    [(2, False), (3, True)]
-    >>> ring.awaited(), ring.newest()
-    ((CollectiveIdentity(lane='0/0', ...), 3), {'0/0': 3})
+    [(2, False), (3, False)]
     """
 
     def __init__(self, capacity: int = NUM_COLLECTIVES) -> None:
-        self._entries: collections.deque[list[Any]]
+        self._entries: collections.deque[_Entry]
         self._entries = collections.deque(maxlen=capacity)
 
-    def begin(
+    def entered(
         self, identity: CollectiveIdentity, number: int, num_bytes: int
-    ) -> list[Any]:
-        """Record that this worker enters a collective; return its entry for `end`.
+    ) -> contextlib.AbstractContextManager[None]:
+        """Record that this worker enters a collective, which the returned context runs.
+
+        If the context raises an error, the collective is recorded as incomplete.
 
         Args:
             identity: `CollectiveIdentity`.
             number: Int, number of the request in its lane.
             num_bytes: Int, bytes of one replica's array.
         """
-        entry = [identity, number, num_bytes, time.perf_counter(), None, True]
+        entry = _Entry(identity, number, num_bytes)
         self._entries.append(entry)
         return entry
-
-    @staticmethod
-    def end(entry: list[Any]) -> None:
-        """Record that a collective is complete, by the entry that `begin` returned."""
-        entry[4], entry[5] = time.perf_counter(), False
-
-    @staticmethod
-    def leave(entry: list[Any]) -> None:
-        """Record that this worker no longer waits in a collective, complete or not."""
-        entry[5] = False
 
     def awaited(self) -> tuple[CollectiveIdentity, int] | None:
         """Return the collective that this worker has awaited longest, and its number.
@@ -127,26 +149,27 @@ class CollectiveRing:
             Tuple of a `CollectiveIdentity` and an int, or `None` if it waits in none.
             All-gathers of texts do not count.
         """
-        waits = (each for each in copy_of(self._entries) if each[5])
-        found = ((identity, number) for identity, number, *_ in waits)
-        return next((each for each in found if each[0].kind != TEXTS), None)
+        for each in copy_of(self._entries):
+            if each.is_open and each.identity.kind != TEXTS:
+                return each.identity, each.number
+        return None
 
     def newest(self) -> dict[str, int]:
         """Return the number of the last collective that was entered, by lane."""
-        return {each[0].lane: each[1] for each in copy_of(self._entries)}
+        return {each.identity.lane: each.number for each in copy_of(self._entries)}
 
     def collectives(self) -> list[RecordedCollective]:
         """Return the last collectives, in the order in which they were entered."""
         offset = wall_offset()
         return [
             RecordedCollective(
-                **vars(identity),
-                number=number,
-                num_bytes=num_bytes,
-                begin=begin + offset,
-                end=None if end is None else end + offset,
+                **vars(each.identity),
+                number=each.number,
+                num_bytes=each.num_bytes,
+                begin=each.begin + offset,
+                end=None if each.end is None else each.end + offset,
             )
-            for identity, number, num_bytes, begin, end, _ in copy_of(self._entries)
+            for each in copy_of(self._entries)
         ]
 
 
@@ -326,5 +349,7 @@ def record_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(logs if isinstance(logs, str) and logs else DEFAULT_FOLDER).absolute()
 
 
-# The last collectives of this process, for its flight record.
-collective_ring = CollectiveRing()
+# The last collectives of this process, for its flight record, and outside of Keras's
+# loops the last calls of functions whose collectives TensorFlow runs. These are few,
+# since each has the order of all its collectives.
+collective_ring, tensorflow_calls = CollectiveRing(), CollectiveRing(capacity=16)

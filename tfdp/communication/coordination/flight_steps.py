@@ -3,7 +3,7 @@
 TensorFlow's collectives run inside a graph, in which each measurement would be another
 operation. A flight record has the steps of Keras's loops instead: when each has begun
 and ended, and the collectives that were traced for it. Outside of these loops it has
-the call of TensorFlow in which this worker waits.
+the last calls of functions with collectives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tfdp.communication.coordination.flight_record import RecordedCollective
+from tfdp.communication.coordination.flight_record import (
+    CollectiveIdentity,
+    RecordedCollective,
+)
 from tfdp.communication.coordination.progress import ComputedStep
 
 # Words of a flight record: the kind of an entry for all collectives of a step, and the
@@ -49,8 +52,6 @@ class TracedCollectives:
     >>> traced.add("fit", graph, TracedCollective("all_gather 'rows'", form, 8))
     >>> traced.describe("fit")
     ("all_reduce 'bucket_0' and 1 more", 72)
-    >>> traced.order("fit")
-    'all_reduce of float32[16]; all_gather of int32[2]'
     """
 
     def __init__(self) -> None:
@@ -80,15 +81,15 @@ class TracedCollectives:
             `None` without collectives.
         """
         plan = self._plan(loop)
-        if not plan:
-            return None
-        largest = max(plan, key=lambda each: each.num_bytes)
-        more = f" and {len(plan) - 1} more" if len(plan) > 1 else ""
-        return largest.name + more, sum(each.num_bytes for each in plan)
+        return _describe(plan) if plan else None
 
-    def order(self, loop: str) -> str:
-        """Return the collectives of a loop's step, in order, as a text to compare."""
-        return _SEPARATOR.join(each.form for each in self._plan(loop))
+    def of_function(self, graph: Any) -> list[TracedCollective]:
+        """Return the collectives of a function traced outside of Keras's loops.
+
+        Args:
+            graph: The graph of the function.
+        """
+        return self._plans.get("", {}).get(graph, [])
 
     def _plan(self, loop: str) -> list[TracedCollective]:
         """Return the collectives of a loop's step, in order; empty if it has none.
@@ -104,11 +105,37 @@ class TracedCollectives:
         return max(found, key=len, default=[])
 
 
+def call_of(
+    plan: Sequence[TracedCollective], num_workers: int
+) -> tuple[CollectiveIdentity, int]:
+    """Return the identity of a call outside of Keras's loops, and its bytes.
+
+    Args:
+        plan: Sequence of `TracedCollective`, those of the call in order, not empty.
+            Their order is the key.
+        num_workers: Int, number of workers of the job.
+    """
+    (name, num_bytes), ranks = _describe(plan), tuple(range(num_workers))
+    order = _SEPARATOR.join(each.form for each in plan)
+    return CollectiveIdentity(_CALLS, ranks, TENSORFLOW, "", order, name), num_bytes
+
+
+def _describe(plan: Sequence[TracedCollective]) -> tuple[str, int]:
+    """Return the name of the largest collective with the number of others, and bytes.
+
+    Args:
+        plan: Sequence of `TracedCollective`, not empty.
+    """
+    largest = max(plan, key=lambda each: each.num_bytes)
+    more = f" and {len(plan) - 1} more" if len(plan) > 1 else ""
+    return largest.name + more, sum(each.num_bytes for each in plan)
+
+
 def first_in_other_order(orders: Mapping[int, str]) -> tuple[int, dict[int, str]]:
     """Return the first collective that workers have traced in different orders.
 
     Args:
-        orders: Dict from a rank to `TracedCollectives.order`; they differ.
+        orders: Dict from a rank to the order of collectives; they differ.
 
     Returns:
         Tuple of its number in the step, from 1, and a dict from a rank to its form.
@@ -137,8 +164,7 @@ def recorded_steps(
     An entry names the largest collective of the step, and has the bytes of all.
 
     Args:
-        steps: Sequence of `ComputedStep`, the last ones of this worker; a call of
-            TensorFlow outside of Keras's loops is a step whose `loop` is `""`.
+        steps: Sequence of `ComputedStep`, the last ones of this worker.
         num_workers: Int, number of workers of the job.
         waits_for_data: Bool, whether this worker waits for a batch: it has not entered
             the collectives of its step then.
@@ -153,14 +179,13 @@ def recorded_steps(
         name, num_bytes = plan
         found.append(
             RecordedCollective(
-                lane=_STEPS if step.loop else _CALLS,
+                lane=_STEPS,
                 ranks=ranks,
                 kind=TENSORFLOW,
                 dtype="",
-                # Workers compare this order only outside of Keras's loops: a step may
-                # run any traced function of its loop, but a call that hangs is assumed
-                # to be the function with the most collectives.
-                key="" if step.loop else traced.order(step.loop),
+                # The order of its collectives is not compared, since a step may run any
+                # traced function of its loop.
+                key="",
                 name=name,
                 number=step.number,
                 num_bytes=num_bytes,

@@ -152,11 +152,10 @@ class WorkerGroup:
             call = f"{self._prefix}/{self.num_calls}"
             ranks = tuple(range(self.num_workers))
             identity = CollectiveIdentity(self._prefix, ranks, TEXTS, "", topic, topic)
-            entry = self._ring.begin(identity, self.num_calls, len(message))
-            gathering = self.store.gather(call, message)
-            self.num_calls += 1
-            texts = self._wait(gathering, limit, topic, check)
-            self._ring.end(entry)
+            with self._ring.entered(identity, self.num_calls, len(message)):
+                gathering = self.store.gather(call, message)
+                self.num_calls += 1
+                texts = self._wait(gathering, limit, topic, check)
             self._progress.record_texts_gathered()
             return self._values(topic, texts)
 

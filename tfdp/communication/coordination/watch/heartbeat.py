@@ -11,7 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdp.communication.coordination.clock import clock
-from tfdp.communication.coordination.flight_record import collective_ring
+from tfdp.communication.coordination.flight_record import (
+    collective_ring,
+    tensorflow_calls,
+)
 from tfdp.communication.coordination.progress import WorkerProgress, progress
 from tfdp.communication.coordination.watch.errors import WorkerFailure
 from tfdp.communication.coordination.watch.failure_detector import FailureDetector
@@ -157,7 +160,7 @@ class Heartbeat(threading.Thread):
 
         Outside of Keras's loops, a long idle call of TensorFlow counts as a step.
         """
-        newest = collective_ring.newest()
+        newest = collective_ring.newest() | tensorflow_calls.newest()
         own = dataclasses.replace(
             progress.current, source=self.source, collectives=newest
         )

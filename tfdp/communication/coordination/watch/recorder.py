@@ -22,12 +22,13 @@ from tfdp.communication.coordination.flight_record import (
     collective_ring,
     file_name,
     record_folder,
+    tensorflow_calls,
 )
 from tfdp.communication.coordination.flight_steps import (
     recorded_steps,
     traced_collectives,
 )
-from tfdp.communication.coordination.progress import ComputedStep, progress
+from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.watch.failure_detector import FailureDetector
 from tfdp.communication.coordination.watch.heartbeat import Heartbeat
 from tfdp.ground import forks, user_code
@@ -126,13 +127,10 @@ class FlightRecorder:
         stacks = runtime.thread_stacks(_MOST_FRAMES)
         own = self._heartbeat.progress
         num_workers = len(self._detector.ranks()) + 1
-        steps = progress.steps()
-        if own.is_computing and not own.name:
-            call_begin = time.time() - self._heartbeat.call_seconds
-            steps.append(ComputedStep("", 0, call_begin, None))
-        collectives = collective_ring.collectives() + recorded_steps(
-            steps, num_workers, bool(own.source), traced_collectives
+        steps = recorded_steps(
+            progress.steps(), num_workers, bool(own.source), traced_collectives
         )
+        entered = collective_ring.collectives() + tensorflow_calls.collectives()
         record = FlightRecord(
             rank=self._heartbeat.rank,
             num_workers=num_workers,
@@ -144,7 +142,7 @@ class FlightRecorder:
             written_at=time.time(),
             place=own.name,
             source=own.source,
-            collectives=sorted(collectives, key=lambda each: each.begin),
+            collectives=sorted(entered + steps, key=lambda each: each.begin),
             spans=progress.spans(),
             threads=[],
             peers=self._detector.peers(),

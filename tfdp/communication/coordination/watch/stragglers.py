@@ -8,6 +8,7 @@ from tfdp.communication.coordination.clock import clock
 from tfdp.communication.coordination.flight_record import (
     CollectiveIdentity,
     collective_ring,
+    tensorflow_calls,
 )
 from tfdp.communication.coordination.progress import WorkerProgress, progress
 from tfdp.communication.coordination.watch.failure_detector import FailureDetector
@@ -81,7 +82,7 @@ class StragglerCheck:
         """Return how long this worker waits in a collective of a custom training loop.
 
         The places of scripts are not comparable there, but the numbers of collectives
-        are. TensorFlow's collectives have none: the wait is 0 seconds.
+        are, or of calls of functions whose collectives TensorFlow runs.
 
         Args:
             own: `WorkerProgress` of this worker.
@@ -89,7 +90,7 @@ class StragglerCheck:
         Returns:
             Tuple of a float, in seconds, and the progress of stragglers by rank.
         """
-        awaited = collective_ring.awaited()
+        awaited = collective_ring.awaited() or tensorflow_calls.awaited()
         if awaited is None or awaited != self._awaited:
             self._awaited, self._since = awaited, clock.now()
         waited = clock.now() - self._since
