@@ -105,6 +105,22 @@ def test_a_loop_that_stops_with_its_workers_has_no_assertion_in_its_graph():
     assert "Assert" not in kinds
 
 
+def test_a_step_that_assigns_what_is_not_saved_is_refused(tmp_path):
+    strategy = tfdp.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = compiled(optimizer="sgd")
+        model.seen, other = keras.metrics.Sum(), keras.metrics.Sum(name="other")
+    state = tfdp.ElasticState(model, tmp_path, step=0)
+    count = tf.function(lambda metric: strategy.run(metric.update_state, args=(1.0,)))
+    with state:
+        count(model.seen)
+    with pytest.raises(ValueError, match="Received: 'other/total:0'"), state:
+        count(other)
+    assert (float(model.seen.result()), float(other.result())) == (1.0, 0.0)
+    count(other)  # outside of the block, nothing is repeated
+    state.delete()
+
+
 def test_a_loop_whose_state_is_lost_does_not_continue(tmp_path):
     state = tfdp.ElasticState(compiled(optimizer="sgd"), tmp_path, step=0)
     state.delete()

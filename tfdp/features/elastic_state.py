@@ -34,10 +34,12 @@ from tfdp.communication.coordination.watch import (
     WorkersJoin,
 )
 from tfdp.features import elastic
+from tfdp.ground._compat import tensor_reads
 from tfdp.ground.arguments import checked_integer
 from tfdp.ground.base import activities
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import equalize_replicas
+from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.keras_hooks import configs
 from tfdp.training.optimizer.arguments import check_strategy
 
@@ -128,6 +130,8 @@ class ElasticState:
         _check_model(model)
         self._num_commits = 0
         self._is_entered = False
+        # Ids of the variables that are saved; collected when a step assigns one.
+        self._saved: set[int] = set()
         self._strategy = strategy_of(model)
         self._continues = elastic.continues(self._strategy)
         if self._continues:
@@ -209,8 +213,38 @@ class ElasticState:
         raise WorkersChanged(self._continue_after(change)) from error
 
     def _set_entered(self, is_entered: bool) -> None:
-        """Set whether the block `with state:` runs, in which no other loop recovers."""
+        """Set whether the block `with state:` runs, in which no other loop recovers.
+
+        Steps in the block may assign only what is saved.
+        """
         self._is_entered = elastic.FEATURE.is_in_loop = is_entered
+        if self._strategy is not None:
+            check = self._check_saved if is_entered else None
+            self._strategy.extended.on_assigned = check
+
+    def _check_saved(self, variable: Any) -> None:
+        """Raise if a variable that a step assigns is not saved.
+
+        Otherwise a metric, for example, would count repeated steps twice.
+
+        Raises:
+            ValueError: If it is not of the model, its metrics or its optimizers.
+        """
+        if id(variable) in self._saved:
+            return
+        model = self._model
+        optimizers = [model.optimizer, *other_optimizers(model).values()]
+        owners = [model, *model.metrics, *optimizers]
+        values = [tensor_reads.value_of(v) for owner in owners for v in owner.variables]
+        self._saved = {id(value) for value in values}
+        if id(variable) not in self._saved:
+            raise ValueError(
+                "`ElasticState` saves the model, its metrics and its optimizers, but "
+                "the step also assigns another variable, which would be wrong after a "
+                "change of the workers. Make a metric an attribute of the model "
+                "(`model.train_loss = keras.metrics.Mean()`), and several models parts "
+                f"of one. Received: {variable.name!r}"
+            )
 
     def _explaining(self) -> contextlib.AbstractContextManager:
         """Return a context that raises errors caused by a lost worker as `WorkerLost`.

@@ -62,6 +62,7 @@ class MirroredVariable(_Array, tf_distribute.MirroredVariable):
         if (trace := program_trace.current()) is not None:
             trace.record_assigned(self)
             return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+        self.distribute_strategy.extended.record_assigned(self)
         return super()._update_replica(update_fn, value, **kwargs)
 
     def _in_program(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -193,6 +194,7 @@ class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
         """Update this replica's component; record it unless components are merged."""
         if not self.is_merged and (trace := program_trace.current()) is not None:
             trace.record_assigned(self)
+        self.distribute_strategy.extended.record_assigned(self)
         return super()._update_replica(update_fn, value, **kwargs)
 
     def _count_once(self) -> None:

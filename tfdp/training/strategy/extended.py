@@ -108,6 +108,9 @@ class ReplicaExtended:
     # The number of earlier clusters of the job when the data was created that a custom
     # training loop has read last; or `None`.
     read_generation: int | None = None
+    # Called with each variable that a step of a custom training loop assigns, or
+    # `None`.
+    on_assigned: Callable[[Any], None] | None = None
     _collective_keys: Any
     # Variable that is true until the workers change. Functions that were traced for
     # them assert it, if training continues after the loss of workers.
@@ -243,6 +246,11 @@ class ReplicaExtended:
         known = vars(self).setdefault("_variables", {})
         for component in getattr(variable, "values", ()):
             known[id(component.handle)] = weakref.ref(variable)
+
+    def record_assigned(self, variable: Any) -> None:
+        """Pass a variable that a replica assigns to `on_assigned`, in a custom loop."""
+        if self.on_assigned is not None and loops.current() is None:
+            self.on_assigned(variable)
 
     def variable_of(self, handle: Any) -> Any:
         """Return the variable that a component's handle belongs to, or `None`."""
