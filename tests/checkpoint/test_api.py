@@ -753,6 +753,13 @@ def run(*arguments):
         return stopped.code or 0
 class Own(keras.layers.Dense):
     pass
+if kind == "adapted":
+    lookup = keras.layers.StringLookup()
+    lookup.adapt(["a", "b"])
+    model = keras.Sequential([keras.Input((3,), dtype="string"), lookup])
+    checkpoint.save(model, directory)
+    print("CODE", run())
+    raise SystemExit
 keras.utils.set_random_seed(0)
 dense = (Own if kind == "own" else keras.layers.Dense)(4, activation="relu")
 layers = [dense, keras.layers.BatchNormalization(), keras.layers.Dense(1)]
@@ -806,11 +813,18 @@ def test_convert_writes_the_file_that_keras_trains_on_with(tmp_path, kind):
 
 
 @pytest.mark.processes
-def test_convert_cannot_build_a_class_of_the_users_own(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("own", "Could not locate class 'Own'"),
+        full("adapted", "'string_lookup' lacks its vocabulary, from `adapt`"),
+    ],
+)
+def test_convert_cannot_build_what_only_the_script_has(tmp_path, kind, why):
     paths = (str(tmp_path / "checkpoint"), str(tmp_path / "model.keras"))
-    done = run_script(CONVERT, *paths, "own", deadline_seconds=DEADLINE_SECONDS)
+    done = run_script(CONVERT, *paths, kind, deadline_seconds=DEADLINE_SECONDS)
     assert "CODE 2" in done.output, done.errors
-    assert "The model cannot be built without its script (" in done.errors
+    assert f"The model cannot be built without its script ({why})" in done.errors
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 

@@ -84,6 +84,8 @@ def _build_model(index: Index, directory: str) -> Any:
     """
     import keras
 
+    from tfdp.ground._compat import keras_model
+
     try:
         model = keras.saving.deserialize_keras_object(json.loads(index.model or ""))
         if not isinstance(model, keras.Model):
@@ -91,8 +93,16 @@ def _build_model(index: Index, directory: str) -> Any:
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
+        for layer in keras_model.layers_of(model):
+            # Keras keeps what `adapt` has found in a table, which is no variable.
+            vocabulary = getattr(layer, "get_vocabulary", None)
+            if vocabulary and not vocabulary(include_special_tokens=False):
+                raise ValueError(f"{layer.name!r} lacks its vocabulary, from `adapt`")
     except Exception as error:  # a custom class may raise anything
-        raise _cannot_build(first_line(error).split(". ")[0], directory) from error
+        # Keras quotes the error of a nested object at the end.
+        _, _, cause = str(error).rpartition("Exception encountered: ")
+        why = first_line(ValueError(cause)).split(". ")[0]
+        raise _cannot_build(why, directory) from error
     return model
 
 
@@ -104,9 +114,8 @@ def _cannot_build(why: str, directory: str) -> click.UsageError:
         directory: String, the checkpoint.
     """
     return click.UsageError(
-        f"The model cannot be built without its script ({why}); for a model with "
-        "custom classes call `tfdp.checkpoint.restore` and `model.save` there. "
-        f"Received: {directory}"
+        f"The model cannot be built without its script ({why}); call "
+        f"`tfdp.checkpoint.restore` and `model.save` there. Received: {directory}"
     )
 
 
