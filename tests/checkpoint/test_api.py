@@ -16,12 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdp
 from tests.checkpoint.forged import planned
 from tests.harness import forks
+from tests.harness.commands import run_python
 from tests.harness.forks import run_script
 from tests.harness.tf_config import cluster_configs
 from tests.harness.tiers import full
@@ -810,6 +813,20 @@ def test_convert_writes_the_file_that_keras_trains_on_with(tmp_path, kind):
     assert done.code == 0, done.errors
     assert "CODE 0" in done.output
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "model.keras"]
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_convert_knows_the_optimizer_of_tfdp(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(tfdp.optimizers.LARS(0.1), "mse")
+    checkpoint.save(model, tmp_path / "checkpoint")
+    paths = (str(tmp_path / "checkpoint"), str(tmp_path / "model.keras"))
+    command = ("-m", "tfdp", "convert", *paths)
+    done = run_python(*command, deadline_seconds=DEADLINE_SECONDS)
+    assert done.code == 0, done.output
+    loaded = keras.saving.load_model(paths[1])
+    assert type(loaded.optimizer) is tfdp.optimizers.LARS
 
 
 @pytest.mark.processes

@@ -33,6 +33,7 @@ def convert(directory: str, output: str, force: bool) -> None:
     _check_output(output, force)
     index = _read_index(directory)
     checkpoint = import_without_gpus("tfdp.checkpoint")
+    import_without_gpus("tfdp.optimizers")  # registers `LARS` with Keras
     model = _build_model(index, directory)
     with usage_errors(ValueError, OSError, text_of=first_line):
         checkpoint.restore(model, directory)
