@@ -369,6 +369,7 @@ def test_random_generators_go_on():
 
 def test_values_come_back_as_they_were():
     values = {"a": [1, 2.5, None, True], 3: {"b": np.float32(0.1)}, "n": float("inf")}
+    values[1, (2,)] = (3, [4])
     found = from_json(json.loads(json.dumps(to_json(values))))
     assert found == values
     assert isinstance(found[3]["b"], np.float32)

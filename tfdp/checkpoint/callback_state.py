@@ -30,8 +30,8 @@ _ARRAY_LISTS = {"best_weights"}
 _VALUE_NAMES = {
     name for names in keras_model.CALLBACK_STATE.values() for name in names
 } - _ARRAY_LISTS
-# Keys of the JSON objects that encode arrays and dicts.
-_ARRAY, _PAIRS = "__array__", "__pairs__"
+# Keys of the JSON objects that encode arrays, dicts and tuples.
+_ARRAY, _PAIRS, _TUPLE = "__array__", "__pairs__", "__tuple__"
 # Matches the strings of NumPy dtypes that are decoded.
 _DTYPE = re.compile(r"[<>=|][?a-zA-Z][0-9]{1,9}(\[[a-zA-Z0-9]+\])?")
 
@@ -242,7 +242,8 @@ def to_json(value: Any) -> Any:
         # `np.float64` is a subclass of `float`; encoded as an array it keeps its type.
         return _encode_array(value) if isinstance(value, np.generic) else value
     if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
+        items = [to_json(item) for item in value]
+        return items if isinstance(value, list) else {_TUPLE: items}
     if isinstance(value, dict):
         return {_PAIRS: [[to_json(k), to_json(v)] for k, v in value.items()]}
     if isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "numpy"):
@@ -254,11 +255,13 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Decode a value that `to_json` encoded; a tuple becomes a list."""
+    """Decode a value that `to_json` encoded."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):
         return value
+    if _TUPLE in value:
+        return tuple(from_json(item) for item in value[_TUPLE])
     if _PAIRS in value:
         return {from_json(k): from_json(v) for k, v in value[_PAIRS]}
     dtype, shape, text = value[_ARRAY]
