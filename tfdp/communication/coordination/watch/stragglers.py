@@ -51,7 +51,8 @@ class StragglerCheck:
     def check(self) -> None:
         """Warn of workers that this one awaits; after the timeout, declare one lost."""
         own = self._heartbeat.progress
-        waited, stragglers = self._in_loops(own) if own.name else self._outside(own)
+        measure = self._in_keras_loop if own.name else self._in_custom_loop
+        waited, stragglers = measure(own)
         limit = self._timeout_seconds
         # A straggler that waits for data is not declared lost: it sets its own failure
         # if the source hangs, and the others wait for it if the source is slow.
@@ -64,7 +65,9 @@ class StragglerCheck:
         elif not own.is_all_gathering:
             self._check_deadlock(own)
 
-    def _in_loops(self, own: WorkerProgress) -> tuple[float, dict[int, WorkerProgress]]:
+    def _in_keras_loop(
+        self, own: WorkerProgress
+    ) -> tuple[float, dict[int, WorkerProgress]]:
         """Return how long this worker waits in a loop of Keras, and for which workers.
 
         Args:
@@ -78,7 +81,9 @@ class StragglerCheck:
             return own.seconds, {}
         return own.seconds, self._detector.stragglers(own) or self._past_this_step(own)
 
-    def _outside(self, own: WorkerProgress) -> tuple[float, dict[int, WorkerProgress]]:
+    def _in_custom_loop(
+        self, own: WorkerProgress
+    ) -> tuple[float, dict[int, WorkerProgress]]:
         """Return how long this worker waits in a collective of a custom training loop.
 
         The places of scripts are not comparable there, but the numbers of collectives
