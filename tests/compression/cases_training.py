@@ -424,7 +424,7 @@ def _told_of_wrong_results(env: Env, *kinds: type[Compressor]) -> dict:
 
 
 @case("sparse gradients beside compressed ones", tol=0.02)
-@registry.same_as("training_with_int8_and_sharded_gradients")
+@registry.same_as("checkpoint_has_the_residuals_of_int8")
 def sparse_gradients_are_left_alone(env: Env) -> dict:
     def build() -> keras.Model:
         model = keras.Sequential(

@@ -105,7 +105,7 @@ EVERYTHING = [(0, [0, 1, 2, 3])]
 
 
 @case("Replicas train alone between outer steps", compare=False)
-@registry.same_as("diloco_has_slow_workers_leave_out_inner_steps")
+@registry.same_as("exchanges_go_on_without_a_late_worker")
 def diloco_makes_outer_steps_of_what_replicas_have_learned(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(sync_every=SYNC_EVERY, scope="replica")
     model, first = trained_alone(env, adam, callback)
@@ -148,6 +148,7 @@ def is_inner_step(number: int, made: int, share: float, every: int) -> bool:
     compare=False,
     setups=("two_workers", "two_by_two"),
 )
+@registry.same_as("exchanges_go_on_without_a_late_worker")
 def diloco_has_slow_workers_leave_out_inner_steps(env: Env) -> dict:
     with env.scope():
         inputs = keras.Input((common.NUM_FEATURES,))

@@ -218,6 +218,7 @@ class QuantizedWide(Quantized):
 
 
 @case("Outer gradients of 8 bits", compare=False)
+@registry.same_as("diloco_is_resumed_exactly")
 def diloco_rounds_what_was_learned_with_error_feedback(env: Env) -> dict:
     # In float64 hardly a code depends on the order of a sum.
     rows = [
@@ -268,7 +269,7 @@ def sent_bytes(env: Env, compression: object) -> float:
 
 
 @case("Bytes of compressed exchanges", compare=False)
-@registry.same_as("diloco_rounds_what_was_learned_with_error_feedback")
+@registry.same_as("diloco_is_resumed_exactly")
 def compressed_exchanges_send_a_quarter(env: Env) -> dict:
     # A quarter, the scales, and the last block of each slice.
     assert sent_bytes(env, "int8") < 0.3 * sent_bytes(env, None)
@@ -294,7 +295,7 @@ def compressed_late_exchanges_are_resumed_exactly(env: Env) -> dict:
     compare=False,
     setups=("two_by_two",),
 )
-@registry.same_as("diloco_rounds_what_was_learned_with_error_feedback")
+@registry.same_as("diloco_is_resumed_exactly")
 def diloco_compresses_across_nodes(env: Env) -> dict:
     with routed(env, links=SLOW, node_size=2):
         with env.scope():

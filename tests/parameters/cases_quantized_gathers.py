@@ -102,6 +102,7 @@ def check(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
 
 
 @case("Gathers of 8 bits are what they say", compare=False)
+@registry.same_as("sharded_parameters_travel_in_the_dtype_of_the_model")
 def quantized_gathers_train_as_rounded_weights_do(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -118,7 +119,7 @@ def quantized_gathers_train_as_rounded_weights_do(env: Env) -> dict:
 
 
 @case("Ways to gather 8 bits", setups=("mirrored",), compare=False)
-@registry.same_as("quantized_gathers_train_as_rounded_weights_do")
+@registry.same_as("sharded_parameters_travel_in_the_dtype_of_the_model")
 def quantized_gathers_are_the_same_kept_and_run_eagerly(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -136,7 +137,7 @@ def quantized_gathers_are_the_same_kept_and_run_eagerly(env: Env) -> dict:
     setups=("two_by_two",),
     compare=False,
 )
-@registry.same_as("quantized_gathers_train_as_rounded_weights_do")
+@registry.same_as("sharded_parameters_travel_in_the_dtype_of_the_model")
 def quantized_gathers_go_on_inside_of_nodes(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -157,7 +158,7 @@ def seen_by_replicas(env: Env, model: keras.Model) -> list[list[np.ndarray]]:
 
 
 @case("Replicas read the same bits", compare=False)
-@registry.same_as("quantized_gathers_train_as_rounded_weights_do")
+@registry.same_as("sharded_parameters_travel_in_the_dtype_of_the_model")
 def replicas_read_the_same_rounded_weights(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -185,7 +186,7 @@ def half_precision() -> keras.Model:
 
 
 @case("Gathers of 8 bits in half precision", compare=False)
-@registry.same_as("quantized_gathers_train_as_rounded_weights_do")
+@registry.same_as("sharded_parameters_travel_in_the_dtype_of_the_model")
 def quantized_gathers_send_half_of_the_bytes_of_16_bits(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -221,7 +222,7 @@ def _wide() -> keras.Model:
     "Bytes of gathers of 8 bits",
     compare=False,
 )
-@registry.same_as("quantized_gathers_train_as_rounded_weights_do")
+@registry.same_as("sharded_parameters_travel_in_the_dtype_of_the_model")
 def quantized_gathers_send_a_quarter_of_the_bytes(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -263,7 +264,7 @@ def constraints_of_rounded_weights_are_refused(env: Env) -> dict:
 
 
 @case("Constraints beside gathers of 8 bits", compare=False)
-@registry.same_as("quantized_gathers_train_as_rounded_weights_do")
+@registry.same_as("sharded_parameters_travel_in_the_dtype_of_the_model")
 def constraints_of_exact_weights_are_kept(env: Env) -> dict:
     if env.is_reference:
         return {}

@@ -174,6 +174,7 @@ def converting_operations(env: Env, model: keras.Model, x: Any, y: Any) -> list[
 
 
 @case("No collective but of gradients", compare=False)
+@same_as("what_a_step_gathers_is_told_once")
 def steps_of_common_models_convert_nothing(env: Env) -> dict:
     return check_conversions(env, KINDS, LOSSES, few_metrics)
 
@@ -181,7 +182,7 @@ def steps_of_common_models_convert_nothing(env: Env) -> dict:
 @case(
     "No collective but of gradients, in more layers, losses and metrics", compare=False
 )
-@same_as("steps_of_common_models_convert_nothing")
+@same_as("what_a_step_gathers_is_told_once")
 def steps_of_more_models_convert_nothing(env: Env) -> dict:
     return check_conversions(env, MORE_KINDS, LOSSES + MORE_LOSSES, many_metrics)
 
@@ -235,7 +236,7 @@ def check_conversions(
     setups=("two_workers", "two_by_two"),
     compare=False,
 )
-@same_as("steps_of_common_models_convert_nothing")
+@same_as("what_a_step_gathers_is_told_once")
 def several_steps_an_execution_exchange_what_one_step_does(env: Env) -> dict:
     if env.is_reference:
         return {}

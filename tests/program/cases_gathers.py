@@ -113,7 +113,7 @@ def what_a_step_gathers_is_told_once(env: Env) -> None:
 
 
 @case("A step that gathers nothing is not told of", compare=False)
-@same_as("steps_of_common_models_convert_nothing")
+@same_as("what_a_step_gathers_is_told_once")
 def a_step_that_gathers_nothing_is_not_told_of(env: Env) -> None:
     x, y = common.token_data()
     with logged() as told, options(env, gathers="error", sync_batch_norm=True):

@@ -274,7 +274,7 @@ def flips_that_stay_end_the_job_without_an_update(env: Env) -> dict:
 
 
 @case("Replay: nothing of it where it is off, and in other steps", compare=False)
-@same_as("a_check_costs_no_collective_and_changes_no_weight")
+@same_as("one_changed_bit_is_named_by_all_workers")
 def a_step_that_is_not_replayed_has_the_same_operations(env: Env) -> dict:
     counts, nodes = [], []
     for options in ({}, {"replay": 0.5}, {}):

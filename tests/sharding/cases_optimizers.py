@@ -264,7 +264,7 @@ def _compressed(dtype: str, **options: Any) -> None:
         function,
         f"Slices that travel in {dtype}: close to those of float32",
         tol=0.02,
-        same_as="training_with_int8_and_sharded_gradients",
+        same_as="checkpoint_has_the_residuals_of_int8",
     )
 
 

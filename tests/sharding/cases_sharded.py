@@ -530,11 +530,12 @@ def _loop(env: Env, build_first: bool) -> dict:
 
 
 @case("A loop of one's own, `optimizer.build` beforehand")
-@registry.same_as("loop_of_ones_own_builds_sharded_state")
+@registry.same_as("loop_scales_accumulates_and_clips")
 def loop_of_ones_own_with_sharded_state(env: Env) -> dict:
     return _loop(env, build_first=True)
 
 
 @case("A loop of one's own, built by the first `apply`")
+@registry.same_as("loop_scales_accumulates_and_clips")
 def loop_of_ones_own_builds_sharded_state(env: Env) -> dict:
     return _loop(env, build_first=False)
