@@ -69,6 +69,7 @@ def free_port():
 
 
 @pytest.mark.processes
+@pytest.mark.slow(seconds=15)
 def test_doctor_shows_versions_devices_nccl_cluster_ports_and_a_warning(
     taken_port, free_port
 ):

@@ -41,6 +41,7 @@ def run(launcher: Launcher, where: tuple, kind: str, at: int, **more) -> tuple:
     return result.returncode, result.stdout
 
 
+@pytest.mark.slow(seconds=20)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("where", "kind", "at", "more", "words"),

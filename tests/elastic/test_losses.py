@@ -158,6 +158,7 @@ def test_another_loss_while_parameters_are_divided_anew(tmp_path, expected):
     check(outcome, [2, 3], expected(features=["frozen"]))
 
 
+@pytest.mark.slow(seconds=30)
 def test_each_sample_makes_one_step_of_an_epoch_through_a_loss_and_a_join(
     tmp_path, expected
 ):

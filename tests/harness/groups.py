@@ -6,12 +6,14 @@ import ast
 import functools
 import itertools
 import pathlib
+from collections.abc import Mapping
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CLUSTERS = "clusters"
 NAMED = "PROCESS_GROUP"
+_SLOW_SECONDS = 2.0
 
 
 def params_of(item: pytest.Item) -> dict:
@@ -40,7 +42,7 @@ def order(items: list[pytest.Item]) -> None:
     for item in items:
         groups.setdefault(group_of(item.nodeid), []).append(item)
     clusters = groups.pop(CLUSTERS, [])
-    slow = {name: count for name in groups if (count := _num_slow(groups[name]))}
+    slow = {name: time for name in groups if (time := _slow_seconds(groups[name]))}
     quick = {name: len(groups[name]) for name in groups if name not in slow}
     slowest_first = dict(sorted(slow.items(), key=lambda group: -group[1]))
     places = _shares(slowest_first) | _shares(quick)
@@ -50,14 +52,16 @@ def order(items: list[pytest.Item]) -> None:
         items.extend(_alone_last(groups[name]))
 
 
-def _num_slow(group: list[pytest.Item]) -> int:
-    return sum(
-        any(item.get_closest_marker(name) for name in ("slow", "processes"))
+def _slow_seconds(group: list[pytest.Item]) -> float:
+    """About how long the slow tests of a group take; one may say it: `seconds=`."""
+    marks = [
+        item.get_closest_marker("slow") or item.get_closest_marker("processes")
         for item in group
-    )
+    ]
+    return sum(mark.kwargs.get("seconds", _SLOW_SECONDS) for mark in marks if mark)
 
 
-def _shares(sizes: dict[str, int]) -> dict[str, float]:
+def _shares(sizes: Mapping[str, float]) -> dict[str, float]:
     """The share of the sum of all sizes that comes before the middle of each group."""
     ends = itertools.accumulate(sizes.values())
     total = sum(sizes.values())
