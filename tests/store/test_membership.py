@@ -138,8 +138,12 @@ def test_of_two_addresses_of_a_host_name_the_one_that_answers_is_used(
 def test_a_name_of_two_addresses_leads_to_the_next_host(
     outside: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
-    resolve, nobody = socket.getaddrinfo, free_ports(1)[0]
-    host = Membership.host
+    resolve, host = socket.getaddrinfo, Membership.host
+    # Bound and without a listener, the port refuses connections, and no other process
+    # can listen there.
+    held = socket.socket()
+    held.bind(("", 0))
+    nobody = held.getsockname()[1]
 
     def resolve_twice(name, port, *args, **options):
         return [
@@ -153,7 +157,7 @@ def test_a_name_of_two_addresses_leads_to_the_next_host(
 
     name, _ = split_address(outside.workers[0])
     workers = tuple(join_address(name, port) for port in free_ports(3))
-    with members_of(Cluster(workers, secret=SECRET)) as members:
+    with held, members_of(Cluster(workers, secret=SECRET)) as members:
         monkeypatch.setattr(socket, "getaddrinfo", resolve_twice)
         monkeypatch.setattr(Membership, "host", host_late)
         members[0].leave()
