@@ -68,7 +68,7 @@ class FlightRecorder:
         self.folder = record_folder()
         self._heartbeat, self._detector = heartbeat, detector
         self._started_at = time.time()
-        self._requested_at = float("-inf")
+        self._requested_at = self._signaled_at = float("-inf")
         self._is_final = False
         self._writer: threading.Thread | None = None
         self._error: Exception | None = None
@@ -86,17 +86,20 @@ class FlightRecorder:
                 self._is_final = True
                 self._write(cause, lost)
 
-    def record_request(self, reason: str) -> None:
+    def record_request(self, reason: str, *, is_own: bool = False) -> None:
         """Write the record that a signal to this or another worker has requested.
 
         Args:
             reason: String, a clause.
+            is_own: Bool, whether this worker received the signal: its record replaces
+                one for a signal to another worker. Defaults to `False`.
         """
         with self._lock:
             now = time.monotonic()
-            is_new = now - self._requested_at > _SAME_REQUEST_SECONDS
-            if is_new and not self._is_final:
+            last = self._signaled_at if is_own else self._requested_at
+            if now - last > _SAME_REQUEST_SECONDS and not self._is_final:
                 self._requested_at = now
+                self._signaled_at = now if is_own else self._signaled_at
                 self._write(reason, None)
 
     def wait(self) -> None:

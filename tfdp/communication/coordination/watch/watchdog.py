@@ -304,7 +304,8 @@ class Watchdog(threading.Thread):
 
         Called when this process receives a signal that requests records.
         """
-        self._recorder.record_request("this worker has received a signal for it")
+        reason = "this worker has received a signal for it"
+        self._recorder.record_request(reason, is_own=True)
         self._heartbeat.num_record_requests += 1
         self._heartbeat.beat_now(_BEAT_SECONDS)
 
