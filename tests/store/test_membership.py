@@ -135,14 +135,17 @@ def test_of_two_addresses_of_a_host_name_the_one_that_answers_is_used(
         on_all([first, second], lambda member: member.join(20))
 
 
+@pytest.mark.parametrize("answers", ["refuses", "accepts and says nothing"])
 def test_a_name_of_two_addresses_leads_to_the_next_host(
-    outside: Cluster, monkeypatch: pytest.MonkeyPatch
+    outside: Cluster, monkeypatch: pytest.MonkeyPatch, answers: str
 ):
     resolve, host = socket.getaddrinfo, Membership.host
     # Bound and without a listener, the port refuses connections, and no other process
     # can listen there.
     held = socket.socket()
     held.bind(("", 0))
+    if answers != "refuses":
+        held.listen()
     nobody = held.getsockname()[1]
 
     def resolve_twice(name, port, *args, **options):

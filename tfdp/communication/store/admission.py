@@ -110,15 +110,18 @@ class Admission:
             steps = dial_steps(self.secret, SERVICE, claim)
             try:
                 keys = authenticate(sock, steps, seconds, address)
+            except ConnectionFailed as error:
+                failures.append(error)
+                continue
+            try:
                 if not is_own_user(sock):
                     raise UnauthenticatedPeer("it belongs to another user")
+                # The worker has answered, so that no other address is tried if it
+                # refuses this process: one that never answers takes all the time.
                 return connection(sock, keys)
-            except UnauthenticatedPeer:
+            except (UnauthenticatedPeer, ConnectionFailed):
                 sock.close()
                 raise
-            except ConnectionFailed as error:
-                sock.close()
-                failures.append(error)
         # The error of an address that refuses connections is raised only if all
         # addresses do: a refusal says no more than that no process listens there.
         failures.sort(key=lambda e: isinstance(e.__cause__, ConnectionRefusedError))
