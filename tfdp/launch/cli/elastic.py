@@ -54,15 +54,21 @@ class ElasticJob(SeparateWorkersJob):
     Args:
         most_replacements: Int, most replacements of all workers together.
         history: Sequence of `LogFile` that record the failures.
+        least: Int, least number of workers of this machine with which the job can
+            continue. Defaults to 1, where other machines may have enough.
         **options: Arguments of `Job`.
     """
 
     def __init__(
-        self, most_replacements: int, history: Sequence[LogFile], **options: Any
+        self,
+        most_replacements: int,
+        history: Sequence[LogFile],
+        least: int = 1,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self._history = history
-        self._most_replacements = most_replacements
+        self._most_replacements, self._least = most_replacements, least
         # Index of the replaced worker, for each replacement so far.
         self._replaced: list[int] = []
         # Indices of the workers that were started while others were training.
@@ -161,18 +167,22 @@ class ElasticJob(SeparateWorkersJob):
                 self._report(worker, "others have ended without an error")
             return
         number = len(self._replaced)
+        num_left = len(self._running()) + len(self._starts_at)
+        left = pluralize(num_left, "worker")
         if number < self._most_replacements:
             self._start_after(_PAUSE_SECONDS * (index in self._replaced), index)
             self._replaced.append(index)
             self._late.add(index)
             which = f"replacement {number + 1} of {self._most_replacements}"
             self._report(worker, f"a new one takes its place ({which})")
-        elif self._running():
-            left = pluralize(len(self._running()), "worker")
+        elif num_left >= self._least:
             self._report(worker, f"it is not replaced, and {left} may continue")
         else:
             self._code = self._code or shell_code(worker.exit_code)
-            self._report(worker, "no worker is left")
+            few = f"it is not replaced, and {left} cannot continue alone"
+            self._report(worker, few if num_left else "no worker is left")
+            self._starts_at.clear()
+            self._stop(signal.SIGTERM)
 
     def _report(self, worker: Worker, follows: str) -> None:
         """Print how a worker has ended, and `follows`, a clause on what happens."""

@@ -266,7 +266,8 @@ def _run_here(
     if settings.elastic is not None:
         clusters = make_clusters(num_workers, **settings.cluster_options)
         options = {"context": context, "clusters": clusters, "logs": logs}
-        return ElasticJob(settings.max_restarts, history, **options).run()
+        most, least = settings.max_restarts, settings.elastic
+        return ElasticJob(most, history, least, **options).run()
     return LocalAttempts(restarts, context, settings, logs, history).run()
 
 
