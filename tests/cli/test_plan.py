@@ -112,16 +112,16 @@ def test_json_holds_the_buckets_of_the_model_and_sums_that_fit(models):
         assert bucket["algorithm"] == "hierarchical (ring, tree)"
         size = bucket["num_bytes"]
         # A bucket of one bias waits for latency, and is not worth two casts.
-        reduce_dtype = "bfloat16" if size > 10**4 else "float32"
+        wire_dtype = "bfloat16" if size > 10**4 else "float32"
         assert (bucket["inner_wire"], bucket["outer_wire"]) == (
             "float32",
-            reduce_dtype,
+            wire_dtype,
         )
         for key, algorithm, share in (
             (
                 "seconds",
                 Algorithm("hierarchical", "ring", "tree"),
-                shares[reduce_dtype],
+                shares[wire_dtype],
             ),
             ("ring_seconds", Algorithm("ring"), 1.0),
         ):
@@ -371,7 +371,7 @@ def test_an_algorithm_becomes_the_option_of_the_same_name(algorithm, option):
 
 
 @pytest.mark.parametrize(
-    ("compression", "option", "reduce_dtypes"),
+    ("compression", "option", "wire_dtypes"),
     [
         ("none", None, (None, None)),
         ("fp16", "fp16", ("float16", "float16")),
@@ -380,10 +380,10 @@ def test_an_algorithm_becomes_the_option_of_the_same_name(algorithm, option):
     ],
 )
 def test_a_compression_becomes_the_option_of_the_same_name(
-    compression, option, reduce_dtypes
+    compression, option, wire_dtypes
 ):
     assert plan.compression_option(compression) == option
-    assert CommunicationOptions(compression=option).reduce_dtypes == reduce_dtypes
+    assert CommunicationOptions(compression=option).wire_dtypes == wire_dtypes
 
 
 @pytest.mark.parametrize("nodes", [(1, 1), (1, 8), (2, 4), (64, 8)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import contextlib
 import dataclasses
+import errno
 import os
 import re
 import select
@@ -18,6 +19,7 @@ import pytest
 from tests.harness.timing import wait_until, within
 from tests.rendezvous.test_coordinator import HELLO
 from tfdp.communication.connection import acceptor
+from tfdp.launch.rendezvous import address as address_module
 from tfdp.launch.rendezvous import node_0_connection as member_module
 from tfdp.launch.rendezvous import server as server_module
 from tfdp.launch.rendezvous.address import listen, own_address
@@ -334,7 +336,7 @@ def make_impatient(monkeypatch, thread: str) -> None:
 
 
 def test_a_node_0_that_says_nothing_is_given_up(bed, monkeypatch):
-    make_impatient(monkeypatch, "tfdp-rendezvous-member")
+    make_impatient(monkeypatch, "tfdp connection to node 0")
     assert "has not answered for 2 s" in next_of(bed.member(), "lost")["text"]
 
 
@@ -406,12 +408,12 @@ def test_a_member_ends_though_node_0_reads_nothing(bed, monkeypatch):
 
 def test_node_0_ends_though_a_node_reads_nothing(bed, monkeypatch):
     is_deaf = threading.Event()
-    proceed = Node0Connection._proceed
+    proceed = Node0Connection._exchange_messages
 
     def deaf(member: Node0Connection, link: HeartbeatConnection) -> None:
         time.sleep(0.05) if is_deaf.is_set() else proceed(member, link)
 
-    monkeypatch.setattr(Node0Connection, "_proceed", deaf)
+    monkeypatch.setattr(Node0Connection, "_exchange_messages", deaf)
     meet(bed)
     is_deaf.set()
     time.sleep(0.1)
@@ -439,7 +441,10 @@ def test_what_is_sent_before_the_end_arrives():
             assert next_of(second, "end")["code"] == 130
 
 
-def test_only_the_machine_of_the_address_listens():
+def test_only_the_machine_of_the_address_listens(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
     assert listen("192.0.2.1", 29555, is_node_0=False) is None  # of documentation
     with listen("127.0.0.1", 0, is_node_0=False) as listener:
         host, port = own_address(listener)
@@ -449,6 +454,11 @@ def test_only_the_machine_of_the_address_listens():
             Exception, match=rf"Node 0 cannot open port {port}: another"
         ):
             listen("127.0.0.1", port, is_node_0=True)
+    # Only a taken port may be that of another node here.
+    monkeypatch.setattr(address_module, "listen_at", refuse)
+    with pytest.raises(RendezvousError, match="open port 80: Permission denied"):
+        listen("127.0.0.1", 80, is_node_0=False)
+    monkeypatch.undo()
     # What is on no interface may lead here all the same, if the user says so.
     with listen("192.0.2.1", port, is_node_0=True) as listener:
         assert own_address(listener) == ("127.0.0.1", port)

@@ -34,8 +34,7 @@ _INSTALL = "pip install 'tfdp[bench]'"
 LEFT_OUT = f"No plot was drawn, since matplotlib is not installed: `{_INSTALL}`"
 _DOTS_PER_INCH = 150
 _WIDTH, _HEIGHT = 7.5, 4.5  # size of a figure in inches
-# Settings of matplotlib for all figures.
-_LOOK: Any = {
+_MATPLOTLIB_SETTINGS: Any = {
     "axes.axisbelow": True,
     "axes.grid": True,
     "axes.spines.right": False,
@@ -219,7 +218,7 @@ def new_panels(
 
     width = _WIDTH + (num_panels - 1) * 0.6 * _WIDTH
     # pyplot is not used: it would change the backend and the style of the caller.
-    with mpl.rc_context(_LOOK):
+    with mpl.rc_context(_MATPLOTLIB_SETTINGS):
         figure = Figure(figsize=(width, _HEIGHT), layout="constrained")
         FigureCanvasAgg(figure)
         axes = [figure.add_subplot(1, num_panels, 1 + n) for n in range(num_panels)]

@@ -13,9 +13,9 @@ import click
 
 from tfdp.communication.cluster import Cluster, free_ports
 from tfdp.communication.coordination.preemption import PREEMPTED
+from tfdp.launch.cli.coordinator_connection import CoordinatorConnection
 from tfdp.launch.cli.job import Job, JobContext
 from tfdp.launch.cli.launch import RunSettings, make_clusters, warn_of_environment
-from tfdp.launch.cli.other_nodes import CoordinatorConnection
 from tfdp.launch.cli.signals import EndReason
 from tfdp.launch.cli.worker import LogFile, open_worker_logs, shell_code
 from tfdp.launch.rendezvous.coordinator import NodeAddresses
@@ -148,7 +148,7 @@ class NodeAttempts(Attempts):
         context: `JobContext` of all attempts.
         settings: `RunSettings` of this node.
         folder: Path of the folder of logs.
-        others: `CoordinatorConnection`, the connection to node 0.
+        coordinator: `CoordinatorConnection`, the connection to node 0.
         num_nodes: Int, number of nodes of the job, at most.
     """
 
@@ -157,11 +157,15 @@ class NodeAttempts(Attempts):
         context: JobContext,
         settings: RunSettings,
         folder: pathlib.Path,
-        others: CoordinatorConnection,
+        coordinator: CoordinatorConnection,
         num_nodes: int,
     ) -> None:
         super().__init__(context, settings)
-        self._folder, self._others, self._num_nodes = folder, others, num_nodes
+        self._folder, self._coordinator, self._num_nodes = (
+            folder,
+            coordinator,
+            num_nodes,
+        )
         self._node_rank, self._ranks = 0, range(0)
         self._attempt_id = ""
         # Exit code of the last attempt, or of the job once this node has left it; and
@@ -175,10 +179,10 @@ class NodeAttempts(Attempts):
         """Handle messages of node 0 until one gives the next job, or an exit code."""
         job_or_code: Job | int | None = None
         while job_or_code is None:
-            if (message := self._others.pop_message()) is not None:
+            if (message := self._coordinator.pop_message()) is not None:
                 job_or_code = self._handle(message)
             else:
-                fds = [self._context.signals.fileno(), self._others.fileno()]
+                fds = [self._context.signals.fileno(), self._coordinator.fileno()]
                 select.select(fds, [], [], _POLL_SECONDS)
                 job_or_code = self._check_end()
         return job_or_code
@@ -209,7 +213,7 @@ class NodeAttempts(Attempts):
             case "refused":
                 raise click.ClickException(text)
             case "unreachable" | "lost" as kind:
-                if self._others.has_left:
+                if self._coordinator.has_left:
                     return self._code
                 also = "; the workers of this node were stopped"
                 return self._end(text + (also if kind == "lost" else ""), NODE_LOST)
@@ -226,9 +230,12 @@ class NodeAttempts(Attempts):
         former, self._ranks = self._ranks, range(first_rank, first_rank + count)
         if self._ranks != former:
             self._open_logs(int(message["num_workers"]))
-        self._others.attempt, self._others.done_node = int(message["attempt"]), None
+        self._coordinator.attempt, self._coordinator.done_node = (
+            int(message["attempt"]),
+            None,
+        )
         try:
-            self._others.report("ports", ports=free_ports(count))
+            self._coordinator.report("ports", ports=free_ports(count))
         except ValueError as error:
             raise click.ClickException(str(error)) from error
 
@@ -251,20 +258,20 @@ class NodeAttempts(Attempts):
 
     def _clusters(self, places: NodeAddresses) -> list[Cluster]:
         """Return the clusters of this node's workers, given all nodes' addresses."""
-        job = places, self._others.secret, self._attempt_id
+        job = places, self._coordinator.secret, self._attempt_id
         options = self._settings.cluster_options
         return [cluster_of_places(*job, rank, **options) for rank in self._ranks]
 
     def _job(self, message: dict[str, Any]) -> Job:
         """Return the job of this node, given node 0's message of type `"start"`."""
         clusters = self._clusters(message["nodes"])
-        return Job(self._context, clusters, self._logs, others=self._others)
+        return Job(self._context, clusters, self._logs, coordinator=self._coordinator)
 
     def _handle_end(self, job: Job, code: int) -> None:
         """Report the end of an attempt to node 0, which decides what follows."""
         self._code = PREEMPTED if code and job.is_preempted else code
         self._num_handled = len(self._context.signals.received)
-        self._others.report_end(self._code, has_saved=job.is_preempted)
+        self._coordinator.report_end(self._code, has_saved=job.is_preempted)
 
     def _report_stopped(self, message: dict[str, Any]) -> None:
         """Print why all nodes stop, and report that this node's workers have ended.
@@ -274,15 +281,15 @@ class NodeAttempts(Attempts):
         Args:
             message: Dict, message of node 0 of type `"stop"`.
         """
-        if message.get("by") != self._node_rank and not self._others.has_left:
+        if message.get("by") != self._node_rank and not self._coordinator.has_left:
             rank, text = message.get("rank"), f"tfdp: {message.get('text')}"
             self._context.screen.message(text, "error", rank=rank)
-        if message.get("attempt") == self._others.attempt:
-            self._others.report_end(int(message["code"]), has_saved=False)
+        if message.get("attempt") == self._coordinator.attempt:
+            self._coordinator.report_end(int(message["code"]), has_saved=False)
 
     def _end(self, text: str, code: int) -> int:
         """Print why the job ends, and return its exit code."""
-        if text and not self._others.has_left:
+        if text and not self._coordinator.has_left:
             self._context.screen.message(f"tfdp: {text}", "error")
         return code
 
@@ -294,7 +301,7 @@ class NodeAttempts(Attempts):
         """
         signals = self._context.signals
         signals.read()
-        if self._others.has_left:
+        if self._coordinator.has_left:
             is_again = len(signals.received) > max(1, self._num_handled)
             is_over = is_again or time.monotonic() >= self._answer_until
             return self._code if is_over else None
@@ -305,7 +312,7 @@ class NodeAttempts(Attempts):
     def _leave(self, reason: EndReason) -> None:
         """Notify node 0 that this node leaves, and limit the wait for its answer."""
         self._context.screen.message(f"tfdp: {reason.why}, the job ends")
-        self._others.leave(reason)
+        self._coordinator.leave(reason)
         self._code = reason.code
         self._num_handled = len(self._context.signals.received)
         wait = _GOODBYE_SECONDS + (self._context.grace_seconds if self._logs else 0.0)

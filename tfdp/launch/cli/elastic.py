@@ -101,12 +101,12 @@ class ElasticJob(SeparateWorkersJob):
         """Return whether a worker of the job has ended and is not replaced."""
         return len(self._running()) + len(self._starts_at) < len(self._workers)
 
-    def _waits_in_vain(self) -> bool:
+    def _waits_for_ended_workers(self) -> bool:
         """Return whether workers wait for others to join that have ended already.
 
         A late worker waits for others that have ended, too, but these have trained.
         """
-        return not self._late and super()._waits_in_vain()
+        return not self._late and super()._waits_for_ended_workers()
 
     def _check_waits(self, now: float, has_success: bool) -> None:
         """Stop workers that wait for others that will not join them.

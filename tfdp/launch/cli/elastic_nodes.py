@@ -8,9 +8,9 @@ from typing import Any
 from tfdp.communication.cluster import Cluster
 from tfdp.communication.cluster.address import split_address
 from tfdp.launch.cli.attempts import NodeAttempts
+from tfdp.launch.cli.coordinator_connection import ElasticCoordinatorConnection
 from tfdp.launch.cli.elastic import ElasticJob
 from tfdp.launch.cli.job import Job
-from tfdp.launch.cli.other_nodes import ElasticCoordinatorConnection
 from tfdp.launch.cli.worker import Worker
 from tfdp.launch.rendezvous.coordinator import NodeAddresses
 
@@ -22,10 +22,10 @@ class ElasticNodeJob(ElasticJob):
         clusters_of: Function that returns the clusters of this node's workers, from the
             addresses and ports of all nodes.
         is_late: Bool, whether the workers of other nodes train already.
-        **options: Arguments of `ElasticJob`, with `others`.
+        **options: Arguments of `ElasticJob`, with `coordinator`.
     """
 
-    _others: ElasticCoordinatorConnection
+    _coordinator: ElasticCoordinatorConnection
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ElasticNodeJob(ElasticJob):
 
     def _has_success(self) -> bool:
         """Return whether a worker of any node of the job has ended without an error."""
-        return self._others.done_node is not None or super()._has_success()
+        return self._coordinator.done_node is not None or super()._has_success()
 
     def _is_incomplete(self) -> bool:
         """Return whether node 0 is lost, so that workers may be missing unnoticed.
@@ -49,7 +49,7 @@ class ElasticNodeJob(ElasticJob):
         If it is, this launcher checks by itself that workers train. Otherwise node 0
         checks that for all nodes.
         """
-        return self._others.is_alone
+        return self._coordinator.has_lost_node_0
 
     def _after_failure(self, failed: Worker) -> int | None:
         """Replace a failed worker while others train, or else end the attempt.
@@ -57,9 +57,9 @@ class ElasticNodeJob(ElasticJob):
         Returns:
             Int, the exit code of the attempt, or `None` if it continues.
         """
-        if self._others.places is not None:
+        if self._coordinator.places is not None:
             # A replacement joins the workers at their present addresses.
-            self._clusters = self._clusters_of(self._others.places)
+            self._clusters = self._clusters_of(self._coordinator.places)
         if self._has_success() or self.is_job_running():
             return super()._after_failure(failed)
         return self._end_by_failure(failed)
@@ -68,7 +68,7 @@ class ElasticNodeJob(ElasticJob):
 class ElasticAttempts(NodeAttempts):
     """Runs the workers of this node of an elastic job, which may outlive node 0."""
 
-    _others: ElasticCoordinatorConnection
+    _coordinator: ElasticCoordinatorConnection
 
     def _job(self, message: dict[str, Any]) -> Job:
         """Create this node's part of an elastic job.
@@ -81,29 +81,29 @@ class ElasticAttempts(NodeAttempts):
         """
         clusters, is_late = self._clusters(message["nodes"]), bool(message["is_late"])
         own = [address for c in clusters if (address := c.address)]
-        self._others.running = {
+        self._coordinator.running = {
             "node_rank": self._node_rank,
-            "attempt": self._others.attempt,
+            "attempt": self._coordinator.attempt,
             "attempt_id": self._attempt_id,
             "ports": [split_address(address)[1] for address in own],
         }
-        self._others.places, self._others.trains = None, is_late
+        self._coordinator.places, self._coordinator.has_trained = None, is_late
         job = ElasticNodeJob(
             self._clusters,
             is_late=is_late,
             most_replacements=self._settings.max_restarts,
             history=self._history,
-            others=self._others,
+            coordinator=self._coordinator,
             context=self._context,
             clusters=clusters,
             logs=self._logs,
         )
-        self._others.is_job_running = job.is_job_running
+        self._coordinator.is_job_running = job.is_job_running
         return job
 
     def _handle_end(self, job: Job, code: int) -> None:
         """Report the end of this node's workers to node 0."""
-        self._others.running = {}
+        self._coordinator.running = {}
         super()._handle_end(job, code)
 
     def _handle(self, message: dict[str, Any]) -> Job | int | None:
@@ -118,11 +118,11 @@ class ElasticAttempts(NodeAttempts):
             `Job` to run, int, the exit code of this node, or `None` to wait for a
             message.
         """
-        if message.get("type") == "lost" and not self._others.has_left:
+        if message.get("type") == "lost" and not self._coordinator.has_left:
             if self._code == 0:
                 return 0
-            if not self._others.is_node_0:
-                self._others.rejoin_node_0(message["text"])
+            if not self._coordinator.is_node_0:
+                self._coordinator.rejoin_node_0(message["text"])
                 return None
         return super()._handle(message)
 
@@ -132,4 +132,4 @@ class ElasticAttempts(NodeAttempts):
         While node 0 is lost, the launcher waits until the workers of its node have
         ended, and returns their exit code.
         """
-        return self._code if self._others.is_alone else super()._check_end()
+        return self._code if self._coordinator.has_lost_node_0 else super()._check_end()

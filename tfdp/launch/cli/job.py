@@ -21,8 +21,8 @@ from tfdp.communication.cluster import Cluster, process_tree
 from tfdp.communication.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 from tfdp.communication.store import have_all_joined
 from tfdp.features.goodput.ledger import Launch
+from tfdp.launch.cli.coordinator_connection import CoordinatorConnection
 from tfdp.launch.cli.launch import worker_environment
-from tfdp.launch.cli.other_nodes import CoordinatorConnection
 from tfdp.launch.cli.output import Output
 from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.signals import EndReason, SignalPipe
@@ -79,7 +79,7 @@ class Job:
         logs: Sequence of `LogFile`, one for each slot, a share of this machine.
         slots: Sequence of ints, the slot of each worker, or `None` for consecutive
             slots from 0. Defaults to `None`.
-        others: `CoordinatorConnection`, the connection to the other nodes, or `None`
+        coordinator: `CoordinatorConnection`, the connection to node 0, or `None`
             if all workers are on this machine. Defaults to `None`.
         save_after_seconds: Float, time after which workers are asked to save their
             training and exit, or `None` for never. A script that does not support such
@@ -97,13 +97,13 @@ class Job:
         logs: Sequence[LogFile],
         *,
         slots: Sequence[int] | None = None,
-        others: CoordinatorConnection | None = None,
+        coordinator: CoordinatorConnection | None = None,
         save_after_seconds: float | None = None,
     ) -> None:
         self._context, self._clusters, self._logs = context, clusters, logs
         self._starter = context.starter
         self._screen, self._signals = context.screen, context.signals
-        self._others, self._save_after_seconds = others, save_after_seconds
+        self._coordinator, self._save_after_seconds = coordinator, save_after_seconds
         self._first_rank = min(cluster.rank for cluster in clusters)
         self._slots = slots or range(len(clusters))
         self._workers: list[Worker] = []
@@ -122,8 +122,8 @@ class Job:
     def __enter__(self) -> Job:
         """Start the guard, which ends the workers if the launcher is killed."""
         self._selector.register(self._signals, selectors.EVENT_READ)
-        if self._others is not None:
-            self._selector.register(self._others, selectors.EVENT_READ)
+        if self._coordinator is not None:
+            self._selector.register(self._coordinator, selectors.EVENT_READ)
         process_tree.adopt_orphans()
         self._guard = subprocess.Popen(
             [sys.executable, process_tree.__file__, self._starter.job],
@@ -207,7 +207,9 @@ class Job:
                 return self._end_by_signal(reason)
             if self.failed and (code := self._after_failure(self.failed)):
                 return code
-            if self._others is not None and (order := self._others.stop_order()):
+            if self._coordinator is not None and (
+                order := self._coordinator.stop_order()
+            ):
                 self._stop_with_records(*order)
                 return order[0]
             if self._screen.has_no_reader:
@@ -216,8 +218,8 @@ class Job:
                 return self._leave(EndReason(why, code, signal.SIGTERM))
             if reason is not None:
                 return self._end_by_timeout(reason)
-            if self._waits_in_vain():
-                return self._end_by_vain_wait()
+            if self._waits_for_ended_workers():
+                return self._end_stuck_wait()
             self._ask_to_save()
         return self._code
 
@@ -338,8 +340,8 @@ class Job:
     def _end_by_failure(self, failed: Worker) -> int:
         """Stop all workers after a failure, and return the exit code of its cause."""
         failed = self._wait_for_cause(failed)
-        if self._others is not None:
-            self._others.report_failure(failed, self.lost or failed)
+        if self._coordinator is not None:
+            self._coordinator.report_failure(failed, self.lost or failed)
         assert failed.exit_code is not None
         num_stopped = self._stop_with_records(failed.exit_code, signal.SIGTERM)
         rest = {0: "", 1: ", and the other one was stopped"}.get(
@@ -351,7 +353,7 @@ class Job:
         because = "" if cause is failed else f" since worker {cause.rank} was lost"
         # In a job on several nodes, node 0 names the worker instead, in a message to
         # all nodes.
-        if self._others is None or self._others.is_alone:
+        if self._coordinator is None or self._coordinator.has_lost_node_0:
             self._screen.message(
                 f"tfdp: worker {failed.rank} {failed.describe_end()}{because}{rest}. "
                 f"Full output of worker {cause.rank}: {cause.log.path}",
@@ -383,8 +385,8 @@ class Job:
 
     def _leave(self, reason: EndReason) -> int:
         """Notify node 0 if there is one, stop the workers, and return the exit code."""
-        if self._others is not None:
-            self._others.leave(reason)
+        if self._coordinator is not None:
+            self._coordinator.leave(reason)
         self._stop(reason.signum)
         return reason.code
 
@@ -416,7 +418,7 @@ class Job:
         self._name_records(self._logs[0].path.parent)
         return self._leave(reason)
 
-    def _waits_in_vain(self) -> bool:
+    def _waits_for_ended_workers(self) -> bool:
         """Return whether workers wait for others to join that have ended already.
 
         Once a worker or the workers of another node have ended with exit code 0, those
@@ -424,7 +426,7 @@ class Job:
         a worker that has joined may end before the others have learned that all have.
         """
         has_ended = any(worker.exit_code == 0 for worker in self._workers) or (
-            self._others is not None and self._others.done_node is not None
+            self._coordinator is not None and self._coordinator.done_node is not None
         )
         if not has_ended or time.monotonic() < self._ask_waiting_at:
             return False
@@ -438,15 +440,15 @@ class Job:
             self._ask_waiting_at = math.inf
         return before and self._has_waiting
 
-    def _end_by_vain_wait(self) -> int:
+    def _end_stuck_wait(self) -> int:
         """Stop workers that wait for others that have ended; return exit code 1."""
         ended = next((w for w in self._workers if w.exit_code == 0), None)
         if ended is not None:
             who = f"worker {ended.rank}"
             more = f" Full output of {who}: {ended.log.path}"
         else:
-            assert self._others is not None
-            who, more = f"the workers of node {self._others.done_node}", ""
+            assert self._coordinator is not None
+            who, more = f"the workers of node {self._coordinator.done_node}", ""
         why = f"{who} ended with exit code 0 without creating a strategy"
         self._screen.message(
             f"tfdp: {why}, for which the rest of the job waits.{more}",

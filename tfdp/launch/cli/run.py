@@ -21,6 +21,7 @@ from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import num_cores
 from tfdp.launch.cli import parameter_types as types
 from tfdp.launch.cli.attempts import LocalAttempts, NodeAttempts
+from tfdp.launch.cli.coordinator_connection import join_nodes
 from tfdp.launch.cli.elastic import (
     DEFAULT_REPLACEMENTS,
     ElasticJob,
@@ -42,7 +43,6 @@ from tfdp.launch.cli.launch import (
     warn_of_environment,
 )
 from tfdp.launch.cli.node_options import NodeOptions, node_options
-from tfdp.launch.cli.other_nodes import join_nodes
 from tfdp.launch.cli.program import check_platform, check_program
 from tfdp.launch.cli.remote_line import make_orders
 from tfdp.launch.cli.screen import Screen, open_screen

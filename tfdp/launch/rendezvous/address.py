@@ -29,10 +29,10 @@ def listen(host: str, port: int, *, is_node_0: bool) -> socket.socket | None:
 
     Returns:
         The listening socket; or `None` if the address belongs to another machine, or
-        another node of this machine listens there already.
+        another process of this machine, probably node 0, listens there already.
 
     Raises:
-        RendezvousError: If the name cannot be resolved, or node 0 cannot open the port.
+        RendezvousError: If the name cannot be resolved, or the port cannot be opened.
     """
     check_resolves(host)
     own = addresses_to_listen_on(host)[0]
@@ -44,10 +44,10 @@ def listen(host: str, port: int, *, is_node_0: bool) -> socket.socket | None:
     try:
         return listen_at(own, port)
     except OSError as error:
-        if not is_node_0:
+        is_taken = error.errno == errno.EADDRINUSE
+        if is_taken and not is_node_0:
             return None
-        taken = error.errno == errno.EADDRINUSE
-        why = "another process has it" if taken else os.strerror(error.errno or 0)
+        why = "another process has it" if is_taken else os.strerror(error.errno or 0)
         raise RendezvousError(
             f"Node 0 cannot open port {port}: {why}. Give another one with "
             f"--rendezvous, on all machines. Received: --rendezvous {host}:{port}"

@@ -63,7 +63,7 @@ class JobProbe:
         # to the current attempt and the record of the answer.
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
-        self._thread = start_thread("tfdp-rendezvous-probe", self._run)
+        self._thread = start_thread("tfdp job probe", self._run)
 
     def watch(self, places: NodeAddresses, attempt_id: str) -> None:
         """Ask the workers of an attempt, at these addresses, from now on."""

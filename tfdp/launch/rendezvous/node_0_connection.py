@@ -42,10 +42,10 @@ class Node0Connection:
     """Connection of this node to node 0, for a loop that selects on descriptors.
 
     A thread connects to node 0, retrying until it answers, and sends heartbeats.
-    Received messages are put in a queue: those of the coordinator, and as the last one
-    `{"type": "refused", "text": ...}` if this node cannot join,
+    Received messages are put in a queue: those of the coordinator, and at the end of a
+    connection `{"type": "refused", "text": ...}` if this node cannot join,
     `{"type": "unreachable", "text": ...}` if node 0 does not answer in time, or
-    `{"type": "lost", "text": ...}` if the connection has ended.
+    `{"type": "lost", "text": ...}` if the connection was lost.
 
     Args:
         address: Tuple of the IP address or name of node 0, and its port.
@@ -54,6 +54,9 @@ class Node0Connection:
         join_seconds: Float, seconds to try to reach node 0.
         place: String, the address as the user gave it, for messages. Defaults to
             `None`, which is `address`.
+
+    Attributes:
+        secret: String, the job's secret.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Node0Connection:
     ) -> None:
         self._address = address
         self._place = place or f"{address[0]}:{address[1]}"
-        self._secret = secret
+        self.secret = secret
         self._hello = hello
         self._join_seconds = join_seconds
         self._inbox: collections.deque[dict[str, Any]] = collections.deque()
@@ -75,7 +78,7 @@ class Node0Connection:
         self._waker.setblocking(False)
         self._link: HeartbeatConnection | None = None
         self._is_closed = threading.Event()
-        self._thread = start_thread("tfdp-rendezvous-member", self._run)
+        self._thread = start_thread("tfdp connection to node 0", self._run)
 
     def fileno(self) -> int:
         """Return the descriptor that is readable while the queue has a message."""
@@ -91,6 +94,14 @@ class Node0Connection:
                 self._wake()  # keeps the descriptor readable for the other messages
             return message
         return None
+
+    def put_back(self, message: dict[str, Any]) -> None:
+        """Make a message that `pop_message` has returned the next one again.
+
+        It does not make the descriptor readable: a caller that handles the message
+        later would otherwise never wait until then.
+        """
+        self._inbox.appendleft(message)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message to node 0, if it is connected.
@@ -113,7 +124,7 @@ class Node0Connection:
         self._waker.close()
 
     def _run(self) -> None:
-        """Join node 0, and queue its messages; the target of the thread."""
+        """Run the thread; a subclass overrides it to join again after a loss."""
         self._stay_connected()
 
     def _stay_connected(self, link: HeartbeatConnection | None = None) -> None:
@@ -123,7 +134,7 @@ class Node0Connection:
             link: `HeartbeatConnection` to node 0, or `None`, the default, to connect
                 first.
         """
-        # The last message is sent after any error, since the launcher waits for it
+        # The last message is queued after any error, since the launcher waits for it
         # without a timeout.
         kind, text = "lost", f"the connection to node 0 at {self._place} was lost"
         try:
@@ -189,7 +200,7 @@ class Node0Connection:
             sock = socket.create_connection(self._address, _DIAL_SECONDS)
         except OSError as error:
             raise ConnectionFailed(reason_of(error)) from error
-        steps = dial_steps(self._secret, SERVICE)
+        steps = dial_steps(self.secret, SERVICE)
         keys = authenticate(close_in_forks(sock), steps, _HANDSHAKE_SECONDS)
         sock.setblocking(False)
         return HeartbeatConnection(sock, keys, MOST_BYTES)
@@ -203,12 +214,12 @@ class Node0Connection:
         link.send(self._hello.to_message())
         self._link = link
         while not self._is_closed.is_set():
-            self._proceed(link)
+            self._exchange_messages(link)
         deadline = time.monotonic() + _CLOSING_SECONDS
         while link.has_output and time.monotonic() < deadline:
-            self._proceed(link)
+            self._exchange_messages(link)
 
-    def _proceed(self, link: HeartbeatConnection) -> None:
+    def _exchange_messages(self, link: HeartbeatConnection) -> None:
         """Send pending bytes, and queue received messages; wait up to 50 ms for any."""
         poll = select.poll()
         poll.register(link, select.POLLIN | (select.POLLOUT if link.has_output else 0))

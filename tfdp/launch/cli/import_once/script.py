@@ -32,14 +32,15 @@ def imports_of(script: str) -> Imports | None:
     """Find the packages that can be imported before a script runs.
 
     The script, and modules in its folder, may set environment variables to constants at
-    their top level. Any other change of the environment rules early imports out.
+    their top level. Any other change of the environment prevents early imports.
 
     Args:
         script: String, path of a Python file.
 
     Returns:
-        `Imports`, or `None` if the script does not import TensorFlow, or changes the
-        environment in another way before that.
+        `Imports`, or `None` if the script does not import TensorFlow, changes the
+        environment in another way before that, selects another backend of Keras, or
+        cannot be read or parsed.
     """
     variables: dict[str, str] = {}
     imported: set[str] = set()

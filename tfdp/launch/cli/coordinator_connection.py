@@ -1,4 +1,4 @@
-"""The connection of a launcher to the other nodes of its job."""
+"""Connection of a node's launcher to node 0, which coordinates the job."""
 
 from __future__ import annotations
 
@@ -48,31 +48,28 @@ class CoordinatorConnection(Node0Connection):
 
     Args:
         screen: `Screen` that shows notices of node 0.
-        secret: String, the job's secret.
-        **connection: Further arguments of `Node0Connection`.
+        **connection: Arguments of `Node0Connection`.
 
     Attributes:
-        secret: String, the job's secret.
         attempt: Int, number of the running attempt, or 0 before the first.
         done_node: Int, number of a node whose workers have ended without an error in
             this attempt, or `None`.
         has_left: Bool, whether this node has left the job because of a signal or a
             timeout.
-        is_alone: Bool, whether this node continues after the loss of node 0.
+        has_lost_node_0: Bool, whether this node continues after the loss of node 0.
     """
 
-    def __init__(self, screen: Screen, secret: str, **connection: Any) -> None:
-        super().__init__(secret=secret, **connection)
-        self.secret = secret
+    def __init__(self, screen: Screen, **connection: Any) -> None:
+        super().__init__(**connection)
         self.attempt = 0
         self.done_node: int | None = None
-        self.has_left = self.is_alone = False
+        self.has_left = self.has_lost_node_0 = False
         self._screen = screen
 
     def pop_message(self) -> dict[str, Any] | None:
         """Return and remove the next message of node 0, or `None` if there is none.
 
-        Notices are printed on the screen, and not returned; nor is that a node is done.
+        Notices are printed, and that a node is done is recorded: neither is returned.
         """
         while (message := super().pop_message()) is not None:
             match message.get("type"):
@@ -85,17 +82,17 @@ class CoordinatorConnection(Node0Connection):
         return message
 
     def stop_order(self) -> tuple[int, int] | None:
-        """Return the exit code and the signal of an order to stop, or `None`.
+        """Return the exit code and the signal with which the job is to stop, or `None`.
 
-        The message stays in the queue, since `NodeAttempts` handles it after the job
-        has ended.
+        Any message ends the job, also that node 0 is lost, except the order to stop an
+        earlier attempt. It stays in the queue: `NodeAttempts` handles it after the job.
         """
         message = self.pop_message()
         if message is None:
             return None
         if message.get("type") == "stop" and message.get("attempt") != self.attempt:
             return None
-        self._inbox.appendleft(message)
+        self.put_back(message)
         code = message.get("code")
         signum = message.get("signal", signal.SIGTERM)
         return code if isinstance(code, int) else NODE_LOST, signum
@@ -150,7 +147,7 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
         places: The IP address and the worker ports of each node, once they have changed
             while workers run, or else `None`.
         running: Dict of the fields of `Hello` about workers that run, empty if none do.
-        trains: Bool, whether these workers have begun to train.
+        has_trained: Bool, whether these workers have begun to train.
         is_job_running: Callable that returns whether these workers train, with or
             without those of other nodes.
     """
@@ -158,10 +155,11 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
     def __init__(self, *arguments: Any, **connection: Any) -> None:
         self.places: NodeAddresses | None = None
         self.running: dict[str, Any] = {}
-        self.trains = self._is_refused = False
+        self.has_trained = self._is_refused = False
         self.is_job_running: Callable[[], bool] = lambda: False
         self._first_hello: Hello = connection["hello"]
-        self._waits = False
+        self._is_waiting_for_node_0 = False
+        # Last, since it starts the thread, which reads these attributes.
         super().__init__(*arguments, **connection)
 
     def pop_message(self) -> dict[str, Any] | None:
@@ -175,12 +173,14 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
                 case "places":
                     self.places = message["nodes"]
                 case "trains":
-                    self.trains = True
-                case "lost" if self.running and (self.trains or self.is_job_running()):
+                    self.has_trained = True
+                case "lost" if self.running and (
+                    self.has_trained or self.is_job_running()
+                ):
                     # Node 0 may be lost before it has sent `trains`, so the attribute
                     # is set here, too.
-                    self.trains = True
-                    self.is_alone = True
+                    self.has_trained = True
+                    self.has_lost_node_0 = True
                     self._screen.message(
                         f"tfdp: {message['text']}; the workers of this node continue, "
                         "and no other node can join until the same `tfdp run` is "
@@ -188,9 +188,9 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
                         "warning",
                     )
                 case "found":
-                    self.is_alone = False
-                case "refused" if self.running and self.trains:
-                    self._is_refused = self.is_alone = True
+                    self.has_lost_node_0 = False
+                case "refused" if self.running and self.has_trained:
+                    self._is_refused = self.has_lost_node_0 = True
                     self._screen.message(f"tfdp: {message['text']}", "warning")
                 case _:
                     return message
@@ -212,11 +212,11 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
             "same `tfdp run` is started there again",
             "warning",
         )
-        self.trains, self._waits = False, True
+        self.has_trained, self._is_waiting_for_node_0 = False, True
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message to node 0, unless node 0 is lost."""
-        if not self.is_alone:
+        if not self.has_lost_node_0:
             super().send(message)
 
     def _run(self) -> None:
@@ -226,15 +226,16 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
         """
         self._stay_connected()
         while not (self._is_closed.wait(_REJOIN_SECONDS) or self._is_refused):
-            if self.running and self.trains:
+            if self.running and self.has_trained:
                 self._hello = dataclasses.replace(self._hello, **self.running)
-                # If node 0 does not answer, the next iteration dials again.
+                # Node 0 does not answer, or another process has its port meanwhile: the
+                # next iteration dials again.
                 with contextlib.suppress(ConnectionFailed, UnauthenticatedPeer):
                     link = self._dial()
                     self._put({"type": "found"})
                     self._stay_connected(link)
-            elif self._waits:
-                self._waits, self._hello = False, self._first_hello
+            elif self._is_waiting_for_node_0:
+                self._is_waiting_for_node_0, self._hello = False, self._first_hello
                 self._stay_connected()
 
 
