@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         options,
         testing,
     )
-    from tfdp.communication.coordination.watch.errors import WorkersChanged
+    from tfdp.communication.coordination.watch.errors import WorkerLost, WorkersChanged
     from tfdp.features.elastic_state import ElasticState
     from tfdp.features.tracking.watch import track_each_worker
     from tfdp.ground.options import CommunicationOptions
@@ -48,6 +48,7 @@ _HOMES = {
     "ElasticState": "tfdp.features.elastic_state",
     "MirroredStrategy": "tfdp.training.strategy.strategy",
     "MultiWorkerMirroredStrategy": "tfdp.training.strategy.strategy",
+    "WorkerLost": "tfdp.communication.coordination.watch.errors",
     "WorkersChanged": "tfdp.communication.coordination.watch.errors",
     "auto_strategy": "tfdp.training.strategy.strategy",
     "callbacks": "tfdp.callbacks",
@@ -68,6 +69,7 @@ __all__ = [
     "ElasticState",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
+    "WorkerLost",
     "WorkersChanged",
     "all_gather",
     "auto_strategy",

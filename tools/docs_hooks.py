@@ -57,12 +57,22 @@ MEMBERS = {
     "tfdp.MultiWorkerMirroredStrategy": STRATEGY_MEMBERS,
     "tfdp.DistributedOptimizer": (
         *("accumulation_steps", "loss_scale", "skipped_steps", "accumulated_steps"),
-        *("iterations", "learning_rate", "is_sharded"),
+        *("iterations", "learning_rate", "is_sharded", "sharding", "inner_optimizer"),
         *("build", "scale_loss", "apply", "flush", "check_progress"),
         *("exclude_from_weight_decay", "memory_report"),
     ),
     "tfdp.optimizers.LARS": ("exclude_from_layer_adaptation",),
     "tfdp.callbacks.CommunicationMonitor": ("recent",),
+    "tfdp.ElasticState": ("commit", "delete"),
+    "tfdp.checkpoint.PendingSave": ("wait", "is_done"),
+    "tfdp.compression.Compressor": (
+        *("state", "reduce", "reduce_scatter", "all_gather"),
+        *("wire_ratio", "cuts_buckets"),
+    ),
+    "tfdp.compression.ReplicaGroup": (
+        *("size", "position"),
+        *("all_reduce", "all_gather", "all_to_all", "reduce_scatter"),
+    ),
 }
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".cfg": "ini"}
 SECTION = re.compile(r"^[A-Z][a-z]+:")

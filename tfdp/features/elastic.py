@@ -231,7 +231,7 @@ def _why_not_recoverable(fit: Fit) -> str:
     if not backup_callbacks(callbacks):
         return (
             "continues from the state that a callback saves: pass "
-            "`tfdp.callbacks.BackupAndRestore(directory, memory_every=1)` to `fit`."
+            "`tfdp.callbacks.BackupAndRestore(directory, memory_every=20)` to `fit`."
         )
     for name in ("x", "validation_data"):
         data = fit.arguments.get(name)

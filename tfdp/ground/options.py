@@ -42,7 +42,8 @@ class CommunicationOptions:
             one collective. A variable larger than this has a bucket of its
             own. `"auto"`: a long `fit` tries several plans in its first steps and
             keeps one that is faster than the default. Defaults to `25.0`, or to an
-            eighth of all gradients if that is less; any other size is used unchanged.
+            eighth of all gradients, at least 1 MB, if that is less; any other size
+            than 25 is used unchanged.
         first_bucket_mb: Float, largest size of the first bucket in megabytes.
             It is smaller so that communication starts early in the backward
             pass. Defaults to `1.0`.
@@ -187,7 +188,7 @@ class CommunicationOptions:
         return compression.get("inner"), compression.get("outer")
 
     @property
-    def reduce_dtypes(self) -> tuple[str | None, str | None]:
+    def wire_dtypes(self) -> tuple[str | None, str | None]:
         """Tuple of names of communication dtypes inside and across nodes, or `None`."""
         inner, outer = (
             COMMUNICATION_DTYPES.get(given) if isinstance(given, str) else None

@@ -306,9 +306,7 @@ def _remedy() -> str:
             "Install mpi4py, with which tfdp finds the other processes (pip install "
             "tfdp[mpi]), or set TF_CONFIG before the strategy is created"
         )
-    return (
-        "Set TF_CONFIG before the strategy is created, as the guide for PyTorch shows"
-    )
+    return "Set TF_CONFIG before the strategy is created (see docs/launching.md)"
 
 
 @patches.filter_traceback

@@ -40,6 +40,9 @@ class WorkersJoin(ClusterChanges):
 class WorkerLost(ClusterChanges):
     """Error: another worker has died, hangs or cannot be reached.
 
+    Keras's `fit`, `evaluate` and `predict` and the calls of tfdp raise it. In a custom
+    training loop a collective ends with an error of TensorFlow instead.
+
     Args:
         text: String, the message.
         rank: Int, rank of the worker.
