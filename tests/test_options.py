@@ -75,13 +75,13 @@ def test_what_is_wrong_with_levels_and_nodes_is_said(options: dict):
 
 
 def test_a_compression_of_both_levels_or_of_one_is_taken_apart():
-    assert CommunicationOptions().reduce_dtypes == (None, None)
-    assert CommunicationOptions(compression="fp16").reduce_dtypes == (
+    assert CommunicationOptions().wire_dtypes == (None, None)
+    assert CommunicationOptions(compression="fp16").wire_dtypes == (
         "float16",
         "float16",
     )
     outer_only = CommunicationOptions(compression={"outer": "bf16"})
-    assert outer_only.reduce_dtypes == (None, "bfloat16")
+    assert outer_only.wire_dtypes == (None, "bfloat16")
 
 
 def test_options_are_keyword_only_and_frozen():

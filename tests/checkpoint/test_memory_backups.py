@@ -82,7 +82,7 @@ def killed(hosts: Hosts, layout: Layout, step: int, **arguments: Any) -> Result:
         (TWO_WORKERS, "ab", "b", "copies on other hosts of the parts of worker 1\n"),
         full(ONE_PROCESS, "a", "", "from memory\n"),
         full(TWO_BY_TWO, "ab", "a", "copies on other hosts of the parts of worker 0\n"),
-        full(THREE_WORKERS, "aab", "a", "of the parts of workers 0, 1\n"),
+        full(THREE_WORKERS, "aab", "a", "of the parts of workers 0 and 1\n"),
         full(THREE_WORKERS, "aab", "b", "of the parts of worker 2\n"),
     ],
 )

@@ -184,7 +184,7 @@ def adasum_sends_halves_and_three_numbers_for_each_tensor(env: Env) -> dict:
         "Reduce": [products] * 3,
         "Gather": [size // 8, size // 4, size // 2],
     }
-    compressed = functools.partial(adasum, sizes=sizes, reduce_dtype=tf.float16)
+    compressed = functools.partial(adasum, sizes=sizes, wire_dtype=tf.float16)
     assert sent(compressed)["AllToAll"] == [size // 2, size // 4, size // 8]
     assert sent(functools.partial(adasum_across_nodes, sizes=sizes)) == {
         "AllToAll": [size, size // 4],

@@ -145,27 +145,27 @@ def algorithms_give_the_same_bits(env: Env) -> dict:
 
     total = sum(own(rank).astype("float64") for rank in range(env.num_replicas))
     for group, algorithm in ready_made(env):
-        reduce_dtypes = [{}] if isinstance(algorithm, functools.partial) else [{}, BF16]
-        for reduce_dtype in reduce_dtypes:
+        wire_dtypes = [{}] if isinstance(algorithm, functools.partial) else [{}, BF16]
+        for wire_dtype in wire_dtypes:
 
             def reduce(
                 replica,
                 rank,
                 group=group,
                 algorithm=algorithm,
-                reduce_dtype=reduce_dtype,
+                wire_dtype=wire_dtype,
             ):
-                return algorithm(tf.constant(own(rank)), group, replica, **reduce_dtype)
+                return algorithm(tf.constant(own(rank)), group, replica, **wire_dtype)
 
             results = run(env, reduce)
             check_same_bits(env, results)
             # bfloat16 keeps 8 bits: of each of N addends, and of the sum.
-            error = 2**-8 * (env.num_replicas + 1) if reduce_dtype else 1e-6
+            error = 2**-8 * (env.num_replicas + 1) if wire_dtype else 1e-6
             assert np.abs(results[0] - total).max() <= error * np.abs(total).max()
     return {}
 
 
-BF16 = {"reduce_dtype": tf.bfloat16}
+BF16 = {"wire_dtype": tf.bfloat16}
 
 
 def check_same_bits(env: Env, results: list) -> None:
@@ -319,7 +319,7 @@ def algorithms_launch_so_many_collectives_of_so_many_bytes(env: Env) -> dict:
         "AllToAll": [size, size // 8],
         "Gather": [size // 16, size // 4],
     }
-    everywhere = functools.partial(ring, reduce_dtype=tf.float16)
+    everywhere = functools.partial(ring, wire_dtype=tf.float16)
     assert sent(everywhere) == {"AllToAll": [size // 2], "Gather": [size // 16]}
     return {}
 
@@ -334,7 +334,7 @@ def sums_that_the_transport_rounds_are_those_of_each_level(env: Env) -> dict:
     def reduce(replica, rank):
         value = tf.constant(np.random.default_rng(rank).normal(size=1009), tf.float32)
         return [
-            ring(value, flat, replica, reduce_dtype=tf.bfloat16),
+            ring(value, flat, replica, wire_dtype=tf.bfloat16),
             hierarchical(value, nodes, replica, inner=level, outer=level),
         ]
 
@@ -356,8 +356,8 @@ def compressed_sums_are_rounded_once_and_overflow_to_infinity(env: Env) -> dict:
     def reduce(replica, rank):
         own = tf.constant(value) if rank == 0 else tf.constant([1.0, 1.0, 65_000.0])
         return [
-            ring(own, group, replica, reduce_dtype=tf.bfloat16),
-            ring(own, group, replica, reduce_dtype=tf.float16),
+            ring(own, group, replica, wire_dtype=tf.bfloat16),
+            ring(own, group, replica, wire_dtype=tf.float16),
         ]
 
     others = env.num_replicas - 1

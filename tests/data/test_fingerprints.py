@@ -173,8 +173,8 @@ def test_each_array_and_each_worker_that_differs_is_named():
     arrays[1] = arrays[3] = {"x": x, "y": y + 1, "same": x}
     found = difference([ArrayValues(each) for each in arrays])
     assert found == (
-        "y with other values on workers 1, 3; x, y with the same rows in another order "
-        "on worker 2 than on worker 0"
+        "y with other values on workers 1 and 3; x, y with the same rows in another "
+        "order on worker 2 than on worker 0"
     )
 
 

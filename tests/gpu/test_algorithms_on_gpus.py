@@ -78,11 +78,9 @@ def test_hierarchical_algorithm_adds_over_gpus(inner, outer, dtype):
             check(algorithm, new_group(count, node_size), dtype)
 
 
-@pytest.mark.parametrize(
-    "reduce_dtype", [tf.float16, tf.bfloat16], ids=lambda d: d.name
-)
+@pytest.mark.parametrize("wire_dtype", [tf.float16, tf.bfloat16], ids=lambda d: d.name)
 @pytest.mark.parametrize("name", FLAT)
-def test_compressed_sums_over_gpus(name, reduce_dtype):
+def test_compressed_sums_over_gpus(name, wire_dtype):
     for count in COUNTS:
-        algorithm = functools.partial(FLAT[name], reduce_dtype=reduce_dtype)
+        algorithm = functools.partial(FLAT[name], wire_dtype=wire_dtype)
         check(algorithm, new_group(count), tf.float32)

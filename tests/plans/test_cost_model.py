@@ -265,17 +265,17 @@ def test_more_bytes_or_slower_links_never_take_less_time(algorithm, nodes):
 def test_half_the_bytes_on_the_wire_is_half_the_tensor(algorithm):
     topology = cluster(2, 4)
     half = predict_seconds(algorithm, 500, topology, LINKS)
-    reduce_dtypes = {"inner_ratio": 0.5, "outer_ratio": 0.5}
-    assert predict_seconds(algorithm, 1000, topology, LINKS, **reduce_dtypes) == half
+    wire_dtypes = {"inner_ratio": 0.5, "outer_ratio": 0.5}
+    assert predict_seconds(algorithm, 1000, topology, LINKS, **wire_dtypes) == half
 
 
 def test_the_outer_wire_alone_matters_to_hierarchical_algorithms_alone():
     topology = cluster(2, 2)
-    reduce_dtypes = {"outer_ratio": 0.5}
-    seconds = predict_seconds(HIERARCHICAL, 24, topology, LINKS, **reduce_dtypes)
+    wire_dtypes = {"outer_ratio": 0.5}
+    seconds = predict_seconds(HIERARCHICAL, 24, topology, LINKS, **wire_dtypes)
     assert seconds == 2 * (1 + 12 * 2) + 2 * (10 + 3 * 2 * 3)
     plain = predict_seconds(RING, 24, topology, LINKS)
-    assert predict_seconds(RING, 24, topology, LINKS, **reduce_dtypes) == plain
+    assert predict_seconds(RING, 24, topology, LINKS, **wire_dtypes) == plain
 
 
 def test_thousands_of_replicas_are_predicted_at_once():

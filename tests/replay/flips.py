@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.harness.env import Env
-from tfdp.features.replay import ranked_group
+from tfdp.features.replay import replay_group
 from tfdp.ground._compat import runtime, tf_distribute
 from tfdp.training.keras_hooks import optimizer_hooks
 from tfdp.training.optimizer import distributed
@@ -120,11 +120,11 @@ def in_sum(flips: Flips) -> typing.Iterator[None]:
 @contextlib.contextmanager
 def in_statistics(flips: Flips) -> typing.Iterator[None]:
     """In a sum over replicas within the step, as a replica receives it."""
-    original = ranked_group._OrderedSums.sum
+    original = replay_group._OrderedSums.sum
 
     def add(sums: typing.Any, parts: list) -> list:
         first, *others = original(sums, parts)
         return [flips.flipped(local_replica(), first, 20), *others]
 
-    with mock.patch.object(ranked_group._OrderedSums, "sum", add):
+    with mock.patch.object(replay_group._OrderedSums, "sum", add):
         yield

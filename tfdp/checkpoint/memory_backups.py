@@ -43,6 +43,7 @@ from tfdp.communication.coordination.checks import check_same_variables
 from tfdp.communication.transport import Communicator, new_tag
 from tfdp.ground import user_code
 from tfdp.ground.base.threads import run_on_thread
+from tfdp.ground.text import list_ranks
 from tfdp.training.sharding.state_tensors import StateTensor
 
 # Largest size in bytes of the file that identifies the directory of backups.
@@ -108,7 +109,8 @@ class MemoryBackups:
         answers = self._group.all_gather("memory of hosts", [key, fault])
         self._host_keys = [answer[0] for answer in answers]
         self._keepers = keepers_of_copies(self._host_keys)
-        # A state of an earlier run is read even if this run cannot save any.
+        # A fault is no error: it disables the saves of this run, and a state of an
+        # earlier one may still be read.
         self._disable_on_fault([answer[1] for answer in answers])
         if not self._keepers:
             return
@@ -216,9 +218,8 @@ class MemoryBackups:
         ]
         if not lost:
             return "memory"
-        noun = "worker" if len(lost) == 1 else "workers"
-        ranks = ", ".join(map(str, lost))
-        return f"memory, with the copies on other hosts of the parts of {noun} {ranks}"
+        parts = f"the parts of {list_ranks(lost)}"
+        return f"memory, with the copies on other hosts of {parts}"
 
     def is_due(self, step: int) -> bool:
         """Return whether a save within an epoch is due.

@@ -12,7 +12,7 @@ import numpy as np
 from tfdp.checkpoint.host_memory import HostMemory
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.memory_parts import CompleteSave, PartHeader
-from tfdp.checkpoint.reader import LoadPlan, ReadItem, read_batches
+from tfdp.checkpoint.reader import LoadPlan, ReadItem, group_reads
 from tfdp.communication.transport import Communicator, new_tag
 from tfdp.training.sharding.state_tensors import StateTensor
 
@@ -84,7 +84,7 @@ class PartsReader:
                 for piece, _ in self._pieces(item)
                 if piece.part not in self._arrays
             ]
-            for items in read_batches(state, self._index)
+            for items in group_reads(state, self._index)
         ]
 
     def exchange_requests(
@@ -124,7 +124,7 @@ class PartsReader:
             load_plan: `LoadPlan` with the tensors to read.
         """
         load_plan.clear()
-        batches = read_batches(load_plan.tensors, self._index)
+        batches = group_reads(load_plan.tensors, self._index)
         try:
             for items, number in itertools.zip_longest(
                 batches, range(len(self._rounds))

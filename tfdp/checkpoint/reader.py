@@ -99,7 +99,7 @@ def read_shards(load_plan: LoadPlan, index: Index, folder: Storage, room: int) -
     """
     shards = needed_shards(load_plan.tensors, index)
     files.check_sizes(shards, folder)
-    batches = read_batches(load_plan.tensors, index, max(room, files.SHARD_BYTES))
+    batches = group_reads(load_plan.tensors, index, max(room, files.SHARD_BYTES))
     load_plan.batches = (_fill(items, index, folder) for items in batches)
     if _num_bytes(load_plan.tensors) <= room:
         load_plan.batches = list(load_plan.batches)
@@ -162,30 +162,35 @@ class ReadItem:
             self.local.write(elements)
 
 
-def read_batches(
+def group_reads(
     state: Sequence[StateTensor], index: Index, room: int = files.SHARD_BYTES
 ) -> Iterator[deque[ReadItem]]:
-    """Yield the local shards of a state in batches, whose buffers fit into `room`.
+    """Group local shards of a state, so that the buffers of a group fit into memory.
+
+    Nothing is read yet.
 
     Args:
         state: Sequence of `StateTensor`.
         index: `Index` of the checkpoint.
-        room: Int, the largest size of a batch of several items, in bytes. Defaults to
+        room: Int, the largest size of a group of several items, in bytes. Defaults to
             that of a shard.
+
+    Yields:
+        Deque of `ReadItem`, the next group.
     """
-    batch: deque[ReadItem] = deque()
+    group: deque[ReadItem] = deque()
     positions, free = _positions(index), room
     for tensor in state:
         dtype = files.dtype_of(tensor)
         for local in tensor.local_shards:
             num_bytes = (local.stop - local.start) * dtype.size
-            if batch and num_bytes > free:
-                yield batch
-                batch, free = deque(), room
+            if group and num_bytes > free:
+                yield group
+                group, free = deque(), room
             extent = Extent(positions[tensor.name], local.start, local.stop)
-            batch.append(ReadItem(local, extent, dtype))
+            group.append(ReadItem(local, extent, dtype))
             free -= num_bytes
-    yield batch
+    yield group
 
 
 def _fill(items: deque[ReadItem], index: Index, folder: Storage) -> deque[ReadItem]:

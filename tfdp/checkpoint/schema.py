@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tfdp.ground.arguments import is_number
 from tfdp.ground.text import pluralize
 
 _NO_BOUND = 2**63
@@ -112,8 +113,7 @@ def _check_items(pairs: Iterable[tuple[Any, Any]], where: str) -> None:
 
 def number(value: Any, where: str) -> None:
     """Raise `Malformed` unless a value is a finite number and not a bool."""
-    is_number = type(value) in (int, float) and abs(value) < 2**1023
-    if not is_number or not math.isfinite(value):
+    if not is_number(value):
         raise_malformed(value, where, "a finite number")
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+
+# Most workers that a text lists by rank.
+_MOST_RANKS = 8
 
 
 def pluralize(number: int, noun: str, plural: str | None = None) -> str:
@@ -23,6 +27,28 @@ def pluralize(number: int, noun: str, plural: str | None = None) -> str:
     ('1 worker', '0 workers', '1,024 replicas')
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def list_ranks(ranks: Sequence[int], noun: str = "worker") -> str:
+    """Return the names of workers, of which at most eight are listed by rank.
+
+    Args:
+        ranks: Sequence of ints, at least one.
+        noun: String, the noun in the singular. Defaults to `"worker"`.
+
+    Returns:
+        String.
+
+    Example:
+
+    >>> list_ranks([3]), list_ranks([0, 1, 2]), list_ranks(range(12), "rank")
+    ('worker 3', 'workers 0, 1 and 2', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more')
+    """
+    names = [str(rank) for rank in ranks[:_MOST_RANKS]]
+    if len(ranks) > _MOST_RANKS:
+        names.append(f"{len(ranks) - _MOST_RANKS} more")
+    *first, last = names
+    return f"{noun}s {', '.join(first)} and {last}" if first else f"{noun} {last}"
 
 
 def say(text: object) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdp.ground import user_code
+from tfdp.ground.text import list_ranks
 
 _WARN_AFTER_SECONDS = 10.0
 _EXCHANGE_TAG = 1
@@ -281,14 +282,14 @@ class _Inbox:
             waited = time.monotonic() - begin
             if timeout_seconds is not None and waited >= timeout_seconds:
                 raise TimeoutError(
-                    f"{_format_ranks(missing).capitalize()} of the MPI job did not "
-                    f"create a strategy within {timeout_seconds:.0f} s. Start the same "
-                    "script on all ranks, and check the end of their output."
+                    f"{list_ranks(missing, 'rank').capitalize()} of the MPI job did "
+                    f"not create a strategy within {timeout_seconds:.0f} s. Start the "
+                    "same script on all ranks, and check the end of their output."
                 )
             if waited >= _WARN_AFTER_SECONDS:
                 user_code.warn(
-                    f"Waiting for {_format_ranks(missing)} of the MPI job to create "
-                    "a strategy.",
+                    f"Waiting for {list_ranks(missing, 'rank')} of the MPI job to "
+                    "create a strategy.",
                     once_for=self,
                     topic="waiting",
                 )
@@ -312,13 +313,6 @@ class _Inbox:
                 return False
         self._texts[rank] = bytes(text)
         return True
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks for a message, at most eight of them: `"ranks 1, 2 and 5 more"`."""
-    few = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {few}{more}"
 
 
 def _drain(mpi: Any, comm: Any) -> None:

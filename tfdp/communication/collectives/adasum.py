@@ -40,7 +40,7 @@ def adasum(
     sizes: Sequence[int],
     channel: int = 0,
     is_alone: bool = True,
-    reduce_dtype: tf.DType | None = None,
+    wire_dtype: tf.DType | None = None,
 ) -> tf.Tensor:
     """Combine the replicas' tensors by Adasum.
 
@@ -51,7 +51,7 @@ def adasum(
         sizes: Sequence of ints, numbers of elements of the gradients in `tensor`.
         channel: Int; collectives of one channel run one after another. Defaults to `0`.
         is_alone: Bool, ignored; an argument that all algorithms have.
-        reduce_dtype: `tf.DType` in which elements travel, or `None`, their own.
+        wire_dtype: `tf.DType` in which elements travel, or `None`, their own.
             Defaults to `None`.
 
     Returns:
@@ -59,7 +59,7 @@ def adasum(
     """
     del is_alone
     members = tuple((position,) for position in range(group.size))
-    groups = _create_groups(Member(group, replica, channel, reduce_dtype), members)
+    groups = _create_groups(Member(group, replica, channel, wire_dtype), members)
     with tf.device(group.devices[replica]):
         return _combine(tensor, sizes, groups)
 
@@ -246,8 +246,8 @@ def _exchange_halves(
     """
     pair = _pair_of(groups, distance)
     halves = tf.reshape(flat, [2, flat.shape[0] // 2])
-    if pair.reduce_dtype is not None:
-        halves = tf.cast(halves, pair.reduce_dtype)
+    if pair.wire_dtype is not None:
+        halves = tf.cast(halves, pair.wire_dtype)
     received = pair.all_to_all(halves)
     first, second = tf.unstack(tf.cast(received, flat.dtype))
     half = pair.position

@@ -216,12 +216,12 @@ class Level:
 
     Args:
         algorithm: String, an all-reduce, a key of `FLAT`. Defaults to `"ring"`.
-        reduce_dtype: `tf.DType` in which elements travel, or `None`, their own. Sums
+        wire_dtype: `tf.DType` in which elements travel, or `None`, their own. Sums
             are computed in their own. Defaults to `None`.
     """
 
     algorithm: str = "ring"
-    reduce_dtype: tf.DType | None = None
+    wire_dtype: tf.DType | None = None
 
 
 def ring(
@@ -231,7 +231,7 @@ def ring(
     *,
     channel: int = 0,
     is_alone: bool = True,
-    reduce_dtype: tf.DType | None = None,
+    wire_dtype: tf.DType | None = None,
 ) -> tf.Tensor:
     """All-reduce by TensorFlow's ring: fewest bytes, 2 (N - 1) steps.
 
@@ -243,21 +243,21 @@ def ring(
         is_alone: Bool, whether hardly any other collective runs at the same time.
             TensorFlow then divides the ring's chunks in two, so that the network is not
             idle between pieces. Defaults to `True`.
-        reduce_dtype: `tf.DType` in which elements travel, or `None`, their own.
+        wire_dtype: `tf.DType` in which elements travel, or `None`, their own.
             Defaults to `None`.
 
     Returns:
         A tensor like `tensor`, identical on every replica.
     """
-    if reduce_dtype is None:
+    if wire_dtype is None:
         return Member(group, replica, channel=channel).all_reduce(
             tensor, is_alone=is_alone
         )
     if _rounds_sums_once(group):
-        sent = tf.cast(tensor, reduce_dtype)
+        sent = tf.cast(tensor, wire_dtype)
         total = ring(sent, group, replica, channel=channel, is_alone=is_alone)
         return tf.cast(total, tensor.dtype)
-    member = Member(group, replica, channel, reduce_dtype)
+    member = Member(group, replica, channel, wire_dtype)
     return in_two_phases(tensor, member, *PHASES["ring"])
 
 
@@ -276,7 +276,7 @@ def _in_phases(algorithm: str, docstring: str) -> Callable[..., tf.Tensor]:
         *,
         channel: int = 0,
         is_alone: bool = True,
-        reduce_dtype: tf.DType | None = None,
+        wire_dtype: tf.DType | None = None,
     ) -> tf.Tensor:
         """All-reduce in the two phases of `algorithm`; has the arguments of `ring`.
 
@@ -284,7 +284,7 @@ def _in_phases(algorithm: str, docstring: str) -> Callable[..., tf.Tensor]:
         ignored.
         """
         del is_alone
-        member = Member(group, replica, channel, reduce_dtype)
+        member = Member(group, replica, channel, wire_dtype)
         return in_two_phases(tensor, member, *PHASES[algorithm])
 
     all_reduce_in_phases.__name__ = all_reduce_in_phases.__qualname__ = algorithm
@@ -343,7 +343,7 @@ def hierarchical(
 
     Source: Jia et al. 2018, https://arxiv.org/abs/1807.11205, section 3.3.
     """
-    dtype = inner.reduce_dtype
+    dtype = inner.wire_dtype
     rings = inner == outer == Level("ring", dtype)
     if dtype is not None and rings and _rounds_sums_once(group):
         # Elements are cast only once, for both levels: more rounding would lose
@@ -353,8 +353,8 @@ def hierarchical(
         total = hierarchical(sent, group, replica, channel=channel, is_alone=is_alone)
         return tf.cast(total, tensor.dtype)
     node, other_nodes = node_levels(group, replica)
-    inside = Member(node, replica, channel, inner.reduce_dtype)
-    across = Member(other_nodes, replica, channel, outer.reduce_dtype)
+    inside = Member(node, replica, channel, inner.wire_dtype)
+    across = Member(other_nodes, replica, channel, outer.wire_dtype)
     # Groups are created here, since replicas without a shard do not reach the
     # all-reduce across nodes, and all replicas must create groups in one order.
     pairs_of(inner.algorithm, node)

@@ -27,14 +27,14 @@ class Member:
         group: `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
         channel: Int; collectives of one channel run one after another. Defaults to `0`.
-        reduce_dtype: `tf.DType` in which elements travel in `reduce_scatter`,
+        wire_dtype: `tf.DType` in which elements travel in `reduce_scatter`,
             `all_gather` and `broadcast`, or `None`, their own. Defaults to `None`.
     """
 
     group: ProcessGroup
     replica: int
     channel: int = 0
-    reduce_dtype: tf.DType | None = None
+    wire_dtype: tf.DType | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Member:
             return tf.identity(tensor)
         if _is_empty(tensor):
             return tf.concat([tensor] * group.size, axis=0)
-        sent, back = _to_sent_dtype(tensor, self.reduce_dtype)
+        sent, back = _to_sent_dtype(tensor, self.wire_dtype)
         with tf.device(group.devices[self.replica]):
             gathered = back(self._run("all_gather", sent, size))
             return tf.ensure_shape(gathered, _joined_shape(tensor, group.size))
@@ -130,13 +130,13 @@ class Member:
             return tf.identity(tensor)
         if _is_empty(tensor):
             return tf.split(tensor, group.size)[0]
-        if group.transport.has_reduce_scatter and self.reduce_dtype is None:
+        if group.transport.has_reduce_scatter and self.wire_dtype is None:
             return self._run("reduce_scatter", tensor)
         # An all-to-all and a local sum move the same bytes, and can sum in the tensor's
-        # dtype after elements were sent in `reduce_dtype`.
+        # dtype after elements were sent in `wire_dtype`.
         sent = tf.reshape(tensor, _split_shape(tensor, group.size))
-        if self.reduce_dtype is not None:
-            sent = tf.cast(sent, self.reduce_dtype)
+        if self.wire_dtype is not None:
+            sent = tf.cast(sent, self.wire_dtype)
         received = self.all_to_all(sent)  # [group.size, n, ...]
         return _sum_of_rows(received, tensor.dtype)  # [n, ...]
 
@@ -152,7 +152,7 @@ class Member:
         """
         if self.group.size == 1 or _is_empty(tensor):
             return tf.identity(tensor)
-        sent, back = _to_sent_dtype(tensor, self.reduce_dtype)
+        sent, back = _to_sent_dtype(tensor, self.wire_dtype)
         with tf.device(self.group.devices[self.replica]):
             return back(self._run("broadcast", sent, source=source))
 
@@ -211,16 +211,16 @@ def padded_length(length: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _to_sent_dtype(
-    tensor: tf.Tensor, reduce_dtype: tf.DType | None
+    tensor: tf.Tensor, wire_dtype: tf.DType | None
 ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """Cast a tensor to the dtype that is sent: `reduce_dtype`, or its own for `None`.
+    """Cast a tensor to the dtype that is sent: `wire_dtype`, or its own for `None`.
 
     Returns:
         Tuple of the cast tensor, and a function from a received tensor to the dtype of
         `tensor`.
     """
-    if reduce_dtype is not None and reduce_dtype != tensor.dtype:
-        sent, back = _to_sent_dtype(tf.cast(tensor, reduce_dtype), None)
+    if wire_dtype is not None and wire_dtype != tensor.dtype:
+        sent, back = _to_sent_dtype(tf.cast(tensor, wire_dtype), None)
         return sent, lambda received: tf.cast(back(received), tensor.dtype)
     if tensor.dtype == tf.bfloat16:
         # TensorFlow cannot all-gather or broadcast bfloat16, so the bits of a tensor of

@@ -26,6 +26,7 @@ from tfdp.communication.coordination.progress import (
 from tfdp.communication.store import Gathering, Store
 from tfdp.ground import forks, user_code
 from tfdp.ground.base.feature import job_part
+from tfdp.ground.text import list_ranks
 
 _WARN_AFTER_SECONDS = 10.0
 # Seconds between two checks of whether an awaited worker is alive: at the start of a
@@ -236,10 +237,10 @@ class WorkerGroup:
             ranks: List of ints, the workers whose texts are missing.
             topic: String, subject of the values, for the warning.
         """
-        names = ", ".join(f"worker {rank}" for rank in ranks)
         user_code.warn(
-            f"Waiting for {names} at {topic!r} for {_WARN_AFTER_SECONDS:.0f} s. Every "
-            "worker has to run the same calls of Keras and tfdp.",
+            f"Waiting for {list_ranks(ranks)} at {topic!r} for "
+            f"{_WARN_AFTER_SECONDS:.0f} s. Every worker has to run the same calls of "
+            "Keras and tfdp.",
             once_for=self,
             topic=key,
         )

@@ -9,7 +9,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tfdp.features.goodput.ledger import FORMAT, Moment, is_number, moment_of
+from tfdp.features.goodput.ledger import FORMAT, Moment, moment_of
+from tfdp.ground.arguments import is_integer, is_number
 
 # Classes of time, by their names in a ledger. `CLASSES` has their names in tables, in
 # the order of the rows.
@@ -419,6 +420,6 @@ def _check_work(line: dict[str, Any]) -> None:
         raise ValueError("its seconds are invalid")
     names = ("fit", "epoch", "first", "last") if "first" in line else ("fit",)
     position = [line.get(name) for name in names]
-    is_valid = all(isinstance(v, int) and is_number(v) and v >= 0 for v in position)
+    is_valid = all(is_integer(v, least=0) and is_number(v) for v in position)
     if not is_valid or ("first" in line and line["first"] > line["last"]):
         raise ValueError("its steps are invalid")

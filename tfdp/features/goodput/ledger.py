@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import stat
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tfdp.communication.cluster import tf_config
+from tfdp.ground.arguments import is_number
 from tfdp.ground.base.files import open_regular
 from tfdp.ground.base.process_identity import boot_id, state_and_start
 from tfdp.ground.text import say
@@ -143,12 +142,6 @@ def moment_of(content: Any) -> Moment:
     if not all(map(is_number, times)) or not isinstance(boot, str):
         raise ValueError("it has no valid time")
     return Moment(float(times[0]), float(times[1]), boot)
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a JSON value is a finite number."""
-    is_plain = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_plain and abs(value) < sys.float_info.max and math.isfinite(value)
 
 
 def path_beside(directory: str) -> str:

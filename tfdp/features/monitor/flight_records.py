@@ -29,13 +29,13 @@ from tfdp.features.monitor.flight_collectives import (
     slowest_of,
 )
 from tfdp.features.monitor.trace import Slice, WorkerTrace
-from tfdp.ground.text import pluralize
+from tfdp.ground.text import list_ranks, pluralize
 
 _NO_PLACE = "no call of Keras or tfdp"
 # Columns of the table of `tfdp doctor`. The line is the innermost one of the user's
 # code in the main thread.
 COLUMNS = ("worker", "host", "place", "last collective", "its state", "line")
-# Most workers that a text lists by rank; of more it gives the number.
+# Most workers whose activity a text describes.
 _MOST_RANKS = 8
 _LOOP_LANE = 0
 # Matches the place in a collective's name at which the name of its own operation
@@ -154,7 +154,7 @@ def _sentence_of_difference(
     if all(entry.kind == TENSORFLOW for entry in entries.values()):
         return _sentence_of_plans(groups, entries)
     parts = [
-        f"{_workers(ranks)} {_be(ranks)} at {_describe(entries[ranks[0]])} "
+        f"{list_ranks(ranks)} {_be(ranks)} at {_describe(entries[ranks[0]])} "
         f"in {_place(records[ranks[0]], entries[ranks[0]])}"
         for ranks in groups.values()
     ]
@@ -180,7 +180,7 @@ def _sentence_of_plans(
     orders = {ranks[0]: entries[ranks[0]].key for ranks in groups.values()}
     number, forms = first_in_other_order(orders)
     parts = [
-        f"{_workers(ranks)} {_have(ranks)} {forms[ranks[0]]}"
+        f"{list_ranks(ranks)} {_have(ranks)} {forms[ranks[0]]}"
         for ranks in groups.values()
     ]
     return (
@@ -203,7 +203,7 @@ def _sentence_of_missing(
     wait = "waits" if len(ranks) == 1 else "wait"
     where = _place(records[ranks[0]], stalled.entries[ranks[0]])
     waiting = (
-        f"{_workers(ranks)} {wait} for {_workers(missing)} in "
+        f"{list_ranks(ranks)} {wait} for {list_ranks(missing)} in "
         f"{_describe(stalled.first)} in {where} for {stalled.waited_seconds:.1f} s"
     )
     doing = "; ".join(
@@ -309,7 +309,7 @@ def _describe(entry: RecordedCollective) -> str:
         that TensorFlow runs has its name in place of the number; an all-gather of texts
         has no size.
     """
-    details = [f"number {_number(entry)}", _workers(entry.ranks)]
+    details = [f"number {_number(entry)}", list_ranks(entry.ranks)]
     if entry.kind == TENSORFLOW:
         details = [entry.name, *details[1:], pluralize(entry.num_bytes, "byte")]
     elif entry.kind != TEXTS:
@@ -348,7 +348,7 @@ def _reasons(records: Records) -> str:
     reasons: dict[str, list[int]] = {}
     for rank, record in records.items():
         reasons.setdefault(record.reason, []).append(rank)
-    texts = (f"{_workers(r)} wrote since {reason}" for reason, r in reasons.items())
+    texts = (f"{list_ranks(r)} wrote since {reason}" for reason, r in reasons.items())
     return _sentence("; ".join(texts))
 
 
@@ -358,18 +358,8 @@ def _causes(records: Records) -> str:
     for record in records.values():
         if record.lost is not None:
             causes.setdefault(record.reason, set()).add(record.lost)
-    texts = [f"{_workers(sorted(r))}: {cause}" for cause, r in causes.items()]
+    texts = [f"{list_ranks(sorted(r))}: {cause}" for cause, r in causes.items()]
     return f"{_sentence('; '.join(texts)).rstrip('.')}. " if texts else ""
-
-
-def _workers(ranks: Sequence[int]) -> str:
-    """Name workers, such as `"workers 0 and 1"`."""
-    if len(ranks) == 1:
-        return f"worker {ranks[0]}"
-    if len(ranks) > _MOST_RANKS:
-        return pluralize(len(ranks), "worker")
-    *first, last = map(str, ranks)
-    return f"workers {', '.join(first)} and {last}"
 
 
 def _sentence(text: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.communication.collectives.gather import gather_first_axis
-from tfdp.features.replay.ranked_group import ranked_group
+from tfdp.features.replay.replay_group import replay_group
 from tfdp.ground._compat import optimizer_state, runtime, tf_distribute
 from tfdp.training.data.batch_weights import CountedBatch
 from tfdp.training.reduction.fusion import ReducedGradients
@@ -130,7 +130,7 @@ class CheckedStep(LoopFeature):
         """Implements `LoopFeature.regroup`: record digests of what replicas send.
 
         Returns:
-            `RankedGroup` of the same replicas, in which a digest of each tensor that
+            `ReplayGroup` of the same replicas, in which a digest of each tensor that
             the running replica gives to a collective is recorded. In a stand-in, its
             replicas have the ranks of the next ones.
         """
@@ -141,7 +141,7 @@ class CheckedStep(LoopFeature):
             if tf.compat.v1.get_default_graph() is graph:
                 given.append(_digest([tensor]))
 
-        return ranked_group(group, record, is_stand_in=self.is_stand_in)
+        return replay_group(group, record, is_stand_in=self.is_stand_in)
 
     def around_step(self, model: Any) -> Callable[[], None]:
         """Reset the digests of the running replica before its step.

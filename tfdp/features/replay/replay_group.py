@@ -18,11 +18,11 @@ from tfdp.training.reduction.training_group import TrainingGroup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RankedGroup(TrainingGroup):
-    """Group that records what replicas send, and can give each the next one's rank.
+class ReplayGroup(TrainingGroup):
+    """Group of a step that is computed twice; it records what replicas send.
 
-    A replica's rank is its position in `ranks`: those of `inner`, or in a stand-in the
-    last of these followed by the others.
+    The second time, each replica has the rank of the next one, its position in `ranks`,
+    and so computes the part of that one.
 
     Args:
         inner: `TrainingGroup` of the same replicas.
@@ -46,7 +46,7 @@ class RankedGroup(TrainingGroup):
 
 
 class _OrderedSums:
-    """Reducer of a `RankedGroup`, which adds the replicas' parts in order of rank.
+    """Reducer of a `ReplayGroup`, which adds the replicas' parts in order of rank.
 
     Of a `GradientReducer`'s methods it has only `sum`.
 
@@ -68,9 +68,9 @@ class _OrderedSums:
         return [totals[place] for place in range(len(parts))]
 
 
-def ranked_group(
+def replay_group(
     group: TrainingGroup, record: Callable[[tf.Tensor], None], *, is_stand_in: bool
-) -> RankedGroup:
+) -> ReplayGroup:
     """Return a group in which replicas have their own ranks, or those of the next ones.
 
     Args:
@@ -82,6 +82,6 @@ def ranked_group(
     fields: dict[str, Any] = {
         field.name: getattr(group, field.name) for field in dataclasses.fields(group)
     }
-    gathering = RankedGroup(**fields | {"ranks": ranks}, inner=group, record=record)
+    gathering = ReplayGroup(**fields | {"ranks": ranks}, inner=group, record=record)
     sums: Any = _OrderedSums(gathering.gather)
     return dataclasses.replace(gathering, reducer=sums)

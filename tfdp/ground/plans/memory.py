@@ -17,7 +17,7 @@ class ReplicaMemory:
     """Bytes of training state on one replica.
 
     Args:
-        parameters: Int, bytes of the trained variables.
+        parameters: Int, bytes of the parameters.
         gradients: Int, bytes of the reduced gradients.
         accumulators: Int, bytes of gradients accumulated over micro-batches.
         slots: Int, bytes of the optimizer's slots.
@@ -63,14 +63,11 @@ class MemoryReport:
 
     def __str__(self) -> str:
         """Return the sizes as two lines of text, unsharded ones in parentheses."""
-        parameters, gradients, accumulators, slots, gathered = (
-            _format_field(field.name, self)
-            for field in dataclasses.fields(ReplicaMemory)
-        )
-        total = _format_field("total", self).removeprefix("total ")
+        names = [field.name for field in dataclasses.fields(ReplicaMemory)]
+        *parts, total = [_format_field(name, self) for name in [*names, "total"]]
         return (
-            f"bytes on a replica: {parameters}, {gradients}, {accumulators},\n"
-            f"{slots}, {gathered}; in all {total}"
+            f"bytes on a replica: {', '.join(parts[:3])},\n"
+            f"{', '.join(parts[3:])}; in all {total.removeprefix('total ')}"
         )
 
 
@@ -94,7 +91,7 @@ def replica_memory(
             gradients and parameters. Defaults to neither.
 
     Returns:
-        `ReplicaMemory`.
+        `ReplicaMemory`, without what is gathered for a time.
 
     Example:
 
@@ -112,17 +109,17 @@ def replica_memory(
     accumulators = sums if accumulates else 0
     if plan is None:
         return ReplicaMemory(num_bytes, num_bytes, accumulators, sum(slot_bytes))
-    sizes = {entry.dtype: entry.itemsize for entry in entries}
-    moved = [(bucket.slice_size, sizes[bucket.dtype]) for bucket in plan.buckets]
-    slices = sum(size * itemsize for size, itemsize in moved)
+    itemsizes = {entry.dtype: entry.itemsize for entry in entries}
+    slices = [(bucket.slice_size, itemsizes[bucket.dtype]) for bucket in plan.buckets]
+    slice_bytes = sum(size * itemsize for size, itemsize in slices)
     if accumulates and sharding.shards_gradients:
         accumulators = sum(
-            size * _accumulated_itemsize(itemsize) for size, itemsize in moved
+            size * _accumulated_itemsize(itemsize) for size, itemsize in slices
         )
     owners = range(plan.num_owners)
     return ReplicaMemory(
-        slices if sharding.shards_parameters else num_bytes,
-        slices,
+        slice_bytes if sharding.shards_parameters else num_bytes,
+        slice_bytes,
         accumulators,
         max(_owned_slot_bytes(entries, slot_bytes, plan, owner) for owner in owners),
     )

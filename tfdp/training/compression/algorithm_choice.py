@@ -143,13 +143,13 @@ class AlgorithmChoice:
         """
         inner, outer = self.inner.dtype, self.outer.dtype
         if self.algorithm.name == ADASUM:
-            return functools.partial(adasum, reduce_dtype=inner)
+            return functools.partial(adasum, wire_dtype=inner)
         if self.algorithm.is_adasum:
             return functools.partial(
                 adasum_across_nodes, inner_dtype=inner, outer_dtype=outer
             )
         if not self.algorithm.is_hierarchical:
-            return functools.partial(FLAT[self.algorithm.name], reduce_dtype=inner)
+            return functools.partial(FLAT[self.algorithm.name], wire_dtype=inner)
         return functools.partial(
             hierarchical,
             inner=Level(self.algorithm.inner, inner),

@@ -151,7 +151,7 @@ class StepIterator(tf_data.DistributedIteratorInterface, tf_data.CompositeTensor
 
     @property
     def components(self) -> Any:
-        """The iterator of this worker, which `tf.function` passes on."""
+        """The iterator of this worker, from which the type spec makes this object."""
         return self._iterator
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from tfdp.communication.coordination.facts import SharedFact
 from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground.text import list_ranks
 from tfdp.training.data.fingerprints import ArrayValues
 
 # Workers may have computed floats, and 8-bit integers such as images, with different
@@ -100,14 +101,14 @@ def find_difference(
         ranks.setdefault(str([of_worker[name] for name in names]), []).append(rank)
     first_ranks = [of_group[0] for of_group in ranks.values()]
     describes = worker_group.rank in first_ranks
-    descriptions = {name: values.describe(name) for name in names} if describes else {}
-    fingerprints = worker_group.all_gather(f"{topic}: values", descriptions)
-    described = [fingerprints[rank] for rank in first_ranks]
+    own = {name: values.describe(name) for name in names} if describes else {}
+    descriptions = worker_group.all_gather(f"{topic}: values", own)
+    first, *others = [descriptions[rank] for rank in first_ranks]
     groups = list(ranks.values())[1:]
     sentences = [
-        f"{_describe_pair(described[0], other)} on {_list_workers(of_group)}"
-        for of_group, other in zip(groups, described[1:], strict=True)
-        if _different_names(described[0], other)
+        f"{difference} on {list_ranks(of_group)}"
+        for of_group, other in zip(groups, others, strict=True)
+        if (difference := _describe_pair(first, other))
     ]
     if not sentences:
         return ""
@@ -129,19 +130,10 @@ def _are_comparable(fingerprints: list[Any]) -> bool:
     return all(each[0] == fingerprints[0][0] for each in fingerprints)
 
 
-def _different_names(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return the names of arrays whose descriptions differ by more than rounding.
-
-    Each dict has the results of `ArrayValues.describe` on one worker, by array name.
-    """
-    return [name for name in first if _is_different(first[name], other[name])]
-
-
 def _is_different(first: dict | None, other: dict | None) -> bool:
     """Return whether two descriptions of an array differ by more than rounding.
 
-    `ArrayValues.describe` returned them on two workers. `None` always differs; lists of
-    paths differ only if they have a name in common.
+    `ArrayValues.describe` returned them on two workers.
     """
     if first is None or other is None:
         # A missing description counts as a difference, because values are described
@@ -179,8 +171,11 @@ def _describe_pair(first: dict[str, Any], other: dict[str, Any]) -> str:
     """Describe how arrays of two workers differ, such as 'x with other values'.
 
     Each dict has the results of `ArrayValues.describe` on one worker, by array name.
+    The text is empty if none differs by more than rounding.
     """
-    names = _different_names(first, other)
+    names = [name for name in first if _is_different(first[name], other[name])]
+    if not names:
+        return ""
     same_rows = all(_have_same_rows(first[name], other[name]) for name in names)
     if len(names) > _MAX_NAMES:
         names[_MAX_NAMES:] = [f"{len(names) - _MAX_NAMES} more"]
@@ -195,9 +190,3 @@ def _have_same_rows(first: dict | None, other: dict | None) -> bool:
     if first is None or other is None or not first["rows"] or not other["rows"]:
         return False
     return first["rows"][0] == other["rows"][0]
-
-
-def _list_workers(ranks: list[int]) -> str:
-    """Format ranks for a message: 'worker 3', 'workers 0, 1'; at most eight."""
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"worker {shown}" if len(ranks) == 1 else f"workers {shown}"

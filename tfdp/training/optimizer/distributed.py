@@ -458,7 +458,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         param_groups = param_groups_of(self.inner_optimizer, variables)
         reducer = _reducer()
         groups = features.independent_groups
-        sharded = None if self.shards is None else self.shards.on_replica()
+        sharded = None if self.shards is None else self.shards.layout_of_replica()
         step_reducer = groups.reducer() if groups else reducer
         layout = sharded or StateLayout(step_reducer)
         return Step(

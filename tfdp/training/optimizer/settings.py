@@ -35,7 +35,7 @@ class OptimizerSettings:
     # The properties and methods below read and change settings.
 
     def __getattr__(self, name: str) -> Any:
-        """Return a setting of the wrapped optimizer's class, such as `momentum`."""
+        """Return a public attribute of the wrapped optimizer, such as `momentum`."""
         inner = vars(self).get("inner_optimizer")
         if inner is None or name.startswith("_"):
             kind = type(self).__name__

@@ -209,7 +209,7 @@ class ShardableOptimizer(OptimizerSettings):
         def on_replica() -> None:
             """Call `action` for each parameter group with averages on this replica."""
             assert self.shards is not None
-            layout = self.shards.on_replica()
+            layout = self.shards.layout_of_replica()
             trained = keras_optimizer.trained_by(self)
             for part in param_groups_of(self.inner_optimizer, trained):
                 if part.optimizer.use_ema:

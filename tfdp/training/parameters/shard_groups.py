@@ -110,7 +110,7 @@ class ShardGroups:
 
         Returns:
             Tensor of shape `[num_nodes * slice_size]`; of shape `[slice_size]` with one
-            level.
+            level, or if each node has a copy of all shards.
         """
         outer = self._outer[replica]
         if outer is None or self._is_copied:

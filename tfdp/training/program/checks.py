@@ -33,18 +33,20 @@ def check_step(
     strategy: Any,
     loop: Loop,
     conversions: list[Conversion],
-    rows_of_update: set[int],
+    ids_in_update: set[int],
     operations: list[tuple[str, Any]],
     rows: int | None,
 ) -> None:
     """Compare a loop's first step between workers, and check what a step gathers.
 
+    What it gathers is kept in `extended.step_gathers`, and large gathers are warned of.
+
     Args:
         strategy: A tfdp strategy.
         loop: `Loop` of Keras that runs the step.
         conversions: List of `Conversion`, in the order of the program.
-        rows_of_update: Set of the `id`s of rows of sparse gradients. The update gathers
-            them for no operation of the step, so that they are not reported.
+        ids_in_update: Set of the `id`s of tensors that the update gathers, rows of
+            sparse gradients. No operation needs them, so that they are not reported.
         operations: List of pairs of a signature and an operation, see
             `tfdp.training.program.gathers.operations_of`.
         rows: Int, number of rows of a global batch, or `None` if not known.
@@ -54,7 +56,7 @@ def check_step(
             tensor would not fit in memory, or if options forbid gathers.
     """
     extended = strategy.extended
-    reported = [c for c in conversions if id(c.tensor) not in rows_of_update]
+    reported = [c for c in conversions if id(c.tensor) not in ids_in_update]
     gathers = StepGathers(rows, gathers_of(reported))
     gathers_by_loop = extended.step_gathers.setdefault(loop.model, {})
     available = available_bytes(extended.worker_devices)

@@ -176,5 +176,5 @@ def with_rows(
 
 
 def is_known(fact: Fact) -> bool:
-    """Return whether all elements of a tensor follow from the number of rows."""
+    """Return whether all elements of a tensor follow from the numbers of rows."""
     return fact.value is not None and all(s.is_counted for s in fact.value.ravel())

@@ -73,7 +73,10 @@ def conversions_of(
 
 
 def conversions_before_update(
-    conversions: list[Conversion], trace: ProgramTrace, plan: Plan
+    conversions: list[Conversion],
+    trace: ProgramTrace,
+    plan: Plan,
+    ids_in_update: set[int],
 ) -> list[Conversion]:
     """Return the conversions of a step, apart from those during and after its update.
 
@@ -85,27 +88,27 @@ def conversions_before_update(
         conversions: List of `Conversion`.
         trace: `ProgramTrace` of the step.
         plan: `Plan` of its graph.
+        ids_in_update: Set of ints, see `ids_gathered_by_update`.
     """
-    reduced = set(rows_of_update(trace, plan))
     converted = []
     for gradient in _sparse_gradients(trace, plan):
         fact = plan.facts.get(id(gradient.values))
-        if id(gradient.values) in reduced or fact is None:
+        if id(gradient.values) in ids_in_update or fact is None:
             continue
         if not are_unique(gradient.indices):
             converted.append(Conversion(gradient.values, fact, gradient.values.op))
     return converted + [
         conversion
         for conversion in conversions
-        if id(conversion.tensor) not in reduced and not _is_statistic(conversion)
+        if id(conversion.tensor) not in ids_in_update and not _is_statistic(conversion)
     ]
 
 
-def rows_of_update(trace: ProgramTrace, plan: Plan) -> Iterator[int]:
-    """Yield the `id`s of the rows of sparse gradients, and of the rows' indices.
+def ids_gathered_by_update(trace: ProgramTrace, plan: Plan) -> Iterator[int]:
+    """Yield the `id`s of the rows and indices of gradients that the update gathers.
 
-    The update itself gathers these tensors. The others are those of which values and
-    indices are not sharded alike.
+    It gathers sparse gradients whose values and indices are sharded alike; the others
+    are converted before it.
 
     Args:
         trace: `ProgramTrace` of the step.

@@ -28,8 +28,8 @@ from tfdp.training.program.gathers import (
     conversions_before_update,
     conversions_of,
     describe_operation,
+    ids_gathered_by_update,
     operations_of,
-    rows_of_update,
 )
 from tfdp.training.program.logs import LogTail, find_log_tail
 from tfdp.training.program.micro_batches import MicroPlan, plan_micro_batches
@@ -141,26 +141,7 @@ class DividedStep:
             raise xla.CannotCompileError("rows are computed in micro-batches")
         if self._traced is None or self._graph is not graph:
             self._traced, self._graph = self._trace_once(args, group), graph
-            check_step(
-                self._strategy,
-                self._loop,
-                self._traced.conversions if group.size > 1 else [],
-                set(rows_of_update(self._traced.trace, self._traced.plan)),
-                self._traced.operations,
-                rows.total if isinstance(rows.total, int) else self._loop.batch_rows,
-            )
-            check_exchange(
-                self._loop,
-                conversions_before_update(
-                    self._traced.conversions, self._traced.trace, self._traced.plan
-                ),
-            )
-            warn_of_division(
-                self._traced.trace,
-                self._strategy.num_replicas_in_sync,
-                self._strategy.extended.replica_count_names,
-                self._loop.model,
-            )
+            self._check(self._traced, rows, group)
         found = self._traced
         flat = tf.nest.flatten(args)
         replica = Replica(self._strategy, group, rows)
@@ -261,6 +242,31 @@ class DividedStep:
         )
         begin, size = builder.first_row, builder.own_rows
         return take_rows(whole, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
+
+    def _check(self, found: _Traced, rows: Rows, group: TrainingGroup) -> None:
+        """Check a step that was just traced; compare the first one between workers.
+
+        Raises:
+            ValueError: If the step must not be trained, or differs between workers.
+        """
+        trace, plan, conversions = found.trace, found.plan, found.conversions
+        in_update = set(ids_gathered_by_update(trace, plan))
+        check_step(
+            self._strategy,
+            self._loop,
+            conversions if group.size > 1 else [],
+            in_update,
+            found.operations,
+            rows.total if isinstance(rows.total, int) else self._loop.batch_rows,
+        )
+        before = conversions_before_update(conversions, trace, plan, in_update)
+        check_exchange(self._loop, before)
+        warn_of_division(
+            trace,
+            self._strategy.num_replicas_in_sync,
+            self._strategy.extended.replica_count_names,
+            self._loop.model,
+        )
 
     def _trace_once(self, args: tuple, group: TrainingGroup) -> _Traced:
         """Trace the step for any number of rows or, where that fails, for a fixed one.

@@ -14,7 +14,7 @@ from tfdp.ground.plans.cost_model import candidates_for, choose, predict_seconds
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import HIERARCHICAL, RING, Algorithm
 from tfdp.training.compression.algorithm_choice import AlgorithmChoice, WireFormat
-from tfdp.training.reduction.compressor_choice import LevelCompressors, best_choice
+from tfdp.training.reduction.compressor_choice import LevelFormats, best_choice
 
 # Least fraction of the predicted time that compression must save to be chosen. It makes
 # up for two casts, which the cost model does not include.
@@ -50,12 +50,12 @@ class AlgorithmSelector:
         self.links = options.links or DEFAULT_LINKS[backend]
         self.are_links_known = options.links is not None
         self._fixed, problem = _fixed_algorithm(options, topology)
-        self._inner, self._outer = options.reduce_dtypes
+        self._inner, self._outer = options.wire_dtypes
         if topology.replicas_per_node == 1:
             # With one replica per node all messages are sent across nodes, also those
             # of flat algorithms. So the dtype across nodes applies to all of them.
             self._inner = self._outer
-        self._compressors = LevelCompressors.of(options, topology)
+        self._compressors = LevelFormats.of(options, topology)
         self._compresses = options.compression is not None
         self.combines_means = self._fixed is not None and self._fixed.is_adasum
         inner, outer = options.compression_levels

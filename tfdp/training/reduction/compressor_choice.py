@@ -25,7 +25,7 @@ from tfdp.training.compression.compressor import Compressor, GradientBucket
 
 
 @dataclasses.dataclass(frozen=True)
-class LevelCompressors:
+class LevelFormats:
     """Wire formats inside and across nodes; at least one is a compressor.
 
     Args:
@@ -40,7 +40,7 @@ class LevelCompressors:
     @classmethod
     def of(
         cls, options: CommunicationOptions, topology: Topology
-    ) -> LevelCompressors | None:
+    ) -> LevelFormats | None:
         """Create formats from options, or return `None` if there is no compressor."""
         inner, outer = (
             _format_of_option(option) for option in options.compression_levels
@@ -78,7 +78,7 @@ class LevelCompressors:
 
 
 def best_choice(
-    levels: LevelCompressors,
+    levels: LevelFormats,
     candidates: Sequence[Algorithm],
     contents: tuple[int, str, tuple[Entry, ...]],
     topology: Topology,
@@ -87,7 +87,7 @@ def best_choice(
     """Choose the fastest algorithm that can reduce a bucket with compressors.
 
     Args:
-        levels: `LevelCompressors`, wire formats inside and across nodes.
+        levels: `LevelFormats`, wire formats inside and across nodes.
         candidates: Sequence of `Algorithm`, in the order of preference.
         contents: Tuple of the bucket's size in bytes, its dtype and its entries.
         topology: `Topology` of the replicas.
@@ -104,7 +104,7 @@ def best_choice(
 
 
 def _carriers(
-    levels: LevelCompressors, candidates: Sequence[Algorithm], topology: Topology
+    levels: LevelFormats, candidates: Sequence[Algorithm], topology: Topology
 ) -> Iterator[Algorithm]:
     """Yield the algorithms by which a bucket can be reduced with the compressors.
 
@@ -128,7 +128,7 @@ def _carriers(
 
 
 def _choice_of(
-    levels: LevelCompressors,
+    levels: LevelFormats,
     algorithm: Algorithm,
     contents: tuple[int, str, tuple[Entry, ...]],
     topology: Topology,
@@ -137,7 +137,7 @@ def _choice_of(
     """Return the choice of an algorithm, with its wire formats and predicted time.
 
     Args:
-        levels: `LevelCompressors`, wire formats inside and across nodes.
+        levels: `LevelFormats`, wire formats inside and across nodes.
         algorithm: `Algorithm` that can carry them.
         contents: Tuple of the bucket's size in bytes, its dtype and its entries.
         topology: `Topology` of the replicas.
@@ -147,8 +147,6 @@ def _choice_of(
     itemsize = tf.as_dtype(dtype).size
     whole = GradientBucket(num_bytes // itemsize, dtype, topology.num_replicas, entries)
     inside = across = whole
-    if algorithm.is_hierarchical and not levels.is_uniform:
-        across = dataclasses.replace(whole, num_replicas=topology.num_nodes)
     if algorithm.is_hierarchical and levels.cuts_buckets:
         node_size = topology.replicas_per_node
         inside = dataclasses.replace(whole, num_replicas=node_size, entries=())
@@ -157,6 +155,8 @@ def _choice_of(
             size=-(-whole.size // node_size),
             num_replicas=topology.num_nodes,
         )
+    elif algorithm.is_hierarchical and not levels.is_uniform:
+        across = dataclasses.replace(whole, num_replicas=topology.num_nodes)
     choice = AlgorithmChoice(
         algorithm,
         _wire_format(levels.inner, inside),

@@ -255,7 +255,7 @@ class Reducer:
 
         Returns:
             Callable that all-reduces the bucket as one flat tensor, with the
-            arguments of `tfdp.communication.collectives.ring` except `reduce_dtype`.
+            arguments of `tfdp.communication.collectives.ring` except `wire_dtype`.
         """
         if route.algorithm.is_adasum:
             sizes = [entry.num_elements for entry in bucket.entries]

@@ -259,7 +259,10 @@ class ShardedLayout(StateLayout):
     def overwrite_with_average(
         self, group: ParamGroup, chosen: Container[int] | None = None
     ) -> None:
-        """Overwrite variables with their averages; all-gather unsharded variables.
+        """Overwrite variables with their moving averages.
+
+        A replica has the averages of its own shard only: for variables that are not
+        sharded, they are all-gathered.
 
         Args:
             group: `ParamGroup`.

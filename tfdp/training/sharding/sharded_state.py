@@ -270,8 +270,8 @@ class ShardedState:
             for number, bucket in enumerate(part.plan.buckets)
         ]
 
-    def on_replica(self) -> ShardedLayout:
-        """Return the `ShardedLayout` for a step of the running replica."""
+    def layout_of_replica(self) -> ShardedLayout:
+        """Create the `ShardedLayout` for a step of the running replica."""
         context = replica_context()
         step = None if self._gathers is None else self._gathers.step()
         collectives = collectives_class(self._extended)(

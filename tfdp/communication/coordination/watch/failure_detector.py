@@ -159,11 +159,12 @@ class FailureDetector:
             ]
 
     def _is_silent(self, status: WorkerStatus) -> bool:
-        """Return whether a worker has sent no heartbeat for too long.
+        """Return whether the last heartbeat of a worker is too old, which suspects it.
 
-        `last_heartbeat` may be one heartbeat of this worker later than the true one, as
-        `record_answer` sets it. The age that the store has measured also contains times
-        in which this worker was suspended, and so declares no worker lost.
+        The older of two ages counts. The age that this worker has measured may be too
+        small by one of its heartbeats. The one that the store reports may be too large:
+        it includes times in which this worker was suspended, so that neither declares a
+        worker lost.
         """
         silent = max(clock.now() - status.last_heartbeat, status.reported_age)
         return silent > self._suspect_seconds
