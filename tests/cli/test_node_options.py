@@ -7,7 +7,11 @@ from click.testing import CliRunner
 
 from tfdp.launch.cli.hosts import Host, parse_hosts, read_hostfile
 from tfdp.launch.cli.main import cli
-from tfdp.launch.cli.node_options import DEFAULT_PORT, RendezvousAddress, parse_address
+from tfdp.launch.cli.node_options import (
+    DEFAULT_PORT,
+    RendezvousAddress,
+    parse_rendezvous,
+)
 
 NODES = ["-n", "1", "--nodes", "2"]
 HOSTS = ["--hosts", "a:1,b:1"]
@@ -118,11 +122,11 @@ def test_a_hostfile_that_is_wrong_is_told_with_its_line(tmp_path, text, words):
 
 
 def test_the_port_of_the_rendezvous_may_be_left_out():
-    assert parse_address("a") == RendezvousAddress("a", DEFAULT_PORT)
-    assert str(parse_address("[fd00::1]:7")) == "[fd00::1]:7"
+    assert parse_rendezvous("a") == RendezvousAddress("a", DEFAULT_PORT)
+    assert str(parse_rendezvous("[fd00::1]:7")) == "[fd00::1]:7"
 
 
 @pytest.mark.parametrize("text", ["[fe80::1%eth0]:7", "[FE80::1]"])
 def test_an_address_that_needs_an_interface_is_no_rendezvous(text):
     with pytest.raises(ValueError, match="another machine on each network interface"):
-        parse_address(text)
+        parse_rendezvous(text)

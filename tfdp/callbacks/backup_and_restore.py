@@ -473,11 +473,11 @@ class BackupAndRestore(StrategyCallback):
 
     def _resume(self, resumption: Resumption) -> None:
         """Continue from a backup that was found."""
-        if resumption.run["batches"] or self.save_freq != "epoch":
+        if resumption.run_metadata["batches"] or self.save_freq != "epoch":
             self._warn_about_position(resumption.difference)
         is_pending = resumption.begin(self.params, self.directory)
         self._pending = resumption if is_pending else None
-        self._total, self._has_state = resumption.run["steps"], True
+        self._total, self._has_state = resumption.run_metadata["steps"], True
 
     def _warn_about_position(self, difficulty: str | None) -> None:
         """Warn that the position in the data cannot be restored, if it cannot.

@@ -162,7 +162,8 @@ class LearningRateWarmup(OptimizerCallback):
         options = state["options"]
         if options is not None:
             warmup.start(self.optimizer, WarmupOptions(**options))
-        # Without `options`, `enable_feature` has installed the warmup in the optimizer.
+        # A saved state without options is of a warmup that `enable_feature` has
+        # installed in this optimizer already.
         restored = self.optimizer.features.installed[Warmup]
         restored.is_over |= self._stage == _OVER
         if options is None:

@@ -37,11 +37,12 @@ class Resumption:
         self._source = source
         self._index = index
         self._load_plan = load_plan
-        # The metadata of the run in the backup.
-        self.run: dict[str, Any] = index.run
-        self._change = state.batches.change_since(self.run)
+        self.run_metadata: dict[str, Any] = index.run
+        self._change = state.batches.change_since(self.run_metadata)
         # A clause that says why the position in the data cannot be restored, or `None`.
-        self.difference = state.position.difference_to(self.run["data"], self._change)
+        self.difference = state.position.difference_to(
+            self.run_metadata["data"], self._change
+        )
 
     def begin(self, params: dict[str, Any], directory: str) -> bool:
         """Begin `fit` at the epoch of the backup, and load a backup between two epochs.
@@ -54,7 +55,8 @@ class Resumption:
             Bool, whether the backup was made within an epoch, and is pending until
             `begin_epoch`.
         """
-        model, position, run = self._state.model, self._state.position, self.run
+        model, position = self._state.model, self._state.position
+        run = self.run_metadata
         epochs = params.get("epochs", run["epoch"] + 1)
         is_over = run["is_stopped"] or run["epoch"] >= epochs
         if run["epoch"]:
@@ -100,17 +102,19 @@ class Resumption:
         """
         self._load()
         position = self._state.position
-        data, batches = self._state.batches.resume_position(self.run, self._change)
+        data, batches = self._state.batches.resume_position(
+            self.run_metadata, self._change
+        )
         position.restore(data, batches)
-        position.last_logs = from_json(self.run["logs"])
+        position.last_logs = from_json(self.run_metadata["logs"])
         return data, batches
 
     def _load(self) -> None:
         """Restore tensors, callbacks, random states and learning rates."""
         self._source.load(self._index, self._load_plan)
         elastic.FEATURE.discarded.discard(self._state.model)
-        self._state.restore(self.run, self._load_plan)
-        adaptation = self._state.batches.adapt(self.run, self._change)
+        self._state.restore(self.run_metadata, self._load_plan)
+        adaptation = self._state.batches.adapt(self.run_metadata, self._change)
         if adaptation is not None:
             self._say(adaptation)
 

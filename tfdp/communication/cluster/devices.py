@@ -10,12 +10,14 @@ import tensorflow as tf
 from tfdp.ground import user_code
 from tfdp.ground._compat import runtime
 from tfdp.ground.arguments import is_integer
+from tfdp.ground.text import pluralize
 
 # Cores that a replica needs to speed up training, for the default number of replicas.
 _CORES_PER_REPLICA = 2
-# Limit of the default number of replicas: with more, each one has fewer rows, but
-# communicates as many bytes.
-_MAX_DEFAULT_REPLICAS = 8
+# Limits of the default number of replicas. Two are used wherever there are two cores,
+# since one replica would be plain Keras. With more than eight each one has fewer rows,
+# but communicates as many bytes.
+_MIN_DEFAULT_REPLICAS, _MAX_DEFAULT_REPLICAS = 2, 8
 
 
 def local_devices() -> list[str]:
@@ -86,11 +88,11 @@ def set_logical_cpus(count: int) -> list[str]:
         existing = _device_names("CPU")
         if len(existing) == count:
             return existing
-        devices = "device" if len(existing) == 1 else "devices"
         raise ValueError(
-            f"TensorFlow has already started, with {len(existing)} logical CPU "
-            f"{devices}, {user_code.start_of_tensorflow()}. Create them before any "
-            f"other use of TensorFlow. Received: {count}"
+            "TensorFlow has already started, with "
+            f"{pluralize(len(existing), 'logical CPU device')}, "
+            f"{user_code.start_of_tensorflow()}. Create them before any other use of "
+            f"TensorFlow. Received: {count}"
         )
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(
@@ -118,7 +120,8 @@ def create_default_cpus(count: int | None) -> None:
     if configured:
         return
     cores = len(os.sched_getaffinity(0))
-    wanted = max(min(cores, 2), min(cores // _CORES_PER_REPLICA, _MAX_DEFAULT_REPLICAS))
+    fitting = min(cores // _CORES_PER_REPLICA, _MAX_DEFAULT_REPLICAS)
+    wanted = max(min(cores, _MIN_DEFAULT_REPLICAS), fitting)
     if runtime.is_context_initialized():
         if wanted > len(_device_names("CPU")):
             user_code.warn(

@@ -125,7 +125,8 @@ class MpiJob:
         # Guards the requests: two threads must never test one, whatever level of
         # threads MPI allows.
         self._pending_lock = threading.Lock()
-        # Requests that may still be pending when their caller has stopped waiting.
+        # Requests whose caller has stopped waiting. MPI still uses their buffers, so
+        # that they are kept until they are done.
         self._pending: list[_Pending] = []
         self._unused_comms: list[Any] = []
 

@@ -75,7 +75,8 @@ class Contents:
         yield {"lost": sorted(self.lost)}
         for key, text in self.values.items():
             yield {"values": {key: text}}
-        # The members of an all-gather share one answer, so one change has it for all.
+        # All members of an all-gather have the same answer object, which is sent once,
+        # in one change that lists them.
         shared: dict[int, Change] = {}
         for rank, answers in self._answers.items():
             for number, answer in answers.items():

@@ -29,7 +29,7 @@ from tfdp.communication.store.replication import Replication
 # detection of a process's end, which closes its connection.
 _BEAT_SECONDS, _MOST_BEATS_PER_SECOND = 1.0, 48
 # Number of intervals without a heartbeat after which a summary lists the age of a
-# worker's last heartbeat.
+# worker's last one. Below it, a heartbeat may only be on its way.
 _SILENT_BEATS = 1.5
 # Time for which a summary of heartbeats is sent again, per worker of the job, since
 # creating one takes time for each worker.

@@ -17,9 +17,9 @@ class KeptBatch:
     """
 
     def __init__(self) -> None:
-        # Queue, and arguments of the latest trace of the step, by the dtypes of the
-        # tensors in the queue.
-        self._kinds: dict[tuple, tuple[tf.queue.FIFOQueue, tuple]] = {}
+        # Queue of a step's arguments, and the arguments of its latest trace, by their
+        # dtypes: each trace uses the queue of its dtypes.
+        self._queues_and_args: dict[tuple, tuple[tf.queue.FIFOQueue, tuple]] = {}
 
     def keep(self, args: tuple, rows: tf.Tensor) -> tuple:
         """Enqueue the arguments of a step in its graph, and return them for the step.
@@ -31,12 +31,12 @@ class KeptBatch:
         flat = tf.nest.flatten(args, expand_composites=True)
         tensors = [part for part in flat if tf.is_tensor(part)]
         dtypes = (tf.int32, *(tensor.dtype for tensor in tensors))
-        if dtypes in self._kinds:
-            queue, _ = self._kinds[dtypes]
+        if dtypes in self._queues_and_args:
+            queue, _ = self._queues_and_args[dtypes]
         else:
             with tf.init_scope(), tf.device("CPU:0"):
                 queue = tf.queue.FIFOQueue(1, dtypes)
-        self._kinds[dtypes] = queue, args
+        self._queues_and_args[dtypes] = queue, args
         with tf.control_dependencies([queue.enqueue([rows, *tensors])]):
             return _packed(args, [tf.identity(tensor) for tensor in tensors])
 
@@ -70,7 +70,7 @@ class KeptBatch:
     @property
     def _filled(self) -> list[tuple[tf.queue.FIFOQueue, tuple]]:
         """List of the queue that has a batch, with its arguments; empty if none has."""
-        return [kind for kind in self._kinds.values() if int(kind[0].size())]
+        return [kind for kind in self._queues_and_args.values() if int(kind[0].size())]
 
 
 def _packed(args: tuple, tensors: Sequence[tf.Tensor]) -> tuple:

@@ -13,9 +13,8 @@ import numpy as np
 
 from tfdp.features.monitor.readings import Sample
 
-# Percentiles of step times that are reported, and the columns for them.
 _PERCENTS = (50, 95, 99)
-_PERCENTILES = ("p50_seconds", "p95_seconds", "p99_seconds")
+_PERCENTILES = tuple(f"p{percent}_seconds" for percent in _PERCENTS)
 # Columns that are averaged over the steps of a window. They are fields of `Sample`.
 _MEANS = (
     "step_seconds",

@@ -68,8 +68,7 @@ def check_input(
     ):
         folder, ranks = Path(name), range(num_workers)
         starter = Starter([*module, name, str(num_steps), script, *args])
-        # The screen writes to /dev/null, since the workers' output is only in their
-        # logs.
+        # Nothing is shown: the report quotes the workers' logs if they fail.
         screen = Screen(nowhere, nowhere)
         logs = [LogFile(folder / f"worker-{rank}.log", screen.warn) for rank in ranks]
         with contextlib.closing(SignalPipe(until)) as signals:

@@ -186,7 +186,7 @@ def _parse_nodes(text: str) -> NodeRange:
     return nodes
 
 
-def parse_address(text: str) -> RendezvousAddress:
+def parse_rendezvous(text: str) -> RendezvousAddress:
     """Parse the value of `--rendezvous`; raise `ValueError` if it is malformed."""
     match = _PLACE.fullmatch(text)
     port = int(match[2] or DEFAULT_PORT) if match else 0
@@ -221,7 +221,7 @@ node_options = types.with_options(
     types.option(
         "--rendezvous HOST:PORT",
         f"Address of node 0, to which all connect. Default port: {DEFAULT_PORT}.",
-        types.Checked("place", parse_address),
+        types.Checked("place", parse_rendezvous),
     ),
     types.seconds_option(
         "--join-timeout S",

@@ -338,14 +338,15 @@ def _predict_memory(
     for where, num_owners in scopes.items():
         if not 1 < num_owners <= _MOST_OWNERS:
             continue
-        plan = shard_plan(optimizer, variables, min(num_owners, most), options)
+        shards = shard_plan(optimizer, variables, min(num_owners, most), options)
         divided = ReplicaMemory(-(-frozen // num_owners), 0, 0, 0, gathered)
+        # Without accumulation stage 2 needs as much memory as stage 1.
         for stage in (1, 2, 3) if accumulates else (1, 3):
             sharding = ShardingOptions(SHARDINGS[stage])
             memory = param_group_memory(
                 optimizer,
                 variables,
-                plan,
+                shards,
                 accumulates=accumulates,
                 sharding=sharding,
             )

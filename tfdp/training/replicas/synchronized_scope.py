@@ -253,9 +253,9 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
 
     def build(strategy: Any) -> None:
         """Build the optimizer in cross-replica context; broadcast its new slots."""
-        # Outside of the step's graph: TensorFlow traces a function that has created
-        # variables again for the second step, which would draw the first one's random
-        # numbers once more.
+        # `init_scope` builds outside of the step's graph. If the first trace of a
+        # `tf.function` creates variables, TensorFlow traces it again for the second
+        # step, and that trace would draw the first step's random numbers again.
         with tf.init_scope(), strategy.scope():
             optimizer.build(list(variables))
         # The current step uses the slots, so they must be equal on all workers now.

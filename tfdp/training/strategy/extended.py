@@ -105,8 +105,8 @@ class ReplicaExtended:
     num_scopes = 0
     # `LoadBalancer` that divides rows by the workers' speed, or `None` for equal rows.
     balance: LoadBalancer | None = None
-    # The number of earlier clusters of the job when the data was created that a custom
-    # training loop has read last; or `None`.
+    # Generation of the cluster in which the dataset was created that a custom training
+    # loop has read last, or `None`.
     read_generation: int | None = None
     # Called with each variable that a step of a custom training loop assigns, or
     # `None`.
