@@ -266,12 +266,11 @@ class Noise:
         self.smoothing = smoothing
         self.signal = self.noise = 0.0
 
-    def update(self, gradients: np.ndarray, samples: int) -> None:
-        """Takes in mean gradients `[num_replicas, num_weights]` of equal shares."""
-        replicas = len(gradients)
-        small, large = samples / replicas, float(samples)
+    def update(self, gradients: np.ndarray, samples: np.ndarray) -> None:
+        """Takes in mean gradients `[num_replicas, num_weights]`, and their samples."""
+        small, large = 1 / (1 / samples).mean(), float(samples.sum())
         own = (gradients**2).sum(axis=1).mean()
-        mean = (gradients.mean(axis=0) ** 2).sum()
+        mean = (np.average(gradients, axis=0, weights=samples) ** 2).sum()
         signal = (large * mean - small * own) / (large - small)
         noise = (own - mean) / (1 / small - 1 / large)
         keep = self.smoothing
@@ -279,27 +278,31 @@ class Noise:
         self.noise = keep * self.noise + (1 - keep) * noise
 
 
-def _noise_scale(env: Env, steps: int, **options: Any) -> dict:
+def _noise_scale(env: Env, steps: int, batch_size: int = 8, **options: Any) -> dict:
     """Least squares, whose gradients are known."""
-    x, y = common.regression_data(96)
+    x, y = common.regression_data(12 * batch_size)
     model = common.build_in_scope(env, _linear)
     w = np.zeros((common.NUM_FEATURES, 1))
     expected, replicas = Noise(0.5), env.num_replicas
-    for start in range(0, 96, 8 * steps):
+    size = batch_size * steps
+    for start in range(0, len(x), size):
         sums = np.zeros((replicas, common.NUM_FEATURES))
-        for batch in range(start, start + 8 * steps, 8):
-            xs = np.split(x[batch : batch + 8].astype("float64"), replicas)
-            ys = np.split(y[batch : batch + 8].astype("float64"), replicas)
+        for first in range(start, start + size, batch_size):
+            batch = slice(first, first + batch_size)
+            xs = np.array_split(x[batch].astype("float64"), replicas)
+            ys = np.array_split(y[batch].astype("float64"), replicas)
             for rank, (a, b) in enumerate(zip(xs, ys, strict=True)):
                 sums[rank] += (2 * a.T @ (a @ w - b) / len(a)).ravel()
-        expected.update(sums / steps, 8 * steps)
-        w -= 0.05 * (sums / steps).mean(axis=0)[:, np.newaxis]
+        samples = np.array([steps * len(a) for a in xs])
+        expected.update(sums / steps, samples)
+        mean = np.average(sums / steps, axis=0, weights=samples)
+        w -= 0.05 * mean[:, np.newaxis]
     callbacks = [tfdp.callbacks.GradientNoiseScale(0.5)]
     if steps > 1:
         callbacks.append(tfdp.callbacks.GradientAccumulation(steps))
     if options:
         callbacks.append(tfdp.callbacks.LossScaling(**options))
-    history = common.fit(model, x, y, callbacks=callbacks)
+    history = common.fit(model, x, y, batch_size=batch_size, callbacks=callbacks)
     np.testing.assert_allclose(model.get_weights()[0], w, atol=1e-5)
     found = history["gradient_noise_scale"][-1]
     np.testing.assert_allclose(found, expected.noise / expected.signal, rtol=1e-3)
@@ -318,6 +321,12 @@ def _linear() -> keras.Model:
 @case("The gradient noise scale of known gradients", compare=False)
 def gradient_noise_scale_is_that_of_the_replicas_gradients(env: Env) -> dict:
     return _noise_scale(env, 1)
+
+
+@case("The same of replicas with unequal numbers of samples", compare=False)
+@registry.same_as("gradient_noise_scale_is_that_of_the_replicas_gradients")
+def gradient_noise_scale_of_unequal_rows(env: Env) -> dict:
+    return _noise_scale(env, 1, batch_size=7)
 
 
 @case("The same with accumulation and loss scaling", compare=False)

@@ -99,21 +99,21 @@ class GradientNoise(StepFeature):
         if samples is None or weight is None:
             return
         replicas = step.reducer.num_replicas
-        factor = tf.constant(1.0, tf.float64) if divisor is None else divisor
         if totals.count is not None:
-            # Accumulated gradients already contain the weights of their micro-batches.
+            # Accumulated gradients contain the weights of their micro-batches, which
+            # count as equal parts.
             samples = samples * tf.cast(totals.count, tf.float32)
-            factor = factor / replicas
-        else:
-            factor *= weight  # the gradient is this replica's part of a weighted sum
+            weight = tf.constant(1.0 / replicas, tf.float64)
+        # The gradient is this replica's part of a weighted sum.
+        factor = weight if divisor is None else weight * tf.cast(divisor, tf.float64)
         scaled = squared_norm(totals.gradients)
         local = scaled / tf.square(tf.cast(factor, tf.float32))
-        local = tf.math.multiply_no_nan(local, tf.cast(weight > 0, tf.float32))
-        small = step.reducer.sum([local])[0] / replicas
-        self.update(small, statistics.squared_norm(), replicas, samples)
+        parts = step.reducer.sum([local, 1.0 / tf.cast(weight, tf.float32)])
+        small, ratio = (part / replicas for part in parts)
+        self.update(small, statistics.squared_norm(), ratio, samples)
 
     def update(
-        self, small: tf.Tensor, large: tf.Tensor, num_replicas: int, samples: tf.Tensor
+        self, small: tf.Tensor, large: tf.Tensor, ratio: tf.Tensor, samples: tf.Tensor
     ) -> None:
         """Update the moving averages with the norms of one update.
 
@@ -121,12 +121,12 @@ class GradientNoise(StepFeature):
             small: Scalar tensor, mean over replicas of the squared norm of a
                 replica's mean gradient.
             large: Scalar tensor, squared norm of the mean gradient of all replicas.
-            num_replicas: Int, number of replicas.
+            ratio: Scalar tensor, mean over replicas of the number of all samples for
+                each of the replica's own: the number of replicas if all have as many.
             samples: Scalar float32 tensor, number of samples on all replicas.
         """
-        others = float(num_replicas - 1)
-        signal = (num_replicas * large - small) / others
-        noise = (small - large) * samples / others
+        signal = (ratio * large - small) / (ratio - 1.0)
+        noise = (small - large) * samples / (ratio - 1.0)
         for variable, estimate in ((self.signal, signal), (self.noise, noise)):
             part = tf_distribute.local_part(variable)
             old = part.read_value()
