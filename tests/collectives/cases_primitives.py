@@ -87,11 +87,12 @@ def new_group(
 ) -> ProcessGroup:
     """A group of all replicas, with a launch order of its own unless one is given."""
     extended = env.strategy.extended
-    own = TensorFlowTransport() if is_by_tensorflow() else _transport(env)
+    if transport is None:
+        transport = TensorFlowTransport() if is_by_tensorflow() else _transport(env)
     return ProcessGroup(
         order or LaunchOrder(extended.worker_devices, num_channels=4),
         env.num_replicas,
-        transport or own,
+        transport,
         positions=extended.group.local_positions,
         workers=extended.group.workers,
     )
@@ -248,6 +249,93 @@ def reduce_scatter_keeps_the_slice_of_the_sum(env: Env) -> dict:
             total = sum(all_data(env, shape, dtype))
             slices = np.split(total, size)
             check(results, lambda r, s=slices: s[rank_of(env, r)])
+    return {}
+
+
+def _exchanges(env: Env, transport: Transport) -> None:
+    """All-to-all and reduce-scatter of float32, and of bfloat16 by its bits."""
+    group, size = new_group(env, transport=transport), env.num_replicas
+    shape = (size, 3)
+
+    def exchange(replica: int, rank: int) -> tuple:
+        member = Member(group, replica)
+        received = member.all_to_all(tf.constant(data(rank, shape)))
+        halves = member.all_to_all(tf.cast(data(rank, shape), tf.bfloat16))
+        summed = member.all_reduce(tf.cast(data(rank, shape), tf.bfloat16))
+        return received, tf.cast(halves, tf.float32), tf.cast(summed, tf.float32)
+
+    stacked = np.stack(all_data(env, shape))
+    halves = tf.cast(tf.cast(stacked, tf.bfloat16), tf.float32).numpy()
+    for replica, (received, half, summed) in enumerate(run(env, exchange)):
+        rank = rank_of(env, replica)
+        np.testing.assert_array_equal(received, stacked[:, rank])
+        np.testing.assert_array_equal(half, halves[:, rank])
+        np.testing.assert_allclose(summed, halves.sum(axis=0), rtol=0.02, atol=0.05)
+
+
+@case(
+    "From twelve members on TensorFlow's all-to-all mixes up messages, and ten follows "
+    "nine in its order of devices",
+    setups=("twelve_devices",),
+    compare=False,
+)
+def exchanges_between_twelve_devices(env: Env) -> dict:
+    _exchanges(env, TensorFlowTransport())
+    return by_tensorflow(reduce_scatter_keeps_the_slice_of_the_sum)(env)
+
+
+@case(
+    "Between processes TensorFlow's NCCL has no all-to-all, and nowhere bfloat16",
+    setups=("mirrored", "two_by_two_ring"),
+    quick_setup="two_by_two_ring",
+    compare=False,
+)
+def exchanges_of_nccl_between_processes(env: Env) -> dict:
+    # Between CPUs TensorFlow runs its ring, whatever the hint.
+    transport = TensorFlowTransport("nccl")
+    _exchanges(env, transport)
+    group = new_group(env, transport=transport)
+
+    def exchange() -> list:
+        value = tf.zeros((env.num_replicas, 2), tf.bfloat16)
+        return each_replica(env, lambda r, _: Member(group, r).all_to_all(value))
+
+    traced = tf.function(exchange, autograph=False).get_concrete_function()
+    kinds = {op.type for op in traced.graph.get_operations()}
+    assert ("CollectiveAllToAllV2" in kinds) == (not env.setup.is_multi_worker)
+    assert ("CollectiveGatherV2" in kinds) == env.setup.is_multi_worker
+    sent = [op for op in traced.graph.get_operations() if is_collective(op)]
+    assert {op.inputs[0].dtype for op in sent} == {tf.float16}
+    # The groups of each other replica, created in a trace.
+    parts = [list(range(first, env.num_replicas, 2)) for first in range(2)]
+
+    def sum_of_part(replica: int, rank: int) -> tf.Tensor:
+        return (
+            Member(group, replica)
+            .inside(group.split(parts))
+            .all_reduce(tf.constant(rank))
+        )
+
+    sums = run(env, sum_of_part)
+    check(sums, lambda r: np.int32(sum(parts[rank_of(env, r) % 2])))
+    return {}
+
+
+@case(
+    "NCCL orders the GPUs of a process by their links",
+    setups=("mirrored", "two_by_two_ring"),
+    compare=False,
+)
+@same_as("exchanges_of_nccl_between_processes")
+def positions_are_those_of_the_transport(env: Env) -> dict:
+    class Reversed(TensorFlowTransport):
+        def run(self, kind: str, tensor: tf.Tensor, *args: typing.Any) -> tf.Tensor:
+            result = super().run(kind, tensor, *args)
+            return result[::-1] if kind == "all_gather" else result
+
+    group, size = new_group(env, transport=Reversed("nccl")), env.num_replicas
+    for replica in range(len(group.devices)):
+        assert group.position(replica) == size - 1 - rank_of(env, replica)
     return {}
 
 

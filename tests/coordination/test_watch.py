@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import json
 import pathlib
+import subprocess
 import sys
 import threading
 import types
@@ -934,3 +935,22 @@ def test_lines_of_tfdp_are_known_where_it_is_imported_through_a_link(tmp_path):
         exec(script, {"own": own})
     trace = raised.value.__traceback__.tb_next  # without the line of this test
     assert linked._line_of_script(trace) == " at line 2 of train.py"
+
+
+ABORT_THAT_HANGS = """
+import ctypes, types
+from tfdp.ground._compat import runtime
+hang = lambda *_: ctypes.PyDLL(None).sleep(60)
+context = types.SimpleNamespace(abort_collective_ops=hang)
+runtime.context = types.SimpleNamespace(context=lambda: context)
+runtime._ABORT_SECONDS = 1.0
+runtime.abort_collectives("worker 1 is lost")
+"""
+
+
+@pytest.mark.full
+def test_an_abort_that_keeps_the_lock_of_the_interpreter_ends_the_process():
+    command = [sys.executable, "-c", ABORT_THAT_HANGS]
+    done = subprocess.run(command, timeout=50, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert "in abort_collectives" in done.stderr

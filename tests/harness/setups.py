@@ -47,6 +47,7 @@ MIRRORED = Setup("mirrored", 1, 2)
 THREE_DEVICES = Setup("three_devices", 1, 3)
 SIX_DEVICES = Setup("six_devices", 1, 6)
 EIGHT_DEVICES = Setup("eight_devices", 1, 8)
+TWELVE_DEVICES = Setup("twelve_devices", 1, 12)
 TWO_WORKERS = Setup("two_workers", 2, 1)
 TWO_BY_TWO = Setup("two_by_two", 2, 2)
 TWO_RANKS = Setup("two_ranks", 2, 1, is_mpi=True)
@@ -62,7 +63,7 @@ TWO_WORKERS_INTERFACE = Setup(
 TWO_WORKERS_IPV6 = Setup("two_workers_ipv6", 2, 1, is_tcp=True, host="::1")
 
 DISTRIBUTED = (MIRRORED, TWO_WORKERS, TWO_BY_TWO)
-_MORE_DEVICES = (THREE_DEVICES, SIX_DEVICES, EIGHT_DEVICES)
+_MORE_DEVICES = (THREE_DEVICES, SIX_DEVICES, EIGHT_DEVICES, TWELVE_DEVICES)
 OF_MPI = (TWO_RANKS, TWO_RANKS_BY_TWO)
 OF_TCP = (TWO_WORKERS_TCP, TWO_BY_TWO_TCP, TWO_WORKERS_INTERFACE, TWO_WORKERS_IPV6)
 BY_NAME = {

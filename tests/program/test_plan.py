@@ -70,6 +70,22 @@ def gradient(function: Callable, name: str) -> Callable:
     return compute
 
 
+def cudnn(given: dict[str, Any], *, major: bool) -> tf.Tensor:
+    """The outputs of an LSTM of cuDNN, as Keras creates it on GPUs; none runs here."""
+    inputs, state = given["x"], given["y"][:, tf.newaxis]
+    if major:
+        inputs, state = tf.transpose(inputs, [1, 0, 2]), given["y"][tf.newaxis]
+    return tf.raw_ops.CudnnRNNV3(
+        input=inputs,
+        input_h=state,
+        input_c=state,
+        params=given["c"],
+        sequence_lengths=given["k"],
+        rnn_mode="lstm",
+        time_major=major,
+    )[0]
+
+
 N = {"n": lambda g: tf.shape(g["x"])[0]}
 
 DIVIDED = {
@@ -153,6 +169,20 @@ DIVIDED = {
     # Of each row.
     "softmax of features": (lambda g: tf.nn.softmax(g["x"]), "rows 0"),
     "the best features": (lambda g: tf.math.top_k(g["y"], 2)[0], "rows 0"),
+    "sequences reversed, each of its length": (
+        lambda g: tf.reverse_sequence(g["x"], g["k"], seq_axis=1, batch_axis=0),
+        "rows 0",
+    ),
+    "a layer of cuDNN": (lambda g: cudnn(g, major=False), "rows 0"),
+    "a layer of cuDNN, time first": (lambda g: cudnn(g, major=True), "rows 1"),
+    "the weights' gradient of a layer of cuDNN": (
+        gradient(lambda g: cudnn(g, major=False), "c"),
+        "part",
+    ),
+    "the states' gradient of a layer of cuDNN": (
+        gradient(lambda g: cudnn(g, major=True), "y"),
+        "rows 0",
+    ),
     # Sizes.
     "numbers of rows": (lambda g: tf.range(tf.shape(g["x"])[0]), "rows 0"),
     "zeros for each row": (lambda g: tf.zeros([tf.shape(g["x"])[0], 2]), "rows 0"),

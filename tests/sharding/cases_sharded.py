@@ -358,7 +358,7 @@ for _name, _tolerance in {"float16": 0.01, "bfloat16": 0.08}.items():
 
 @case(
     "More replicas than variables, and than elements",
-    setups=("six_devices", "eight_devices", "mirrored", "two_workers", "two_by_two"),
+    setups=("twelve_devices", "eight_devices", "mirrored", "two_workers", "two_by_two"),
 )
 @registry.same_as("sharded_step_has_two_collectives_for_each_bucket")
 def more_replicas_than_variables(env: Env) -> dict:

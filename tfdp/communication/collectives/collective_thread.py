@@ -387,7 +387,11 @@ def array_of(tensor: tf.Tensor) -> np.ndarray:
 
 def new_tensor(num_bytes: int) -> tuple[tf.Tensor, np.ndarray]:
     """Create an uninitialized eager tensor of bytes; return it and a writable view."""
-    tensor = tf.raw_ops.Empty(shape=_shape_of(num_bytes), dtype=tf.uint8, init=False)
+    # Without a device, TensorFlow would place it on a GPU that the process sees, and
+    # the view would be that of a copy.
+    with tf.device("CPU:0"):
+        shape = _shape_of(num_bytes)
+        tensor = tf.raw_ops.Empty(shape=shape, dtype=tf.uint8, init=False)
     return tensor, array_of(tensor)
 
 

@@ -106,6 +106,21 @@ class Transport(Protocol):
     has_reduce_scatter: bool
     rounds_sums_once: bool
 
+    def open(self, group: ProcessGroup) -> Sequence[int | None]:
+        """Connect the members of a new group, if that must not wait for a collective.
+
+        Returns:
+            Sequence with the position of each local replica in the group, as the
+            transport orders it; `None` for one of another group.
+        """
+
+    def sums_as_sent(self, group: ProcessGroup) -> bool:
+        """Return whether a reduce-scatter adds elements in the dtype that is sent.
+
+        It does where an all-to-all, after which each replica could add in another
+        dtype, would send more bytes than a sum.
+        """
+
     def run(
         self, kind: str, tensor: tf.Tensor, call: CollectiveCall, source: int = 0
     ) -> tf.Tensor:
@@ -159,8 +174,8 @@ class SplitId:
 def device_positions(devices: Sequence[str]) -> list[int]:
     """Return the position of each device in a group of all of them.
 
-    TensorFlow sorts the members of a group by device name as text, with task 10
-    before task 2.
+    TensorFlow sorts the members of a group by the name of the task as text, with task
+    10 before task 2, and in a task by the number of the device.
 
     Args:
         devices: Sequence of strings, full names of devices.
@@ -170,11 +185,18 @@ def device_positions(devices: Sequence[str]) -> list[int]:
 
     Example:
 
-    >>> device_positions(["/task:1/CPU:0", "/task:10/CPU:0", "/task:0/CPU:0"])
-    [1, 2, 0]
+    >>> device_positions(["/task:1/CPU:0", "/task:10/CPU:10", "/task:10/CPU:9"])
+    [0, 2, 1]
     """
-    positions = {name: index for index, name in enumerate(sorted(devices))}
+    positions = {name: i for i, name in enumerate(sorted(devices, key=_sort_key))}
     return [positions[name] for name in devices]
+
+
+def _sort_key(device: str) -> tuple[str, int, str, str, int]:
+    """Return the key by which TensorFlow sorts a device in a group."""
+    spec = tf.DeviceSpec.from_string(device)
+    task = str(spec.task or 0)
+    return spec.job or "", spec.replica or 0, task, spec.device_type, spec.device_index
 
 
 def align_group_keys(all_gather: Callable[[int], list[int]]) -> None:
@@ -319,8 +341,11 @@ class ProcessGroup:
         self._positions = positions
         self._splits: dict[Partition, tuple[ProcessGroup | None, ...]] = {}
         local = [p for p in self.local_positions if p is not None]
-        self.instance_keys = InstanceKeys(is_local=len(local) == size)
+        # Whether all members are replicas of this process.
+        self.is_local = len(local) == size
+        self.instance_keys = InstanceKeys(is_local=self.is_local)
         self._split_lock = threading.Lock()
+        self._positions = transport.open(self)
 
     @property
     def backend(self) -> str:

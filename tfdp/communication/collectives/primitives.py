@@ -117,7 +117,8 @@ class Member:
     def reduce_scatter(self, tensor: tf.Tensor) -> tf.Tensor:
         """Reduce-scatter: sum over the group and keep the calling replica's slice.
 
-        Elements are summed in their own dtype, even if they travel in another.
+        Elements are summed in their own dtype, even if they travel in another, unless
+        the transport adds them as they are sent.
 
         Args:
             tensor: Tensor of shape `[group.size * n, ...]`.
@@ -130,13 +131,15 @@ class Member:
             return tf.identity(tensor)
         if _is_empty(tensor):
             return tf.split(tensor, group.size)[0]
-        if group.transport.has_reduce_scatter and self.wire_dtype is None:
-            return self._run("reduce_scatter", tensor)
+        transport, wire_dtype = group.transport, self.wire_dtype or tensor.dtype
+        if transport.has_reduce_scatter and (
+            wire_dtype == tensor.dtype or transport.sums_as_sent(group)
+        ):
+            total = self._run("reduce_scatter", tf.cast(tensor, wire_dtype))
+            return tf.cast(total, tensor.dtype)
         # An all-to-all and a local sum move the same bytes, and can sum in the tensor's
         # dtype after elements were sent in `wire_dtype`.
-        sent = tf.reshape(tensor, _split_shape(tensor, group.size))
-        if self.wire_dtype is not None:
-            sent = tf.cast(sent, self.wire_dtype)
+        sent = tf.cast(tf.reshape(tensor, _split_shape(tensor, group.size)), wire_dtype)
         received = self.all_to_all(sent)  # [group.size, n, ...]
         return _sum_of_rows(received, tensor.dtype)  # [n, ...]
 
@@ -219,17 +222,8 @@ def _to_sent_dtype(
         Tuple of the cast tensor, and a function from a received tensor to the dtype of
         `tensor`.
     """
-    if wire_dtype is not None and wire_dtype != tensor.dtype:
-        sent, back = _to_sent_dtype(tf.cast(tensor, wire_dtype), None)
-        return sent, lambda received: tf.cast(back(received), tensor.dtype)
-    if tensor.dtype == tf.bfloat16:
-        # TensorFlow cannot all-gather or broadcast bfloat16, so the bits of a tensor of
-        # this dtype are sent as float16.
-        return (
-            tf.bitcast(tensor, tf.float16),
-            lambda received: tf.bitcast(received, tf.bfloat16),
-        )
-    return tensor, lambda received: received
+    sent = tf.cast(tensor, wire_dtype or tensor.dtype)
+    return sent, lambda received: tf.cast(received, tensor.dtype)
 
 
 def _split_shape(tensor: tf.Tensor, count: int) -> tf.Tensor | list[int]:

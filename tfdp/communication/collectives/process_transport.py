@@ -128,6 +128,19 @@ class ProcessTransport:
         self._lanes = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
+    def open(self, group: ProcessGroup) -> Sequence[int | None]:
+        """Return the positions of the local replicas: lanes connect at their first use.
+
+        Args:
+            group: `ProcessGroup`.
+        """
+        return group.local_positions
+
+    def sums_as_sent(self, group: ProcessGroup) -> bool:
+        """Return false: an all-to-all sends no more bytes than a sum."""
+        del group
+        return False
+
     def run(
         self, kind: str, tensor: tf.Tensor, call: CollectiveCall, source: int = 0
     ) -> tf.Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp.communication.collectives import calls
-from tfdp.communication.collectives.groups import CollectiveCall
+from tfdp.communication.collectives.groups import CollectiveCall, ProcessGroup
 from tfdp.communication.coordination.flight_steps import (
     TracedCollective,
     traced_collectives,
@@ -20,6 +20,10 @@ from tfdp.ground._compat import graphs
 # but leaves the network idle between pieces if no other collective runs at the same
 # time. Measured in docs/reports/performance.md.
 _SUBDIVISIONS, _SUBDIVISIONS_ALONE = 1, 2
+# Members of a group from which on TensorFlow's all-to-all over memory and gRPC mixes up
+# its messages: it names them by the digits of both members without a separator, so that
+# those from 1 to 10 and from 11 to 0 have one name (seen with 2.21.0).
+_MIXED_UP_MEMBERS = 12
 # Number of channels on CPUs, where buckets on different channels overlap. NCCL has one
 # channel, since it needs a single order of collectives.
 _CPU_CHANNELS = 4
@@ -46,6 +50,41 @@ class TensorFlowTransport:
         self.has_reduce_scatter = name == "nccl"
         self.rounds_sums_once = False
 
+    def open(self, group: ProcessGroup) -> Sequence[int | None]:
+        """Connect the members of a new group over NCCL; return the local positions.
+
+        NCCL connects a group in its first collective, while TensorFlow holds a lock of
+        the process (`NcclManager::GetCommunicator` of 2.21.0). If two hosts connect two
+        groups in different orders, each waits for a member that waits for the lock of
+        the other host. So groups are connected one by one, in the order in which all
+        workers create them.
+
+        TensorFlow may order the GPUs of a process by their links, and not by their
+        numbers: what all members gather shows the order.
+
+        Args:
+            group: `ProcessGroup`.
+        """
+        own = group.local_positions
+        members = [r for r, position in enumerate(own) if position is not None]
+        if self.name != "nccl" or group.size == 1 or not members:
+            return own
+
+        @tf.function(autograph=False)
+        def gather_positions() -> list[tf.Tensor]:
+            """Return the positions of all members as gathered by each local one."""
+            gathered = []
+            for replica in members:
+                with tf.device(group.devices[replica]):
+                    position = tf.constant([own[replica]], tf.int32)
+                    call = CollectiveCall(group, replica, channel=0)
+                    gathered.append(self.run("all_gather", position, call))
+            return gathered
+
+        with tf.init_scope():
+            order = gather_positions()[0].numpy().tolist()
+        return [None if position is None else order.index(position) for position in own]
+
     def run(
         self, kind: str, tensor: tf.Tensor, call: CollectiveCall, source: int = 0
     ) -> tf.Tensor:
@@ -54,7 +93,10 @@ class TensorFlowTransport:
         Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
         clusters of workstations", for the ring.
         """
-        sent, back = _as_real(tensor)
+        if kind == "all_to_all" and not self._exchanges(call.group):
+            rows = self.run("all_gather", tensor[tf.newaxis], call)
+            return rows[:, call.group.position(call.replica)]
+        sent, back = self._as_supported(kind, tensor, call)
         plan = _plan(kind, sent, call)
         with calls.recorded(plan if tf.executing_eagerly() else []):
             if kind == "broadcast":
@@ -66,6 +108,54 @@ class TensorFlowTransport:
             named = plan[0]._replace(name=f"{kind} {scope!r}" if scope else kind)
             traced_collectives.add(progress.loop, graphs.root_graph(), named)
         return back(result)
+
+    def sums_as_sent(self, group: ProcessGroup) -> bool:
+        """Return whether 16 bits are added as they are sent; see `Transport`."""
+        return self.has_reduce_scatter and not self._exchanges(group)
+
+    def _exchanges(self, group: ProcessGroup) -> bool:
+        """Return whether TensorFlow's all-to-all works between the members of a group.
+
+        That over NCCL sends only to the members of the own process, without an error
+        (`NcclManager::LoopKernelLaunches` of 2.21.0).
+        """
+        if self.name == "nccl":
+            return group.is_local
+        return group.size < _MIXED_UP_MEMBERS
+
+    def _as_supported(
+        self, kind: str, tensor: tf.Tensor, call: CollectiveCall
+    ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        """View or cast a tensor as a dtype that TensorFlow's collectives have.
+
+        Args:
+            kind: String, the kind of the collective.
+            tensor: Tensor to send.
+            call: `CollectiveCall`.
+
+        Returns:
+            Tuple of the tensor to send, and a function from the received tensor to one
+            of the dtype of `tensor`.
+        """
+        dtype, is_sum = tensor.dtype, kind in ("all_reduce", "reduce_scatter")
+        is_nccl_of_halves = self.name == "nccl" and dtype == tf.bfloat16
+        if dtype.is_complex:
+            sent = tf.bitcast(tensor, dtype.real_dtype)
+            return sent, lambda received: tf.bitcast(received, dtype)
+        moves_bits = is_nccl_of_halves or kind in ("all_gather", "broadcast")
+        if dtype == tf.bfloat16 and moves_bits and not is_sum:
+            # TensorFlow does not gather or broadcast bfloat16, and its NCCL does not
+            # know it at all (`kValidDataTypes` of 2.21.0): the bits are sent.
+            sent = tf.bitcast(tensor, tf.float16)
+            return sent, lambda received: tf.bitcast(received, dtype)
+        wide = dtype
+        if is_nccl_of_halves:
+            wide = tf.float32
+        if dtype == tf.int32 and self.name == "ring" and is_sum:
+            # On GPUs TensorFlow adds int32 on the host, also tensors of the device.
+            is_on_gpu = "GPU:" in call.group.devices[call.replica]
+            wide = tf.int64 if is_on_gpu else dtype
+        return tf.cast(tensor, wide), lambda received: tf.cast(received, dtype)
 
     def _collective(
         self, kind: str, tensor: tf.Tensor, call: CollectiveCall
@@ -165,23 +255,6 @@ def _plan(kind: str, tensor: tf.Tensor, call: CollectiveCall) -> list[TracedColl
     sizes = tensor.shape.as_list() if tensor.shape.rank is not None else "[...]"
     form = f"{kind} of {tensor.dtype.name}{sizes}"
     return [TracedCollective(kind, form, num_bytes)]
-
-
-def _as_real(
-    tensor: tf.Tensor,
-) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """View complex numbers as pairs of real ones; return the inverse function, too.
-
-    TensorFlow has no collectives of complex numbers.
-
-    Returns:
-        Tuple of the tensor, real, and a function from a tensor like it to a complex
-        one.
-    """
-    if not tensor.dtype.is_complex:
-        return tensor, lambda received: received
-    pairs = tf.bitcast(tensor, tensor.dtype.real_dtype)
-    return pairs, lambda received: tf.bitcast(received, tensor.dtype)
 
 
 def _check_loop(num_local: int) -> None:

@@ -106,7 +106,7 @@ def start_worker(
         cluster.num_workers,
         one_host=len(set(cluster.hosts)) == 1,
         connects=options.backend in ("auto", "direct")
-        and not tf.config.list_physical_devices("GPU"),
+        and not tf.config.get_visible_devices("GPU"),
     )
     least = cluster.elastic
     if options.on_loss == "continue":

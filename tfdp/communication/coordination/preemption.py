@@ -20,8 +20,8 @@ PREEMPTED = 75
 SAVE_SIGNAL = getattr(signal, "SIGURG", signal.SIGTERM)
 _SIGNALS = tuple({signal.SIGTERM, SAVE_SIGNAL})
 _listening: weakref.WeakSet[PreemptionNotice] = weakref.WeakSet()
-# Seconds of training between two all-gathers of the workers' preemption notices: a save
-# begins at most so much later, and short steps are not slowed down by one each.
+# Seconds of training between two all-gathers of the workers' preemption notices. They
+# bound the delay of a save, and keep short steps from an all-gather in each of them.
 _ASK_SECONDS = 1.0
 # Time in which a signal that is sent to all workers reaches each of them.
 _NOTICES_SECONDS = 0.2

@@ -73,6 +73,6 @@ def start_server(
 def _needs_server(options: CommunicationOptions) -> bool:
     """Whether the option `backend` makes this worker use TensorFlow's collectives."""
     if options.backend == "auto":
-        has_gpus = bool(tf.config.list_physical_devices("GPU"))
+        has_gpus = bool(tf.config.get_visible_devices("GPU"))
         return has_gpus or sys.platform != "linux"
     return options.backend in ("nccl", "ring")

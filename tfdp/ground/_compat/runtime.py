@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import os
@@ -21,6 +22,9 @@ from tensorflow.python.framework import (
 )
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.util import _pywrap_util_port
+
+# Longest time in seconds of an abort of collectives, which usually takes milliseconds.
+_ABORT_SECONDS = 10.0
 
 
 def is_context_initialized() -> bool:
@@ -114,10 +118,19 @@ def abort_collectives(text: str) -> None:
 
     A collective that waits for a suspended worker would never end otherwise.
 
+    While NCCL connects a group, TensorFlow holds a lock for which the abort waits
+    (`NcclManager::StartAbort` of 2.21.0), with the lock of the interpreter. If a worker
+    is lost meanwhile, no thread of Python can end this process. A timer that needs no
+    lock does, with the stacks of all threads and exit code 1.
+
     Args:
         text: String, message of the error.
     """
-    context.context().abort_collective_ops(tf.errors.UNAVAILABLE, text)
+    faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True)
+    try:
+        context.context().abort_collective_ops(tf.errors.UNAVAILABLE, text)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 # Files of TensorFlow in which a thread's Python frame is while it runs a function or a

@@ -178,7 +178,7 @@ def _without_xla(model: Any) -> Iterator[None]:
 
 def auto_compiles_with_xla(original: Callable, model: Any) -> bool:
     """Return whether `jit_compile="auto"` compiles: on GPUs as plain Keras would."""
-    if strategy_of(model) is None or not tf.config.list_physical_devices("GPU"):
+    if strategy_of(model) is None or not tf.config.get_visible_devices("GPU"):
         return original(model)
     return xla_lowering.supports_jit(model)
 

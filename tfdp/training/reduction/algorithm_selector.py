@@ -68,8 +68,13 @@ class AlgorithmSelector:
 
     @property
     def depends_on_links(self) -> bool:
-        """Bool, whether the algorithm is chosen by predicted times, from the links."""
-        return self._fixed is None and self.topology.num_replicas > 2
+        """Bool, whether the algorithm is chosen by predicted times, from the links.
+
+        With NCCL it is chosen from default links. To measure them would create a
+        communicator for each pair of GPUs, which take memory of the GPUs for good.
+        """
+        is_chosen = self._fixed is None and self._backend != "nccl"
+        return is_chosen and self.topology.num_replicas > 2
 
     @property
     def needs_whole_buckets(self) -> bool:

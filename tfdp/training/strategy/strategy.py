@@ -342,7 +342,7 @@ def auto_strategy(
     _warn_of_unconnected_processes(cluster)
     if cluster is not None and cluster.is_job:
         return MultiWorkerMirroredStrategy(communication=communication)
-    if not tf.config.list_physical_devices("GPU"):
+    if not tf.config.get_visible_devices("GPU"):
         create_default_cpus(cluster.devices_per_worker if cluster else None)
     strategy = MirroredStrategy(local_devices(), communication=communication)
     # A script for any number of workers reads its task from the strategy's cluster

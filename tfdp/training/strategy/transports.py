@@ -206,10 +206,9 @@ def _backend(
         if num_workers == 1 or not _HAS_DIRECT:
             return "ring"
         return "mpi" if is_mpi_job(num_workers) else "direct"
-    physical = tf.config.list_physical_devices("GPU")
+    gpus = tf.config.get_visible_devices("GPU")
     # NCCL cannot run two ranks on one physical GPU.
-    one_each = runtime.num_local_devices("GPU") == len(physical)
-    return "nccl" if one_each else "ring"
+    return "nccl" if runtime.num_local_devices("GPU") == len(gpus) else "ring"
 
 
 def _agree_on_transport(

@@ -39,7 +39,11 @@ from tfdp.training.program.rules.elementwise import (
 from tfdp.training.program.rules.layouts import decide_layout
 from tfdp.training.program.rules.lists import decide_list
 from tfdp.training.program.rules.reductions import decide_reduction
-from tfdp.training.program.rules.rowwise import decide_row_by_row
+from tfdp.training.program.rules.rowwise import (
+    decide_recurrent,
+    decide_reverse_sequence,
+    decide_row_by_row,
+)
 from tfdp.training.program.rules.state import (
     decide_python,
     decide_random,
@@ -71,6 +75,8 @@ _RULES_OF_ROWS = (
     decide_elementwise,
     decide_reduction,
     decide_row_by_row,
+    decide_recurrent,
+    decide_reverse_sequence,
 )
 # Layout operations that can create different rows on each replica, although no input
 # has rows: an input holds sizes that depend on the number of rows.

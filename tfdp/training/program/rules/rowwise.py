@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.training.program.facts import Form, part
+from tfdp.training.program.facts import Fact, Form, part
 from tfdp.training.program.view import (
     AS_IS,
     WHOLE,
@@ -92,6 +92,13 @@ _BROADCASTING = operations(
     ImageProjectiveTransformV3 MatrixTriangularSolve SoftmaxCrossEntropyWithLogits
     """
 )
+# Indices of the inputs of cuDNN's recurrent layers, LSTM and GRU, that have rows along
+# the axis of the batch. The lengths of sequences, input 4, have them along axis 0.
+_RECURRENT = {
+    "CudnnRNNV3": (0, 1, 2),
+    "CudnnRNNBackpropV3": (0, 1, 2, 5, 6, 7, 8, 9, 10),
+}
+_SEQUENCE_LENGTHS = 4
 # Index of the output that has the shape of the first input, by type of operation.
 # TensorFlow may not know that shape.
 _SHAPED_LIKE_FIRST = table(
@@ -128,6 +135,67 @@ def decide_row_by_row(view: View) -> Decision | None:
         for index in range(len(view.op.outputs))
     ]
     return Decision(needs, outputs, build)
+
+
+def decide_recurrent(view: View) -> Decision | None:
+    """Decide how to build a recurrent layer of cuDNN, which Keras uses on GPUs.
+
+    A GRU has no second state: scalars take its place. What the forward pass reserves
+    for its gradient is of this replica alone.
+    """
+    indices = _RECURRENT.get(view.type)
+    if indices is None or not view.facts[0].is_rows:
+        return None
+    axis, multiple = int(view.attribute("time_major")), view.facts[0].multiple
+    needs = [WHOLE if fact.form is not Form.LOCAL else AS_IS for fact in view.facts]
+    for index in (*indices, _SEQUENCE_LENGTHS):
+        fact, along = view.facts[index], axis if index in indices else 0
+        if fact.is_rows and (fact.axis, fact.multiple) != (along, multiple):
+            return None
+        if view.op.inputs[index].shape.rank:
+            needs[index] = rows_along(along)
+    outputs = [
+        view.rows_output(axis, multiple, index)
+        if view.op.outputs[index].shape.rank == 3
+        else Fact(Form.LOCAL)
+        for index in range(len(view.op.outputs))
+    ]
+    if view.type == "CudnnRNNBackpropV3":
+        outputs[3] = part(view.output_sizes(3))
+    return Decision(needs, outputs, _build_recurrent)
+
+
+def decide_reverse_sequence(view: View) -> Decision | None:
+    """Decide how to build a reversal of sequences, each of a length of its own."""
+    if view.type != "ReverseSequence":
+        return None
+    sequences, lengths = view.facts
+    axis = view.attribute("batch_dim")
+    if not sequences.is_rows or sequences.axis != axis:
+        return None
+    if lengths.is_rows and lengths.multiple != sequences.multiple:
+        return None
+    return Decision([rows_along(axis), rows_along()], [sequences])
+
+
+def _build_recurrent(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build a recurrent layer of cuDNN or its gradient; it needs at least one row."""
+    if not builder.may_be_empty:
+        return builder.copy(op, replica_inputs)
+
+    def without_rows() -> list[tf.Tensor]:
+        """Return outputs without rows, and a gradient of the weights of zeros."""
+        if op.type == "CudnnRNNBackpropV3":
+            return [tf.zeros_like(tensor) for tensor in replica_inputs[:4]]
+        steps_and_rows = tf.shape(replica_inputs[0])[:2]
+        size = op.outputs[0].shape[2]
+        output = tf.zeros(tf.concat([steps_and_rows, [size]], 0), op.outputs[0].dtype)
+        states = [tf.zeros_like(tensor) for tensor in replica_inputs[1:3]]
+        reserved = [tf.zeros([0], tensor.dtype) for tensor in op.outputs[3:]]
+        return [output, *states, *reserved]
+
+    is_empty = tf.equal(builder.own_rows, 0)
+    return tf.cond(is_empty, without_rows, lambda: builder.copy(op, replica_inputs))
 
 
 def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
