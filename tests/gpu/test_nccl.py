@@ -48,6 +48,25 @@ def train(
     return model.get_weights()
 
 
+@pytest.mark.parametrize("layer", [keras.layers.LSTM, keras.layers.GRU])
+def test_recurrent_layers_of_cudnn_match_one_gpu(layer):
+    x = np.random.default_rng(0).normal(size=(45, 7, 5)).astype("float32")
+    weights = []
+    for strategy in (None, tfdp.MirroredStrategy(GPUS)):
+        keras.utils.set_random_seed(0)
+        with strategy.scope() if strategy else tf.device("GPU:0"):
+            both = keras.layers.Bidirectional(layer(4, return_sequences=True))
+            layers = [keras.Input((7, 5)), both, layer(3), keras.layers.Dense(2)]
+            model = keras.Sequential(layers)
+            model.compile(sgd(), "mse", jit_compile=False)
+        model.fit(x, x[:, 0, :2], batch_size=8, shuffle=False, verbose=0)
+        if strategy:
+            assert not strategy.communication_plan(model).gathers["fit"].gathers
+        weights.append(model.get_weights())
+    for a, b in zip(*weights, strict=True):
+        assert np.abs(a - b).max() / max(np.abs(b).max(), 1e-3) <= 1e-4
+
+
 @pytest.mark.parametrize("optimizer", [sgd, everything])
 @pytest.mark.parametrize("count", range(1, len(GPUS) + 1) or [1])
 def test_gpus_match_one_gpu(count, optimizer):

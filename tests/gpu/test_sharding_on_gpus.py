@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
 from collections.abc import Callable
 
@@ -20,8 +21,9 @@ LOGICAL_MB = 2048
 Make = Callable[[], keras.optimizers.Optimizer]
 
 
+@functools.cache
 def devices_of_this_machine() -> list[str]:
-    """All GPUs, or the two halves of the only one."""
+    """All GPUs, or the two halves of the only one, for the rest of this process."""
     if NUM_GPUS != 1:
         return [f"GPU:{index}" for index in range(NUM_GPUS)]
     gpu = tf.config.list_physical_devices("GPU")[0]
@@ -32,11 +34,14 @@ def devices_of_this_machine() -> list[str]:
     return [device.name[-5:] for device in tf.config.list_logical_devices("GPU")]
 
 
-DEVICES = devices_of_this_machine()
+pytestmark = pytest.mark.skipif(not NUM_GPUS, reason="there is no GPU on this machine")
 
-pytestmark = pytest.mark.skipif(
-    len(DEVICES) < 2, reason="sharding needs two GPUs, or one that can be split"
-)
+
+@pytest.fixture(autouse=True)
+def _two_devices() -> None:
+    # Not at the import of this file: the only GPU would be split for all other tests.
+    if len(devices_of_this_machine()) < 2:
+        pytest.skip("sharding needs two GPUs, or one that no test has used before")
 
 
 def adamw() -> keras.optimizers.Optimizer:
@@ -49,7 +54,7 @@ def lamb() -> keras.optimizers.Optimizer:
 
 def new_strategy(node_size: int | None = None) -> tfdp.MirroredStrategy:
     options = tfdp.CommunicationOptions(node_size=node_size, bucket_mb=0.01)
-    return tfdp.MirroredStrategy(DEVICES, communication=options)
+    return tfdp.MirroredStrategy(devices_of_this_machine(), communication=options)
 
 
 def build(
@@ -59,7 +64,7 @@ def build(
     keras.utils.set_random_seed(0)
     if strategy is None:
         settings = {}
-    with strategy.scope() if strategy else tf.device(DEVICES[0]):
+    with strategy.scope() if strategy else tf.device(devices_of_this_machine()[0]):
         widths = (32, 17, 4)
         layers = [keras.layers.Dense(width, activation="tanh") for width in widths]
         model = keras.Sequential([keras.Input((16,)), *layers])
@@ -103,15 +108,19 @@ def slot_devices(model: keras.Model) -> set[str]:
 def test_sharded_gpus_match_one_gpu(sharding, make, offload):
     model = build(new_strategy(), make, sharding=sharding, offload=offload)
     check_alike(train(model), train(build(None, make)))
-    kind = "CPU" if offload else tf.DeviceSpec.from_string(DEVICES[0]).device_type
+    kind = (
+        "CPU"
+        if offload
+        else tf.DeviceSpec.from_string(devices_of_this_machine()[0]).device_type
+    )
     assert slot_devices(model) == {kind}
 
 
-@pytest.mark.skipif(len(DEVICES) < 4 or len(DEVICES) % 2 == 1, reason="needs two nodes")
+@pytest.mark.skipif(NUM_GPUS < 4 or NUM_GPUS % 2 == 1, reason="needs two nodes")
 @pytest.mark.parametrize("scope", ["all", "node"])
 @pytest.mark.parametrize("sharding", ["optimizer", "gradients"])
 def test_sharded_gpus_of_two_nodes_match_one_gpu(sharding, scope):
-    strategy = new_strategy(node_size=len(DEVICES) // 2)
+    strategy = new_strategy(node_size=NUM_GPUS // 2)
     model = build(strategy, sharding=sharding, shard_scope=scope)
     check_alike(train(model), train(build(None)))
 
