@@ -366,13 +366,13 @@ def more_replicas_than_variables(env: Env) -> dict:
         dense = layers.Dense(1, activation="tanh")
         return keras.Sequential([keras.Input((3,)), dense, accumulation.Unused()])
 
-    x, y = common.regression_data(64)
-    results = {}
+    x, y = common.regression_data(128)
+    data, results = (x[:, :3], y), {}
     for stage, kind in (1, optimizers.Adam), (2, optimizers.Lamb):
         keras.utils.set_random_seed(stage)
         switches = Sharded(2, stage=stage, by_callback=False)
         chosen = make(kind, global_clipnorm=0.1)
-        results[str(stage)] = train(env, switches, chosen, tiny, x[:, :3], y)
+        results[str(stage)] = train(env, switches, chosen, tiny, *data, batch_size=16)
     return results
 
 
