@@ -28,6 +28,7 @@ def parse(text: str) -> dict[str, Any] | None:
     jobs = _read_jobs(config)
     settings = _read_tfdp_key(config)
     if not any(jobs.values()):
+        _check_single_task(config)
         return None
     task_type, task_index = _read_task(config)
     if task_type == "chief" and not jobs["chief"]:
@@ -88,7 +89,7 @@ def check_job_name(name: object) -> None:
 def _load_object(text: str) -> dict[str, Any]:
     """Parse `TF_CONFIG`; raise `ValueError` unless it is a JSON object."""
     try:
-        config = json.loads(text)
+        config = json.loads(text, object_pairs_hook=_to_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"TF_CONFIG is not valid JSON ({error}). Set it to an object with "
@@ -100,6 +101,42 @@ def _load_object(text: str) -> dict[str, Any]:
             f"Received: {shorten(text)}"
         )
     return config
+
+
+def _to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of an object of JSON; raise `ValueError` if it has a key twice.
+
+    Python keeps the last value: of two lists of workers one would be lost.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {describe(twice)} occurs twice in one object")
+    return values
+
+
+def _check_single_task(config: dict[str, Any]) -> None:
+    """Raise `ValueError` if a `TF_CONFIG` without a cluster is that of several tasks.
+
+    Otherwise each of them would train a model by itself. They show in a list of
+    addresses under another key, as in `{"Cluster": {"worker": [...]}}`, and in an
+    index above 0.
+    """
+    for key, value in config.items():
+        if isinstance(value, dict) and any(value.get(job) for job in _JOBS):
+            raise ValueError(
+                f"TF_CONFIG has the tasks of a cluster under the key {describe(key)}, "
+                f"and none under 'cluster'; rename it. Received: {describe(value)}"
+            )
+    task = config.get("task")
+    index = _to_index(task.get("index")) if isinstance(task, dict) else 0
+    if isinstance(index, int) and index > 0:
+        raise ValueError(
+            f"TF_CONFIG has no 'cluster', although its task has the index {index}: "
+            "each task would train a separate model. Add the addresses of all tasks "
+            f"as 'cluster', or unset TF_CONFIG. Received: task={describe(task)}"
+        )
 
 
 def _read_jobs(config: dict[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -133,11 +170,17 @@ def _read_task(config: dict[str, Any]) -> tuple[str, int]:
             f"Received: task={describe(task)}"
         )
     check_job_name(task["type"])
-    index = task["index"]
-    # Shell scripts write the index as a string, and TensorFlow's resolver accepts it.
+    return task["type"], _to_index(task["index"])
+
+
+def _to_index(index: Any) -> Any:
+    """Return the index of a task, as an int where it is a string of digits.
+
+    Shell scripts write the index as a string, and TensorFlow's resolver accepts it.
+    """
     if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
-        index = int(index)
-    return task["type"], index
+        return int(index)
+    return index
 
 
 def _read_tfdp_key(config: dict[str, Any]) -> dict[str, Any]:
