@@ -723,6 +723,9 @@ def convert_in_process(capsys, *arguments: object) -> tuple[int, str]:
 
 def test_convert_answers_wrong_arguments_in_one_sentence(tmp_path, capsys):
     save({"x": np.zeros(2)}, tmp_path / "plain", 1)
+    for step in (8, 12):
+        save({"x": np.zeros(2)}, tmp_path / "backups" / f"step-{step}", 1)
+    (tmp_path / "backups" / "step-16.damaged").mkdir()
     (tmp_path / "there.keras").write_text("mine")
     (tmp_path / "folder.keras").mkdir()
     for arguments, words in (
@@ -731,6 +734,8 @@ def test_convert_answers_wrong_arguments_in_one_sentence(tmp_path, capsys):
         (("plain", "folder.keras"), "The name is that of a directory"),
         (("plain", "there.keras"), "give --force to replace it. Received: "),
         (("none", "m.keras"), "There is no checkpoint in"),
+        ((".", "m.keras"), "Give the checkpoint in it: "),
+        (("backups", "m.keras"), "/backups/step-12'."),
         (("there.keras", "m.keras"), "DIR is a file; give the directory that"),
         (("plain", "m.keras"), "call `tfdp.checkpoint.restore` and `model.save`"),
     ):

@@ -196,6 +196,23 @@ def test_a_process_that_was_forked_does_not_keep_the_recorder_from_its_end():
     assert (first, last) == ("asked", "ended"), done
 
 
+CLOSES = """
+import os
+from tfdp.communication.coordination.watch import recorder
+stops = []
+recorder.forks.at_exit = stops.append
+before = os.listdir("/proc/self/fd")
+recorder.listen(print)
+stops[0]()
+print(os.listdir("/proc/self/fd") == before)
+"""
+
+
+def test_the_recorder_closes_its_sockets_at_its_end():
+    # With `-W error` Python reports each open one.
+    assert run_script(CLOSES, deadline_seconds=DEADLINE_SECONDS).output == "True\n"
+
+
 # With two workers.
 
 

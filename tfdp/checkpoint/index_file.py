@@ -26,6 +26,7 @@ from tfdp.checkpoint.index import (
     check_index,
 )
 from tfdp.checkpoint.object_store import open_storage
+from tfdp.checkpoint.storage import Storage
 
 # Version of the format that this version of tfdp writes, and the earlier one that it
 # reads too, in which TensorFlow wrote the shards.
@@ -37,6 +38,8 @@ INDEX_FILE = "index.json"
 # TB of state.
 INDEX_BYTES = 2**28
 _VALUES = 2**23
+# Names in a folder of backups that are tried, to name one of them in an error.
+_TRIED_NAMES = 8
 _FOLDER = re.compile(r"data-[0-9a-f]{12}")
 # Largest number of dimensions that a tensor in an index may have.
 _RANK = 64
@@ -214,8 +217,11 @@ def load_index(directory: str) -> Index:
     try:
         return from_text(storage.read_text(INDEX_FILE, INDEX_BYTES))
     except FileNotFoundError as error:
+        inside = _find_checkpoint(storage)
+        hint = f" Give the checkpoint in it: {os.path.join(directory, inside or '')!r}."
         raise ValueError(
             f"There is no checkpoint in {directory!r}: it has no {INDEX_FILE!r}."
+            f"{hint if inside else ''}"
         ) from error
     except NotADirectoryError as error:
         raise ValueError(f"{directory!r} is not a directory.") from error
@@ -225,6 +231,28 @@ def load_index(directory: str) -> Index:
         ) from error
     except ValueError as error:  # `UnicodeDecodeError` is a `ValueError`, too
         raise ValueError(f"The file {path!r} is damaged: {error}.") from error
+
+
+def _find_checkpoint(storage: Storage) -> str | None:
+    """Return the name of the newest checkpoint in a folder of backups.
+
+    Args:
+        storage: `Storage`, the folder.
+
+    Returns:
+        String, the last name in natural order (`step-12` after `step-8`) that is a
+        checkpoint, or `None`. In an object store each name takes a request, so that
+        only a few are tried.
+    """
+
+    def natural(name: str) -> list[str | int]:
+        parts = re.split("([0-9]{1,18})", name)
+        return [int(part) if i % 2 else part for i, part in enumerate(parts)]
+
+    with contextlib.suppress(OSError):
+        names = sorted(storage.names(), key=natural, reverse=True)[:_TRIED_NAMES]
+        return next((n for n in names if storage.below(n).has(INDEX_FILE)), None)
+    return None
 
 
 def versions() -> dict[str, str]:

@@ -286,6 +286,8 @@ def listen(request: Callable[[], None]) -> None:
         # Unlike `close`, this ends the thread even if a forked process has the socket.
         writer.shutdown(socket.SHUT_WR)
         thread.join()
+        reader.close()
+        writer.close()
 
     thread.start()
     forks.at_exit(stop)
