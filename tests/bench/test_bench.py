@@ -271,6 +271,7 @@ def test_an_option_takes_many_values_until_something_else_comes(
         ("collectives -n 100000", "too many workers for this machine"),
         ("compare --models 5e6", "such a model need 18,6"),
         ("collectives -n 2 -D 20 --dtype bfloat16", "not exact in bfloat16"),
+        ("collectives -n 2 --sizes 4KB 900GB", "check needs, take 10,800.0 GB"),
         ("collectives -n 2 --blocks 1", "at least 2. Received: 1"),
         ("collectives -n 2 --json nowhere/x.json", "the file does not exist"),
         ("collectives -n 2 --json .", "is a folder"),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfdp.ground.base.memory import free_bytes
 from tfdp.ground.plans.topology import Topology
 from tfdp.launch.bench import output
 from tfdp.launch.bench.nccl_tests import (
@@ -84,8 +85,8 @@ class Settings(ReplicaSettings):
             topology: `Topology` of the replicas.
 
         Raises:
-            ValueError: If there are too few replicas or nodes for an algorithm, or too
-                many replicas for exact sums in `dtype`.
+            ValueError: If there are too few replicas or nodes for an algorithm, too
+                many replicas for exact sums in `dtype`, or too little memory.
         """
         super().check(topology)
         count = topology.num_replicas
@@ -94,6 +95,30 @@ class Settings(ReplicaSettings):
                 f"Sums over this number of replicas are not exact in {self.dtype}. "
                 f"Received: {count} replicas"
             )
+        largest, free = max(self.sizes), free_bytes()
+        needed = self._needed_bytes(largest, count)
+        if needed > free:
+            raise ValueError(
+                f"Tensors of this size, with what their check needs, take "
+                f"{needed / 2**30:,.1f} GB, but {free / 2**30:,.1f} GB of memory are "
+                f"free; give smaller ones by --sizes or --max-bytes. "
+                f"Received: {size_text(largest)}"
+            )
+
+    def _needed_bytes(self, size: int, num_replicas: int) -> int:
+        """Return the least memory that the replicas of this machine need.
+
+        A worker that checks a result computes it from the inputs of all replicas, as
+        integers of 64 bits.
+
+        Args:
+            size: Int, bytes of a tensor.
+            num_replicas: Int, number of replicas, of all workers.
+        """
+        elements = size // ITEM_BYTES[self.dtype]
+        if self.num_workers is None:  # of a cluster: one here at least
+            return 2 * size + 8 * elements * num_replicas
+        return 2 * size * num_replicas + 8 * elements * num_replicas * self.num_workers
 
 
 def num_blocks(settings: Settings) -> int:

@@ -122,6 +122,8 @@ def torch_version(python: str) -> str | None:
 
     >>> torch_version("no such interpreter") is None
     True
+    >>> torch_version("true") is None  # it ends without an error, too
+    True
     """
     if shutil.which(python) is None:
         return None
@@ -132,4 +134,4 @@ def torch_version(python: str) -> str | None:
     done = subprocess.run(
         [python, "-c", program], capture_output=True, text=True, check=False
     )
-    return done.stdout.strip() if done.returncode == 0 else None
+    return (done.stdout.strip() or None) if done.returncode == 0 else None
