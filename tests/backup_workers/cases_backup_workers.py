@@ -518,6 +518,25 @@ def errors_at_different_steps_end_training(env: Env) -> dict:
     return {}
 
 
+@case("A resumed epoch counts what it had dropped", compare=False, setups=WORKERS)
+@registry.same_as("late_workers_are_left_out")
+def a_resumed_epoch_counts_all_dropped_gradients(env: Env) -> dict:
+    def train(*more: keras.callbacks.Callback) -> dict:
+        with strategy_of(env).scope():
+            model = dense()
+        backup = tfdp.callbacks.BackupAndRestore(env.tmp / "backups", save_freq=4)
+        data, callbacks = common.regression_data(SAMPLES), [*more, backup]
+        return common.fit(
+            model, *data, batch_size=BATCH, epochs=EPOCHS, callbacks=callbacks
+        )
+
+    with pytest.raises(KeyError, match="own"):
+        train(Fails(5))
+    # Each step drops the gradient of one of the two workers.
+    assert train()["dropped_gradients"] == [STEPS] * EPOCHS
+    return {}
+
+
 @case("States are saved in memory within an epoch", compare=False, setups=WORKERS)
 @registry.same_as("late_workers_are_left_out")
 def states_are_saved_in_memory(env: Env) -> dict:

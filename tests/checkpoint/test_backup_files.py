@@ -146,6 +146,25 @@ def test_a_run_that_was_cut_after_the_last_step_of_an_epoch_says_so(
     assert "resumed at the end of epoch 1, from" in capfd.readouterr().err
 
 
+def test_the_end_of_an_epoch_is_told_where_its_last_execution_is_shorter(
+    tmp_path, capfd
+):
+    # Keras counts the 5 batches of the epoch as 3 executions of 2.
+    def train(*callbacks: keras.callbacks.Callback) -> None:
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", steps_per_execution=2)
+        x, backup = np.ones((10, 1), "float32"), BackupAndRestore(tmp_path, 1)
+        model.fit(x, x, batch_size=2, epochs=2, callbacks=[*callbacks, backup])
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(keras.callbacks.LambdaCallback(on_epoch_end=stop))
+    train()
+    assert "resumed at the end of epoch 1, from" in capfd.readouterr().err
+
+
 def test_a_damaged_backup_is_set_aside_and_not_pruned_before_older_ones(backups):
     damage(backups / "step-7")
     with pytest.warns(UserWarning, match="damaged"):

@@ -251,21 +251,25 @@ class Stop(keras.callbacks.Callback):
 
 
 def resumed_and_not(
-    env: Env, make: Callable[[], keras.callbacks.Callback], num_rows: int
+    env: Env, make: Callable[[], keras.callbacks.Callback], num_rows: int, every: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Weights of a run that was interrupted and resumed, and of one that was not."""
+    """Results of a run that was interrupted and resumed, and of one that was not.
+
+    They are the weights, and the lists of the history.
+    """
     data = common.regression_data(num_rows)
 
     def fit(folder: str, *more: keras.callbacks.Callback) -> list[np.ndarray]:
         keras.utils.set_random_seed(3)
         with env.scope():
             model = first_model(momentum)
-        backup = tfdp.callbacks.BackupAndRestore(str(env.tmp / folder), save_freq=4)
+        backup = tfdp.callbacks.BackupAndRestore(str(env.tmp / folder), save_freq=every)
+        callbacks = [make(), *more, backup]
         try:
-            common.fit(model, *data, epochs=EPOCHS, callbacks=[make(), *more, backup])
+            history = common.fit(model, *data, epochs=EPOCHS, callbacks=callbacks)
         except KeyboardInterrupt:
             return []
-        return list(env.weights(model).values())
+        return [*env.weights(model).values(), *map(np.array, history.values())]
 
     whole = fit("whole")
     assert not fit("killed", Stop())
@@ -276,8 +280,10 @@ def check_resumed(
     env: Env,
     make: Callable[[], keras.callbacks.Callback],
     num_rows: int = common.NUM_SAMPLES,
+    save_freq: int = 4,
 ) -> dict:
-    for found, expected in zip(*resumed_and_not(env, make, num_rows), strict=True):
+    results = resumed_and_not(env, make, num_rows, save_freq)
+    for found, expected in zip(*results, strict=True):
         np.testing.assert_array_equal(found, expected)
     return {}
 

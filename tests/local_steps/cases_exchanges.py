@@ -290,6 +290,15 @@ def compressed_late_exchanges_are_resumed_exactly(env: Env) -> dict:
         return check_resumed(env, callback)
 
 
+@case("The staleness of a resumed epoch is that of all its batches", compare=False)
+@registry.same_as("diloco_is_resumed_exactly")
+def staleness_before_a_backup_is_resumed(env: Env) -> dict:
+    # The only late outer step of the epoch is made before the backup.
+    return check_resumed(
+        env, lambda: tfdp.callbacks.DiLoCo(7, scope="replica", delay=1), save_freq=8
+    )
+
+
 @case(
     "Across nodes only is compressed",
     compare=False,

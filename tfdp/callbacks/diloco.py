@@ -228,6 +228,25 @@ class DiLoCo(LocalStepsCallback):
         if exchanges is not None and logs is not None:
             logs["staleness"] = int(exchanges.staleness.numpy())
 
+    def get_state(self) -> dict[str, Any]:
+        """Return the staleness of the epoch so far, for a backup within it."""
+        if self._island is not None:
+            return {"staleness": self._island.staleness}
+        exchanges = self._exchanges()
+        return {"staleness": int(exchanges.staleness.numpy()) if exchanges else 0}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restore the staleness of an epoch that continues.
+
+        Args:
+            state: Dict, the result of `get_state` when the backup was saved.
+        """
+        exchanges = self._exchanges()
+        if self._island is not None:
+            self._island.staleness = state["staleness"]
+        elif exchanges is not None:
+            exchanges.staleness.assign(state["staleness"])
+
     def _local_steps(self) -> Any:
         """Return the `LocalSteps` of the optimizer, or `None` on an island."""
         return self.optimizer.features.installed.get(LocalSteps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tfdp.callbacks.run_state import RunState
@@ -121,8 +122,9 @@ class Resumption:
     @staticmethod
     def _place_in_epoch(batches: int, params: dict[str, Any]) -> str:
         """Return where in its epoch a run continues after a number of batches."""
-        # At the end of an epoch, validation and `on_epoch_end` are left.
-        is_end = batches and batches == params.get("steps")
+        # At the end of an epoch, validation and `on_epoch_end` are left. The last
+        # execution of several steps counts as whole, also where the epoch ends in it.
+        is_end = batches and batches >= (params.get("steps") or math.inf)
         return "the end" if is_end else f"step {batches + 1}"
 
     def _say(self, text: str) -> None:

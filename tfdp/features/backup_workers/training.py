@@ -29,14 +29,32 @@ class _DroppedGradients(keras.callbacks.Callback):
     def __init__(self, exchange: FirstGradients) -> None:
         super().__init__()
         self._exchange = exchange
+        # Dropped gradients of this `fit` before the epoch; negative if a run that was
+        # resumed within it had dropped some.
         self._before = 0
+
+    @property
+    def _total(self) -> int:
+        """Int, dropped gradients of this `fit`."""
+        return self._exchange.counts.without.total()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Add the number of late gradients that were dropped in this epoch."""
-        number = self._exchange.counts.without.total()
         if logs is not None:
-            logs[_LOG] = number - self._before
-        self._before = number
+            logs[_LOG] = self._total - self._before
+        self._before = self._total
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the number of gradients that the epoch has dropped, for a backup."""
+        return {"dropped": self._total - self._before}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Count the gradients that the epoch had dropped before the backup, too.
+
+        Args:
+            state: Dict, the result of `get_state` when the backup was saved.
+        """
+        self._before = self._total - state["dropped"]
 
 
 class BackupWorkers(Feature):
