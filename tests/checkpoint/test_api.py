@@ -677,6 +677,9 @@ def test_a_place_that_can_hold_no_checkpoint_is_refused(tmp_path):
     for place, words in (
         (tmp_path / "file", "there is a file of that name"),
         ("s3:/bucket/folder", "a URL has two slashes"),
+        ("", "or a URL. Received: directory=''"),
+        (b"bytes", "Received: directory=b'bytes'"),
+        (None, "Received: directory=None"),
     ):
         (reply,) = save({"x": np.zeros(2)}, place, 1)
         assert isinstance(reply, ValueError)

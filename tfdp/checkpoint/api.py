@@ -34,7 +34,7 @@ from tfdp.checkpoint.training_state import checkpoint_tensors, plan_checkpoint
 from tfdp.communication.cluster import cpu_kernels
 from tfdp.communication.coordination.checks import check_same_variables
 from tfdp.communication.coordination.model_group import worker_group_of
-from tfdp.ground.arguments import checked_bool
+from tfdp.ground.arguments import checked_bool, checked_path
 from tfdp.ground.base import activities
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import equalize_replicas
@@ -210,7 +210,7 @@ def save_state(
     needs_of_all = check_same_variables(worker_group, topic, entries, "saves", needs)
     prepare()
     model = serialize() if worker_group.is_chief else None
-    path = absolute_path(os.fspath(directory))
+    path = absolute_path(_checked(directory))
     metadata = _Metadata(path, entries, model, run)
 
     def write(read: Read, worker_group: Any, pause: Pause) -> None:
@@ -311,6 +311,11 @@ def _write_checkpoint(
         raise
 
 
+def _checked(directory: str | os.PathLike[str]) -> str:
+    """Return a directory or URL as a string; raise `ValueError` if it is neither."""
+    return checked_path("directory", directory, "the path of a directory, or a URL")
+
+
 def restore_state(
     make_plan: Callable[[Index], LoadPlan],
     directory: str | os.PathLike[str],
@@ -325,7 +330,7 @@ def restore_state(
         directory: String or path-like, as for `restore`.
         worker_group: `WorkerGroup` between the workers.
     """
-    path = os.fspath(directory)
+    path = _checked(directory)
 
     room = memory_budget(worker_group)
 
