@@ -31,7 +31,7 @@ MANY = {
     ("launch/cli/topology_tree.py", "{sizes} replicas"),
     ("launch/cli/forecast.py", "{each} replicas"),
     ("launch/cli/forecast.py", "{forecast.num_bytes} bytes"),
-    ("launch/cli/plan.py", "{_MOST_REPLICAS} replicas"),
+    ("launch/cli/plan.py", "{_MAX_REPLICAS} replicas"),
     ("launch/cli/launch.py", "{num_workers} workers"),
     ("communication/cluster/launchers.py", "{rank.size} processes"),
     ("training/data/distribute.py", "{num_workers} workers"),

@@ -418,7 +418,7 @@ def several_steps_in_one_execution_do_not_wait(env: Env) -> dict:
 @registry.same_as("late_workers_are_left_out")
 def a_worker_that_is_too_late_is_waited_for(env: Env) -> dict:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "_MOST_BYTES", 1)
+        patch.setattr(exchange, "_MAX_BYTES", 1)
         data = common.regression_data(SAMPLES)
         record = train_and_compare(
             env, dense, data, [Late(env, rank=1, batch=1, later=2)]

@@ -23,7 +23,7 @@ from tfdp.launch.bench.collectives import Settings, measure
 from tfdp.launch.bench.models import FAMILIES, model_of_size
 from tfdp.launch.bench.nccl_tests import (
     COLLECTIVES,
-    MOST_REPLICAS_OF,
+    MAX_REPLICAS_OF,
     algorithm_bandwidth,
     bus_factor,
     expected,
@@ -100,10 +100,10 @@ def test_a_lost_or_misplaced_contribution_is_counted():
 
 
 def test_sums_of_the_inputs_are_exact_in_half_precision():
-    most = MOST_REPLICAS_OF["float16"]
+    most = MAX_REPLICAS_OF["float16"]
     total = expected("all_reduce", 0, most, 7)
     assert (total.astype("float16") == total).all()
-    assert expected("all_reduce", 0, MOST_REPLICAS_OF["bfloat16"], 7).max() <= 256
+    assert expected("all_reduce", 0, MAX_REPLICAS_OF["bfloat16"], 7).max() <= 256
 
 
 def test_the_interval_of_a_median_leaves_out_the_extremes_it_may():

@@ -138,7 +138,7 @@ def test_a_save_leaves_training_the_processor_until_somebody_waits(
     assert not pending.is_done
     assert not list(tmp_path.glob("data-*/worker-0-1.data"))
     pending.wait()
-    monkeypatch.setattr(background, "_MOST_PAUSED_SECONDS", 0.2)
+    monkeypatch.setattr(background, "_MAX_PAUSED_SECONDS", 0.2)
     pending = tfdp.checkpoint.save(model, tmp_path, background=True)
     wait_until(lambda: pending.is_done, "the end of the pauses")
     pending.wait()
@@ -427,7 +427,7 @@ def test_sigterm_after_a_failed_save_still_saves(gate, tmp_path, capfd):
 def test_a_save_that_is_slower_than_the_time_between_two_is_reported_once(
     gate, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(background, "_LEAST_REPORTED_SECONDS", 0.1)
+    monkeypatch.setattr(background, "_MIN_REPORTED_SECONDS", 0.1)
     model = model_of(1.0)
     strategy = tfdp.MirroredStrategy(["/cpu:0"])
     with strategy.scope():

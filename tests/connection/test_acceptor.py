@@ -118,7 +118,7 @@ def test_silent_and_slow_ends_are_closed_after_one_deadline(bed, monkeypatch):
 
 
 def test_a_flood_of_silent_ends_keeps_nobody_out(bed, monkeypatch):
-    monkeypatch.setattr(acceptor, "_MOST_UNAUTHENTICATED", 8)
+    monkeypatch.setattr(acceptor, "_MAX_UNAUTHENTICATED", 8)
     for _ in range(40):
         bed.outsider()
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_a_flood_of_silent_ends_keeps_nobody_out(bed, monkeypatch):
 
 
 def test_many_workers_that_come_at_once_and_answer_late_all_get_in(bed, monkeypatch):
-    monkeypatch.setattr(acceptor, "_MOST_UNAUTHENTICATED", 8)
+    monkeypatch.setattr(acceptor, "_MAX_UNAUTHENTICATED", 8)
 
     def dial() -> None:
         while True:

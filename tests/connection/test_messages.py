@@ -23,7 +23,7 @@ from tfdp.communication.connection.messages import (
 
 MESSAGE = {"type": "start", "nodes": [["10.0.0.1", [1, 2]]], "text": "ü"}
 HEAD_BYTES = 4 + 32
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 class Between:
@@ -34,7 +34,7 @@ class Between:
         (self.near_sock, self.out), (self.into, self.far_sock) = ends
         self.near = MessageConnection(self.near_sock, Authenticated(b"", *near_keys))
         self.far = MessageConnection(
-            self.far_sock, Authenticated(b"", b"two", b"one"), MOST_BYTES
+            self.far_sock, Authenticated(b"", b"two", b"one"), MAX_BYTES
         )
 
     def sealed(self, text: bytes) -> bytes:
@@ -82,13 +82,13 @@ def test_what_is_no_object_of_json_ends_the_connection(between, text: bytes):
 
 
 def test_a_message_that_is_longer_than_the_limit_is_not_waited_for(between):
-    text = b'{"a":"' + b"x" * (MOST_BYTES - 8) + b'"}'
+    text = b'{"a":"' + b"x" * (MAX_BYTES - 8) + b'"}'
     threading.Thread(target=between.near.send_encoded, args=(text,)).start()
     found = []
     while not found:
         found = between.received(between.out.recv(1 << 16))
     assert found == [json.loads(text)]
-    begin = struct.pack("!I", MOST_BYTES + 1) + bytes(32)
+    begin = struct.pack("!I", MAX_BYTES + 1) + bytes(32)
     with pytest.raises(ConnectionFailed, match="has sent an invalid message"):
         between.received(begin)
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 # Nearly all deletions take less. TensorFlow sleeps in some of them, up to a minute: see
 # `delete_in_background` in `tfdp/training/data/uneven_inputs.py`, by which those of
 # tfdp's own iterators make nobody wait.
-_LONGEST_SECONDS = 0.1
+_MAX_SECONDS = 0.1
 
 
 def delete_in_background() -> None:
@@ -37,4 +37,4 @@ def _delete(kept: list) -> None:
     # A process that exits starts no thread any more.
     with contextlib.suppress(RuntimeError):
         thread.start()
-        thread.join(_LONGEST_SECONDS)
+        thread.join(_MAX_SECONDS)

@@ -16,7 +16,7 @@ from tests.program.operations import BOOL, FLOAT, INT, OPERATIONS, Known, State
 # the first two depend on the rows. With even numbers, axes of rows can be halved.
 ODD, EVEN = (13, 11, 1), (12, 10, 2)
 LENGTHS = (6, 12, 25, 50)
-_MOST_ELEMENTS = 1500
+_MAX_ELEMENTS = 1500
 _LARGEST = 60.0
 _KINDS = {"float64": FLOAT, "int32": INT, "bool": BOOL}
 INPUTS = ("x", "y", "v", "k", "m", "n")
@@ -163,7 +163,7 @@ class _Trial:
     def result(self, step: Step) -> Any:
         """Compute a step, or return `None` if its result is of no use."""
         found = apply(step, self.values, self.state)
-        if found.shape.num_elements() > _MOST_ELEMENTS or len(found.shape) > 4:
+        if found.shape.num_elements() > _MAX_ELEMENTS or len(found.shape) > 4:
             return None
         if found.dtype.is_floating and found.shape.num_elements():
             largest = float(tf.reduce_max(tf.abs(found)))

@@ -26,8 +26,8 @@ from tfdp.launch.rendezvous.address import listen, own_address
 from tfdp.launch.rendezvous.coordinator import Coordinator
 from tfdp.launch.rendezvous.failure import RendezvousError
 from tfdp.launch.rendezvous.link import (
-    MOST_BYTES,
-    MOST_REPORT_BYTES,
+    MAX_BYTES,
+    MAX_REPORT_BYTES,
     HeartbeatConnection,
 )
 from tfdp.launch.rendezvous.node_0_connection import Node0Connection
@@ -231,7 +231,7 @@ def test_connections_that_say_nothing_have_to_go(bed, monkeypatch):
 
 
 def test_a_flood_of_outsiders_does_not_keep_nodes_out(bed, monkeypatch):
-    monkeypatch.setattr(acceptor, "_MOST_UNAUTHENTICATED", 16)
+    monkeypatch.setattr(acceptor, "_MAX_UNAUTHENTICATED", 16)
     is_over = threading.Event()
     num_made = 0
 
@@ -370,9 +370,9 @@ def test_a_node_that_does_not_describe_itself_is_given_up(bed, monkeypatch):
 def test_a_message_that_would_be_too_long_is_not_written(bed):
     first, second = meet(bed)
     with pytest.raises(ValueError, match="too long"):
-        first.send({"text": "x" * MOST_BYTES})
+        first.send({"text": "x" * MAX_BYTES})
     # One that only node 0 may send ends the connection of another node.
-    second.send({"text": "x" * MOST_REPORT_BYTES})
+    second.send({"text": "x" * MAX_REPORT_BYTES})
     assert "has closed its connection" in next_of(second, "lost")["text"]
     first.send({"type": "ports", "attempt": 1, "ports": [1, 11]})
     meet_again = bed.member(node_rank=1)

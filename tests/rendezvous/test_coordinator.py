@@ -15,7 +15,7 @@ from tfdp.launch.rendezvous.failure import (
     MalformedMessage,
     RendezvousError,
 )
-from tfdp.launch.rendezvous.link import MOST_BYTES
+from tfdp.launch.rendezvous.link import MAX_BYTES
 from tfdp.launch.rendezvous.restarts import RestartDecision
 from tfdp.launch.rendezvous.roster import Hello
 
@@ -181,7 +181,7 @@ def test_a_message_holds_what_the_largest_job_says(nodes, workers):
         coordinator.receive(link, message)
     coordinator.tick()
     assert len(links[0].last("start")["nodes"]) == nodes
-    assert len(encode(links[0].last("start"))) <= MOST_BYTES
+    assert len(encode(links[0].last("start"))) <= MAX_BYTES
     assert coordinator.phase is Phase.RUNNING
 
 

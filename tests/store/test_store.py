@@ -274,7 +274,7 @@ def test_a_process_that_is_shutting_down_follows_no_host(
 def test_texts_that_are_too_long_together_end_the_all_gather_for_all(
     members: list[Membership], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(messages_module, "MOST_BYTES", 1000)
+    monkeypatch.setattr(messages_module, "MAX_BYTES", 1000)
     for error in on_all(members, failure_of_gather):
         assert "too long for the job's store: the limit" in str(error)
     members[1].leave()
@@ -379,7 +379,7 @@ def test_large_texts_reach_a_member_that_reads_slowly(members: list[Membership])
 def test_a_text_that_is_too_long_is_refused_before_it_is_sent(
     members: list[Membership], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(messages_module, "MOST_BYTES", 1000)
+    monkeypatch.setattr(messages_module, "MAX_BYTES", 1000)
     with pytest.raises(MessageTooLong, match=r"the limit is 0 MiB. Received: 0.0 MiB"):
         members[1].store.put("key", "x" * 1000)
     members[1].store.put("key", "text")

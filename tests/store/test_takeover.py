@@ -26,7 +26,7 @@ from tfdp.communication.connection.secret import VARIABLE
 
 _SECONDS = 20.0
 # Values of each member that are looked for.
-_MOST_VALUES = 50
+_MAX_VALUES = 50
 
 
 class Member:
@@ -110,7 +110,7 @@ def processes_of(
 
 def ask(living: list[Member], all_members: list[Member]) -> list[dict[str, Any]]:
     """Whether each one finds the last values of which any member was told."""
-    told = [member.puts[-_MOST_VALUES:] for member in all_members]
+    told = [member.puts[-_MAX_VALUES:] for member in all_members]
     for member in living:
         member.send(told)
     return [member.answer() for member in living]

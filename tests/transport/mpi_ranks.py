@@ -100,7 +100,7 @@ def sums(rank: int, size: int) -> Any:
     comm = MpiCommunicator(range(size), "sums")
     wrong = check_sums(comm, rank, size) + check_moves(comm, rank, size)
     # In several messages, as what is longer than MPI can count.
-    mpi_messages._MOST_BYTES = 10_001
+    mpi_messages._MAX_BYTES = 10_001
     wrong += check_moves(comm, rank, size)
     comm.close()
     return wrong

@@ -116,7 +116,7 @@ def test_an_unauthenticated_peer_is_refused_and_logged(act, wire):
 def meet_crowd(worker: Worker) -> tuple[int, str]:
     """More unauthenticated peers than are allowed; a worker still comes through."""
     acceptor._PROOF_SECONDS = 0.3
-    acceptor._MOST_UNAUTHENTICATED = 8
+    acceptor._MAX_UNAUTHENTICATED = 8
     handler = logged()
     mesh = worker.mesh(timeout_seconds=5.0)
     crowd = [dialled(mesh, False) for _ in range(40)] if worker.rank == 0 else []

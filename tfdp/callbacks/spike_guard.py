@@ -15,7 +15,7 @@ from tfdp.features.spikes.report import (
     read_skipped_updates,
     table,
 )
-from tfdp.features.spikes.step_guard import MOST_EXCLUDED, StepGuard
+from tfdp.features.spikes.step_guard import MAX_EXCLUDED, StepGuard
 from tfdp.features.spikes.training import ROLLBACK, SpikeRollback
 from tfdp.ground.arguments import check_choice, checked_integer, checked_number
 from tfdp.ground.text import pluralize, say
@@ -267,12 +267,12 @@ class SpikeGuard(OptimizerCallback):
     def _exclude(self, numbers: list[int]) -> None:
         """Have the step leave out further batches, whose numbers count all epochs."""
         self._excluded = sorted({*self._excluded, *numbers})
-        if len(self._excluded) > MOST_EXCLUDED:
+        if len(self._excluded) > MAX_EXCLUDED:
             raise RuntimeError(
-                f"`SpikeGuard` has gone back {MOST_EXCLUDED} times. Look for bad "
+                f"`SpikeGuard` has gone back {MAX_EXCLUDED} times. Look for bad "
                 "values in the data, or for a learning rate that is too high."
             )
-        padded = np.zeros(MOST_EXCLUDED, "int64")
+        padded = np.zeros(MAX_EXCLUDED, "int64")
         padded[: len(self._excluded)] = self._excluded
         self._guard.excluded.assign(padded)
 

@@ -40,9 +40,9 @@ _PROCESSOR_SHARE = 0.01
 # Longest time in seconds that the pauses for `_PROCESSOR_SHARE` add to a save. A worker
 # whose `fit` has raised an error may wait as long, since other workers do not know of
 # the error and still pause.
-_MOST_PAUSED_SECONDS = 10.0
+_MAX_PAUSED_SECONDS = 10.0
 # Seconds of waiting for the previous save after which a save logs a warning.
-_LEAST_REPORTED_SECONDS = 1.0
+_MIN_REPORTED_SECONDS = 1.0
 # Function that returns the state tensors to write, or raises the error of copying them.
 Read = Callable[[], Sequence[StateTensor]]
 # Function that is called between the files of a save, and may pause.
@@ -189,7 +189,7 @@ class BackgroundSaves:
         # The pauses of a save take at most half of the time between the last two saves,
         # so that a save is complete before the next one begins.
         begin, self._begin = self._begin, time.monotonic()
-        most = min((self._begin - begin) / 2, _MOST_PAUSED_SECONDS)
+        most = min((self._begin - begin) / 2, _MAX_PAUSED_SECONDS)
         if self._has_memory(needs, worker_group.is_chief):
             read = self._copy(state)
             future = run_on_thread(
@@ -256,7 +256,7 @@ class BackgroundSaves:
         begin = time.monotonic()
         self._wait()
         waited = time.monotonic() - begin
-        is_long = reports and waited > _LEAST_REPORTED_SECONDS
+        is_long = reports and waited > _MIN_REPORTED_SECONDS
         if is_long and user_code.record_if_new("slow", self):
             _log.warning(
                 "tfdp: a save waited %.0f s for the one before: writing takes longer "

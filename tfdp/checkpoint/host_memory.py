@@ -45,7 +45,7 @@ _NAME = re.compile(r"tfdp-memory-([0-9]+)-[0-9a-f]{16}")
 # `.new` file was incomplete when its process ended.
 _FILE = re.compile(r"(part-([0-9]+)-[01])\.(json|data)(?:\.new)?")
 # Seconds since the last save of a run after which other runs free its memory.
-_LONGEST_UNUSED_SECONDS = 86400.0
+_MAX_UNUSED_SECONDS = 86400.0
 
 
 class HostMemory:
@@ -297,5 +297,5 @@ def _remove_unused(own: str) -> None:
                     # Each save replaces a header file in the folder, and so updates the
                     # folder's modification time.
                     age = time.time() - entry.stat(follow_symlinks=False).st_mtime
-                    if age > _LONGEST_UNUSED_SECONDS:
+                    if age > _MAX_UNUSED_SECONDS:
                         shutil.rmtree(entry.path, ignore_errors=True)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 # Most workers that a text lists by rank.
-_MOST_RANKS = 8
+_MAX_RANKS = 8
 
 
 def pluralize(number: int, noun: str, plural: str | None = None) -> str:
@@ -44,9 +44,9 @@ def list_ranks(ranks: Sequence[int], noun: str = "worker") -> str:
     >>> list_ranks([3]), list_ranks([0, 1, 2]), list_ranks(range(12), "rank")
     ('worker 3', 'workers 0, 1 and 2', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more')
     """
-    names = [str(rank) for rank in ranks[:_MOST_RANKS]]
-    if len(ranks) > _MOST_RANKS:
-        names.append(f"{len(ranks) - _MOST_RANKS} more")
+    names = [str(rank) for rank in ranks[:_MAX_RANKS]]
+    if len(ranks) > _MAX_RANKS:
+        names.append(f"{len(ranks) - _MAX_RANKS} more")
     *first, last = names
     return f"{noun}s {', '.join(first)} and {last}" if first else f"{noun} {last}"
 

@@ -21,7 +21,7 @@ _IPV6_ADDRESSES = ("fd00:77::1", "fd00:77::2")
 _FIRST_PORT = 20000
 # Packets leave TCP in pieces of up to 64 KB, which the card of a host would cut. A
 # bucket that does not hold them would have the kernel cut each, on our cores.
-_LEAST_BURST_BYTES = 128 * 1024
+_MIN_BURST_BYTES = 128 * 1024
 _LATENCY = "50ms"  # what waits at the limit: TCP itself keeps the queue shorter
 # Ends what runs in the namespaces and removes them, when its standard input closes:
 # when we say so, and also when we are killed.
@@ -136,7 +136,7 @@ class TwoHosts:
         """Change the rate of the link in both directions."""
         queue = "noqueue"
         if rate != UNLIMITED:
-            burst = max(_LEAST_BURST_BYTES, round(bits_per_second(rate) / 8 / 1000))
+            burst = max(_MIN_BURST_BYTES, round(bits_per_second(rate) / 8 / 1000))
             queue = f"tbf rate {rate} burst {burst} latency {_LATENCY}"
         replace = f"qdisc replace dev {INTERFACE} root".split()
         for name in self.names:

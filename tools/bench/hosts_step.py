@@ -26,7 +26,7 @@ ALONE = "no communication"
 # Over stock, where the link is slow and each host has several workers.
 GOALS = {"hierarchical": 1.3, "hierarchical bf16": 2.2}
 GOAL_OF_DDP = 1.25  # there; elsewhere 1
-LEAST_SHARE = 0.7  # of communication in a step of the stock strategy
+MIN_SHARE = 0.7  # of communication in a step of the stock strategy
 Times = dict[str, list[float]]
 
 
@@ -132,7 +132,7 @@ class Table:
             Figure(
                 f"{self._title}: share of communication in stock's step",
                 round(1 - rest.median, 3),
-                at_least=LEAST_SHARE if self._has_goals else None,
+                at_least=MIN_SHARE if self._has_goals else None,
                 note="the rest is a step without communication",
             )
         )

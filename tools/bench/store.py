@@ -15,9 +15,9 @@ from tools.bench.report import Arguments, Figure, Report
 
 # Longest median time of an all-gather and of a barrier, which is an all-gather of empty
 # texts, by the number of members, in milliseconds.
-MOST_MILLISECONDS = {2: 20.0, 16: 50.0, 64: 100.0, 256: 250.0}
+MAX_MILLISECONDS = {2: 20.0, 16: 50.0, 64: 100.0, 256: 250.0}
 # Largest share of a processor that the heartbeats of all members take.
-MOST_SHARE = 0.02
+MAX_SHARE = 0.02
 KINDS = {"all-gather of 40 characters": "x" * 40, "barrier": ""}
 REPORT = "x" * 500
 SECONDS = 60.0
@@ -27,7 +27,7 @@ BEATS = 5
 def run(args: Arguments) -> None:
     """Measure members that are threads of this process."""
     report = Report(args, {"benchmark": "the job's store; members are threads"})
-    for count, most in MOST_MILLISECONDS.items():
+    for count, most in MAX_MILLISECONDS.items():
         with members_of(count) as members:
             for kind, text in KINDS.items():
                 times = [
@@ -40,7 +40,7 @@ def run(args: Arguments) -> None:
             name = f"heartbeats of {count} members, share of a processor"
             share = seconds_of_beat(members) * count / beat_seconds(count)
             note = f"one each {beat_seconds(count):.1f} s, both ends"
-            report.add(Figure(name, round(share, 4), at_most=MOST_SHARE, note=note))
+            report.add(Figure(name, round(share, 4), at_most=MAX_SHARE, note=note))
     report.finish()
 
 

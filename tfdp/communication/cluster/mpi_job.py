@@ -21,7 +21,7 @@ from tfdp.ground.text import list_ranks
 _WARN_AFTER_SECONDS = 10.0
 _EXCHANGE_TAG = 1
 # Longest pause between tests of requests in waits that are not time-critical.
-LONGEST_PAUSE_SECONDS = 0.01
+MAX_PAUSE_SECONDS = 0.01
 # Time at the start of a wait in which a loop polls without pauses, because waking from
 # a pause would take longer.
 _SPIN_SECONDS = 30e-6
@@ -202,7 +202,7 @@ class MpiJob:
         Returns:
             Bool, whether this process has no pending requests left.
         """
-        end, backoff = time.monotonic() + seconds, Backoff(LONGEST_PAUSE_SECONDS)
+        end, backoff = time.monotonic() + seconds, Backoff(MAX_PAUSE_SECONDS)
         while True:
             with self._pending_lock, self.lock:
                 for comm in self._unused_comms:
@@ -277,7 +277,7 @@ class _Inbox:
         Raises:
             TimeoutError: If a message has not arrived in time.
         """
-        backoff = Backoff(LONGEST_PAUSE_SECONDS)
+        backoff = Backoff(MAX_PAUSE_SECONDS)
         begin = time.monotonic()
         while missing := [rank for rank in ranks if not self._has_received(rank)]:
             waited = time.monotonic() - begin

@@ -18,7 +18,7 @@ from tfdp.communication.cluster.mpi_guard import (
     shared_memory_of,
     unlink,
 )
-from tfdp.communication.cluster.mpi_job import LONGEST_PAUSE_SECONDS, Backoff, MpiJob
+from tfdp.communication.cluster.mpi_job import MAX_PAUSE_SECONDS, Backoff, MpiJob
 from tfdp.ground.forks import at_exit
 
 # Longest time of MPI_Init if the user sets no limit.
@@ -280,7 +280,7 @@ def _wait_until_finalizable(job: MpiJob) -> bool:
     """
     with job.lock:
         barrier = job.comm.Ibarrier()
-    backoff = Backoff(LONGEST_PAUSE_SECONDS)
+    backoff = Backoff(MAX_PAUSE_SECONDS)
     while True:
         with job.lock:
             if barrier.Test():

@@ -18,7 +18,7 @@ from tfdp.ground.base.process_identity import boot_id
 _NETWORK_FILE = "/proc/self/ns/net"
 # Largest number of addresses of a host that are used. A host with many containers has
 # more, but other hosts can hardly ever reach the containers' addresses.
-_MOST_ADDRESSES = 16
+_MAX_ADDRESSES = 16
 _TOKEN_BYTES = 16
 _PROBE_SECONDS = 3.0
 
@@ -55,7 +55,7 @@ def own_addresses() -> list[str]:
     """
     found = [*addresses_of(socket.gethostname()), *_addresses_of_interfaces()]
     usable = [text for text in dict.fromkeys(found) if _is_usable(text)]
-    return usable[:_MOST_ADDRESSES]
+    return usable[:_MAX_ADDRESSES]
 
 
 def _addresses_of_interfaces() -> list[str]:

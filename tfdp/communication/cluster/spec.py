@@ -20,7 +20,7 @@ SOURCES: dict[str, Callable[[Mapping[str, str]], dict[str, Any] | None]] = {
     "Vertex AI": clouds.read_vertex,
 }
 # A larger number of devices per worker is a typing error, and would exhaust memory.
-_MOST_DEVICES = 1024
+_MAX_DEVICES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,10 +262,10 @@ def _check_devices_per_worker(devices: object) -> None:
     if devices is None:
         return
     is_int = isinstance(devices, int) and not isinstance(devices, bool)
-    if not is_int or devices not in range(1, _MOST_DEVICES + 1):
+    if not is_int or devices not in range(1, _MAX_DEVICES + 1):
         raise ValueError(
             "devices_per_worker (in the 'tfdp' key of TF_CONFIG) must be an int of "
-            f"at least 1 and at most {_MOST_DEVICES}. "
+            f"at least 1 and at most {_MAX_DEVICES}. "
             f"Received: devices_per_worker={tf_config.describe(devices)}"
         )
 

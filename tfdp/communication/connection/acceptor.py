@@ -31,7 +31,7 @@ _logger = logging.getLogger("tfdp.connection")
 
 # Time limit of a whole handshake, after which the connection is closed.
 _PROOF_SECONDS = 5.0
-_MOST_UNAUTHENTICATED = 256
+_MAX_UNAUTHENTICATED = 256
 # Number of refused connections that are all logged; of later ones, only the 16th, the
 # 32nd, the 64th and so on are logged.
 _FULL_LOG = 10
@@ -260,7 +260,7 @@ class Acceptor:
         if not is_own_user(sock):
             self._refuse(peer, "it belongs to another user")
             return
-        if len(self._unauthenticated) > _MOST_UNAUTHENTICATED:
+        if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
             # A random connection is closed: if it were the oldest, many workers that
             # dial at once would displace each other; if the newest, silent peers would
             # keep all out.

@@ -27,7 +27,7 @@ _HEAD = struct.Struct("!I32s")
 _NUMBER = struct.Struct("!Q")
 # Largest size in bytes of a text, which may contain all texts of an all-gather, and of
 # the fields that the store adds to a text.
-MOST_BYTES, _MOST_ADDED_BYTES = 1 << 26, 1 << 20
+MAX_BYTES, _MAX_ADDED_BYTES = 1 << 26, 1 << 20
 _RECEIVE_BYTES = 1 << 16
 # A shared encoder: `json.dumps` would create one for each message, which takes as long
 # as the encoding itself.
@@ -44,7 +44,7 @@ class MessageTooLong(ValueError):
     def __init__(self, num_bytes: int) -> None:
         super().__init__(
             "A text that workers exchange is too long for the job's store: the limit "
-            f"is {MOST_BYTES >> 20} MiB. Received: {num_bytes / (1 << 20):.1f} MiB"
+            f"is {MAX_BYTES >> 20} MiB. Received: {num_bytes / (1 << 20):.1f} MiB"
         )
 
 
@@ -65,7 +65,7 @@ def encode(message: Mapping[str, Any], *, is_added_to: bool = False) -> bytes:
     b'{"id":1}'
     """
     text = _compact_json(message).encode()
-    if len(text) > MOST_BYTES + is_added_to * _MOST_ADDED_BYTES:
+    if len(text) > MAX_BYTES + is_added_to * _MAX_ADDED_BYTES:
         raise MessageTooLong(len(text))
     return text
 
@@ -117,7 +117,7 @@ class MessageConnection:
         self,
         sock: socket.socket,
         keys: Authenticated,
-        most_bytes: int = MOST_BYTES + _MOST_ADDED_BYTES,
+        most_bytes: int = MAX_BYTES + _MAX_ADDED_BYTES,
         acceptor: Acceptor | None = None,
     ) -> None:
         self.sock, self.fileno = sock, sock.fileno

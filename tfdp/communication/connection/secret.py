@@ -15,9 +15,9 @@ _FILE_ON_OTHERS = "~/.tfdp-job-secret"
 # Random bytes of a generated secret.
 _BYTES = 16
 # Shortest accepted secret: an eavesdropper can guess a shorter one offline.
-_LEAST_CHARACTERS = 16
+_MIN_CHARACTERS = 16
 # Largest accepted file of a secret in bytes, which bounds the read of a wrong file.
-_MOST_BYTES = 4096
+_MAX_BYTES = 4096
 
 
 class SecretError(ValueError):
@@ -73,7 +73,7 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> str | None:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            data = file.read(_MOST_BYTES + 1) or b""
+            data = file.read(_MAX_BYTES + 1) or b""
     except OSError as error:
         raise SecretError(
             f"The file of the job's secret cannot be read: {error.strerror}. Received: "
@@ -85,9 +85,9 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> str | None:
             f"file. Received: {VARIABLE}={name}, of mode {stat.S_IMODE(mode):o}"
         )
     secret = data.decode("utf-8", errors="replace").strip()
-    if len(secret) < _LEAST_CHARACTERS or len(data) > _MOST_BYTES:
+    if len(secret) < _MIN_CHARACTERS or len(data) > _MAX_BYTES:
         raise SecretError(
-            f"The job's secret must have {_LEAST_CHARACTERS} to {_MOST_BYTES} "
+            f"The job's secret must have {_MIN_CHARACTERS} to {_MAX_BYTES} "
             "characters; `openssl rand -hex 16` creates one. "
             f"Received: {len(secret)} in {VARIABLE}={name}"
         )

@@ -9,7 +9,7 @@ from tfdp.ground.forks import in_forks
 
 # The watchdog reads the clock every second. After a longer gap between two readings,
 # this process was suspended, or its machine was too busy to run it.
-_LONGEST_GAP_SECONDS = 2.5
+_MAX_GAP_SECONDS = 2.5
 _USUAL_GAP_SECONDS = 1.0
 
 
@@ -43,7 +43,7 @@ class ProcessClock:
         with self._lock:
             real = time.monotonic()
             gap, self._read_at = real - self._read_at, real
-            if self._is_watched and gap > _LONGEST_GAP_SECONDS:
+            if self._is_watched and gap > _MAX_GAP_SECONDS:
                 self._suspended += gap - _USUAL_GAP_SECONDS
                 self._last_pause = (real - self._suspended, gap)
             return real - self._suspended

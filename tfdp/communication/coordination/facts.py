@@ -28,7 +28,7 @@ from typing import Any
 from tfdp.communication.coordination.worker_group import WorkerGroup
 
 # Largest number of characters of a value in the description of a difference.
-_LONGEST_VALUE = 60
+_MAX_VALUE = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +206,6 @@ def _value_at(value: Any, path: tuple) -> Any:
 
 
 def _short_repr(value: Any) -> str:
-    """Format a value, shortened to `_LONGEST_VALUE` characters."""
+    """Format a value, shortened to `_MAX_VALUE` characters."""
     text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."

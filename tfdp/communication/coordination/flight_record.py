@@ -27,7 +27,7 @@ TEXTS = "all-gather of texts"
 # Key of the log folder in the `tfdp` key of `TF_CONFIG`, and the default log folder.
 FOLDER_KEY, DEFAULT_FOLDER = "logs", "tfdp-logs"
 # Largest accepted number of workers in a file: with more, the file is damaged.
-_MOST_WORKERS = 1 << 20
+_MAX_WORKERS = 1 << 20
 # Version of the format of a record's file: other versions are rejected.
 _FORMAT = 1
 
@@ -307,7 +307,7 @@ class FlightRecord:
             record = from_fields(cls, content)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
             raise ValueError("it is damaged: a field is missing or wrong") from None
-        if not 0 <= record.rank < record.num_workers <= _MOST_WORKERS:
+        if not 0 <= record.rank < record.num_workers <= _MAX_WORKERS:
             raise ValueError("it is damaged: its rank is no worker of the job")
         return record
 

@@ -31,7 +31,7 @@ from tfdp.ground.text import list_ranks
 _WARN_AFTER_SECONDS = 10.0
 # Seconds between two checks of whether an awaited worker is alive: at the start of a
 # wait, and at most. The interval grows during the wait.
-_CHECK_SECONDS, _LONGEST_CHECK_SECONDS = 0.25, 3.0
+_CHECK_SECONDS, _MAX_CHECK_SECONDS = 0.25, 3.0
 # Text in messages for where a worker is if its progress names no call.
 NO_CALL = "no call of Keras or tfdp"
 # The latest group of several workers (key `True`), and of one worker. The references
@@ -204,7 +204,7 @@ class WorkerGroup:
         begin = clock.now()
         while True:
             waited = clock.now() - begin
-            step = min(_CHECK_SECONDS + waited / 5, _LONGEST_CHECK_SECONDS)
+            step = min(_CHECK_SECONDS + waited / 5, _MAX_CHECK_SECONDS)
             left = step if limit is None else limit - waited
             texts = gathering.texts(max(min(step, left), 0.01))
             if texts is not None:

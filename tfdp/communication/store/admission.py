@@ -41,7 +41,7 @@ ASKS, APPLIES = 0xFFFFFFFE, 0xFFFFFFFF
 # Time limit of an attempt to reach a worker, or of a probe of its port.
 PROBE_SECONDS = 1.0
 # Largest number of workers that a process asks at once whether the job is running.
-_MOST_ASKED = 32
+_MAX_ASKED = 32
 _T = TypeVar("_T")
 
 
@@ -242,7 +242,7 @@ def _states(cluster: Cluster, workers: Sequence[str], kind: int) -> list[JobStat
     # Each call draws the workers to ask, which distributes the load: many processes may
     # start at once, and each asks once a second. The module `random` is not used for
     # it, since the user may have seeded it, and initial weights depend on its state.
-    asked = random.SystemRandom().sample(workers, min(len(workers), _MOST_ASKED))
+    asked = random.SystemRandom().sample(workers, min(len(workers), _MAX_ASKED))
     with ThreadPoolExecutor(len(asked) or 1) as pool:
         return [state for state in pool.map(ask, asked) if state is not None]
 

@@ -31,7 +31,7 @@ _FOLLOW_SECONDS, _RETRY_SECONDS, _PROBE_SECONDS = 3.0, 0.02, 1.0
 _END_SECONDS = 1.0
 # Longest random delay before a member without open requests follows the standby, so
 # that not all members connect at once.
-_MOST_DELAY_SECONDS = 0.5
+_MAX_DELAY_SECONDS = 0.5
 
 
 class HostLost(ConnectionError):
@@ -352,7 +352,7 @@ class Store:
         assert standby is not None
         # At the end of a job, most workers have no open request, and exit during this
         # random delay: they need not connect to the standby.
-        self._hurry.wait(random.SystemRandom().uniform(0.0, _MOST_DELAY_SECONDS))
+        self._hurry.wait(random.SystemRandom().uniform(0.0, _MAX_DELAY_SECONDS))
         self._hurry.clear()
         deadline = time.monotonic() + _FOLLOW_SECONDS
         try:

@@ -27,7 +27,7 @@ from tfdp.communication.store.replication import Replication
 # Shortest time between two heartbeats of a worker, and limit on the heartbeats that the
 # host receives per second: with more workers, each sends fewer. This delays no
 # detection of a process's end, which closes its connection.
-_BEAT_SECONDS, _MOST_BEATS_PER_SECOND = 1.0, 48
+_BEAT_SECONDS, _MAX_BEATS_PER_SECOND = 1.0, 48
 # Number of intervals without a heartbeat after which a summary lists the age of a
 # worker's last one. Below it, a heartbeat may only be on its way.
 _SILENT_BEATS = 1.5
@@ -57,7 +57,7 @@ def beat_seconds(num_workers: int) -> float:
     >>> beat_seconds(2), beat_seconds(240)
     (1.0, 5.0)
     """
-    return max(_BEAT_SECONDS, num_workers / _MOST_BEATS_PER_SECOND)
+    return max(_BEAT_SECONDS, num_workers / _MAX_BEATS_PER_SECOND)
 
 
 class _Member(MessageConnection):

@@ -26,7 +26,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 CONTROL = "control"
 _CLOSED = "it has closed its connections"
 # Largest number of bytes of a control message, and of characters of a cause in it.
-_MOST_BYTES, _MOST_CHARACTERS = 65536, 4096
+_MAX_BYTES, _MAX_CHARACTERS = 65536, 4096
 _UNIX_BUFFER_BYTES = 1 << 20
 # Send buffer of TCP between processes of one host. A default buffer grows to megabytes,
 # which do not fit into the cache: with this size, all-reduces took four fifths of the
@@ -303,7 +303,7 @@ class ControlConnection(MessageConnection):
 
     def __init__(self, sock: socket.socket, keys: Authenticated, peer: int) -> None:
         sock.setblocking(False)
-        super().__init__(sock, keys, _MOST_BYTES)
+        super().__init__(sock, keys, _MAX_BYTES)
         self.peer = peer
 
     def send_close_reason(self, lane: str, close_reason: CloseReason) -> None:
@@ -314,7 +314,7 @@ class ControlConnection(MessageConnection):
             close_reason: `CloseReason`, the reason.
         """
         short = dataclasses.replace(
-            close_reason, cause=close_reason.cause[:_MOST_CHARACTERS]
+            close_reason, cause=close_reason.cause[:_MAX_CHARACTERS]
         )
         self.send({"lane": lane, **dataclasses.asdict(short)})
 

@@ -15,7 +15,7 @@ from tfdp.communication.transport.schedules import bytes_of
 _LENGTH = struct.Struct("!I")
 # Largest length of a head. If the other end sends a larger one, it does not send
 # messages of this format.
-_MOST_HEAD_BYTES = 1 << 22
+_MAX_HEAD_BYTES = 1 << 22
 
 
 class Link(Protocol):
@@ -59,7 +59,7 @@ def receive_frame(link: Link) -> tuple[dict[str, Any], list[Array]]:
     length = bytearray(_LENGTH.size)
     link.receive_into(length)
     (num_bytes,) = _LENGTH.unpack(length)
-    if num_bytes > _MOST_HEAD_BYTES:
+    if num_bytes > _MAX_HEAD_BYTES:
         raise EOFError
     text = bytearray(num_bytes)
     link.receive_into(text)

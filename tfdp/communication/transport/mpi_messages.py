@@ -36,11 +36,11 @@ ALL_TO_ALL = "all-to-all"
 _HEADER, _DATA, _LEAVE = 1, 2, 3
 _LEAVE_REASON_BYTES = 1024
 # Largest message in bytes, since MPI counts the bytes of a message in 32 bits.
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 # Longest pauses in seconds between two polls of MPI. Before data moves, pauses are
 # longer, since the other members compute and need the cores. While data moves, they are
 # shorter, since MPI makes progress only during polls.
-_LONGEST_WAIT_SECONDS, _LONGEST_MOVE_SECONDS = 1e-3, 1e-4
+_MAX_WAIT_SECONDS, _MAX_MOVE_SECONDS = 1e-3, 1e-4
 # Number of pauses between two checks for members that have left, and number of checks
 # that must find that a member has left, since its last messages may still arrive.
 _PAUSES_PER_CHECK, _CHECKS_UNTIL_LOST = 8, 3
@@ -233,7 +233,7 @@ class MpiMessages:
     def _start_data(
         self, member: int, peer: _Peer, data: memoryview, *, is_send: bool
     ) -> None:
-        """Start to send or receive data, in pieces of at most `_MOST_BYTES`.
+        """Start to send or receive data, in pieces of at most `_MAX_BYTES`.
 
         Args:
             member: Int, index of the member.
@@ -243,8 +243,8 @@ class MpiMessages:
         """
         peer.is_moving = True
         start = self._comm.Isend if is_send else self._comm.Irecv
-        for begin in range(0, len(data), _MOST_BYTES):
-            piece = data[begin : begin + _MOST_BYTES]
+        for begin in range(0, len(data), _MAX_BYTES):
+            piece = data[begin : begin + _MAX_BYTES]
             with self._job.lock:
                 request = start([piece, self._job.mpi.BYTE], member, _DATA)
                 self._add(_Pending(request, peer, is_send))
@@ -260,8 +260,8 @@ class MpiMessages:
         Args:
             peers: Mapping from a member's index to the state of the exchange with it.
         """
-        waiting = Backoff(_LONGEST_WAIT_SECONDS)
-        moving = Backoff(_LONGEST_MOVE_SECONDS)
+        waiting = Backoff(_MAX_WAIT_SECONDS)
+        moving = Backoff(_MAX_MOVE_SECONDS)
         backoff = waiting
         checks_left, num_pauses = _CHECKS_UNTIL_LOST, 0
         while self._pending:

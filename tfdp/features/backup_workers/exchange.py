@@ -37,7 +37,7 @@ from tfdp.training.reduction.sparse import are_unique, sum_duplicates
 
 # Limits on the sums that are kept for a worker that is behind: number of steps, and
 # bytes of all these sums.
-_MOST_STEPS, _MOST_BYTES = 256, 256 << 20
+_MAX_STEPS, _MAX_BYTES = 256, 256 << 20
 # Numbers for the names of connections. A number names the same connection on all
 # workers, since all workers trace the same steps in the same order.
 _names = itertools.count()
@@ -249,7 +249,7 @@ class FirstGradients(GradientExchange):
             return QuorumFollower(connect(0, name), on_change)
         links = {rank: connect(rank, name) for rank in range(1, group.num_workers)}
         least = group.num_workers - extended.options.backup_workers
-        most = max(2, min(_MOST_STEPS, _MOST_BYTES // max(1, num_bytes)))
+        most = max(2, min(_MAX_STEPS, _MAX_BYTES // max(1, num_bytes)))
         return QuorumLeader(links, least, most, joined, on_change)
 
 

@@ -25,7 +25,7 @@ FORMAT = 1
 # Key of the launcher's settings in `TF_CONFIG`, below `"tfdp"`.
 _KEY = "goodput"
 # Longest line that is read. A line of a ledger has a few hundred bytes.
-_LONGEST_LINE_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 16
 # Flags for opening a ledger: no symbolic link is followed, and a FIFO does not block.
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 _FLAGS |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -205,7 +205,7 @@ def read(path: str) -> Iterator[str]:
         ValueError: If it is not a regular file.
     """
     with open_regular(path) as file:
-        while line := file.readline(_LONGEST_LINE_BYTES):
+        while line := file.readline(_MAX_LINE_BYTES):
             yield line.decode("utf-8", "replace")
 
 

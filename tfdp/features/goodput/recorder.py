@@ -27,7 +27,7 @@ from tfdp.ground.forks import Owner
 # Least and largest number of seconds between two writes; in between, the interval is
 # this fraction of the attempt's time so far. If the process is killed, the time since
 # the last write is lost.
-_LEAST_SECONDS, _MOST_SECONDS, _OF_ATTEMPT = 1.0, 10.0, 1e-3
+_MIN_SECONDS, _MAX_SECONDS, _OF_ATTEMPT = 1.0, 10.0, 1e-3
 # Class to which the time of each activity in `fit` is added.
 _CLASSES = {
     activities.EVALUATION: account.EVALUATION,
@@ -212,7 +212,7 @@ class GoodputRecorder:
         """
         self._end_line()
         age = self._at - self._start
-        interval = min(max(_LEAST_SECONDS, _OF_ATTEMPT * age), _MOST_SECONDS)
+        interval = min(max(_MIN_SECONDS, _OF_ATTEMPT * age), _MAX_SECONDS)
         self._due = self._at + interval
         self._append()
 

@@ -36,7 +36,7 @@ _NO_PLACE = "no call of Keras or tfdp"
 # code in the main thread.
 COLUMNS = ("worker", "host", "place", "last collective", "its state", "line")
 # Most workers whose activity a text describes.
-_MOST_RANKS = 8
+_MAX_RANKS = 8
 _LOOP_LANE = 0
 # Matches the place in a collective's name at which the name of its own operation
 # begins, after the name scope.
@@ -207,7 +207,7 @@ def _sentence_of_missing(
         f"{_describe(stalled.first)} in {where} for {stalled.waited_seconds:.1f} s"
     )
     doing = "; ".join(
-        f"worker {rank} {_activity(records, rank)}" for rank in missing[:_MOST_RANKS]
+        f"worker {rank} {_activity(records, rank)}" for rank in missing[:_MAX_RANKS]
     )
     also = f"; {late}" if late else ""
     return _sentence(f"{waiting}: {doing}{also}.")

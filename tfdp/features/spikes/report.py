@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tfdp.features.spikes.step_guard import MOST_LOGGED, StepGuard
+from tfdp.features.spikes.step_guard import MAX_LOGGED, StepGuard
 from tfdp.ground._compat import keras_optimizer
 from tfdp.ground.base.param_groups import path_of
 from tfdp.ground.text import pluralize
 
 # Largest number of rows in the table of skipped updates.
-_MOST_ROWS = 50
+_MAX_ROWS = 50
 NAMES = {"loss": "loss", "gradient_norm": "norm of the gradient"}
 
 
@@ -47,12 +47,12 @@ def read_skipped_updates(
     Args:
         guard: `StepGuard`.
         numbers: Range of ints, the epoch's part of all skipped updates, which are
-            numbered from 0. The step keeps only the last `MOST_LOGGED` (256).
+            numbered from 0. The step keeps only the last `MAX_LOGGED` (256).
         epoch: Int, the epoch, from 0.
         batches_before: Int, number of batches before that epoch.
     """
     batches, values = guard.skipped_batches.numpy(), guard.skipped_values.numpy()
-    places = [number % MOST_LOGGED for number in numbers[-MOST_LOGGED:]]
+    places = [number % MAX_LOGGED for number in numbers[-MAX_LOGGED:]]
     return [
         SkippedUpdate(
             int(batches[place]),
@@ -82,10 +82,10 @@ def table(rows: Sequence[SkippedUpdate], on: str) -> str:
     lines += [
         f"{row.step:6}  {row.epoch:5}  {row.batch:5}  {row.value:11.5g}  "
         f"{row.median_text:>13}"
-        for row in rows[:_MOST_ROWS]
+        for row in rows[:_MAX_ROWS]
     ]
-    if len(rows) > _MOST_ROWS:
-        lines.append(f"and {len(rows) - _MOST_ROWS} more")
+    if len(rows) > _MAX_ROWS:
+        lines.append(f"and {len(rows) - _MAX_ROWS} more")
     return "\n".join(lines)
 
 

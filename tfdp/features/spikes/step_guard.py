@@ -22,17 +22,17 @@ from tfdp.training.step.undo import changed_outside_update, undo_after
 
 # A finite value can be a spike only after this number of accepted values, or after a
 # whole window if the window is smaller.
-LEAST_VALUES = 20
+MIN_VALUES = 20
 # Number of the latest skipped updates that the step keeps until the end of an epoch.
-MOST_LOGGED = 256
+MAX_LOGGED = 256
 # Largest number of batches skipped because of rollbacks: the size of the variable with
 # their numbers. With more spikes, `SpikeGuard` raises an error.
-MOST_EXCLUDED = 1024
+MAX_EXCLUDED = 1024
 # Number of variables with the largest gradients that an error names.
-MOST_NAMED = 3
+MAX_NAMED = 3
 # The least deviation, as a fraction of the median: the deviation of a constant loss
 # would be zero.
-_LEAST_DEVIATION = 0.01
+_MIN_DEVIATION = 0.01
 # Ratio of a normal distribution's standard deviation to its median absolute deviation.
 _NORMAL = 1.4826
 
@@ -85,16 +85,16 @@ class StepGuard(StepFeature):
         self.num_in_a_row = zeros("num_in_a_row")
         # For each of the last skipped updates: the number of its last batch; and its
         # loss or gradient norm, paired with the median of the accepted ones before it.
-        self.skipped_batches = zeros("skipped_batches", MOST_LOGGED)
-        self.skipped_values = zeros("skipped_values", MOST_LOGGED, 2, dtype="float32")
+        self.skipped_batches = zeros("skipped_batches", MAX_LOGGED)
+        self.skipped_values = zeros("skipped_values", MAX_LOGGED, 2, dtype="float32")
         # Positions, counted from 1, of the variables with the largest gradients; the
         # rest are 0.
-        self.largest = zeros("largest", MOST_NAMED)
+        self.largest = zeros("largest", MAX_NAMED)
         # The last batch of the spike that the host has to act on, or 0; and the number
         # of batches in its update.
         self.waiting = zeros("waiting")
         self.num_of_update = zeros("num_of_update")
-        self.excluded = zeros("excluded", MOST_EXCLUDED)
+        self.excluded = zeros("excluded", MAX_EXCLUDED)
         self._is_left_out = zeros("is_left_out")
 
     @property
@@ -218,8 +218,8 @@ class StepGuard(StepFeature):
         values = read(self.values)
         median = _median(values, size)
         deviation = _NORMAL * _median(tf.abs(values - median), size)
-        deviation = tf.maximum(deviation, _LEAST_DEVIATION * tf.abs(median))
-        is_known = (number >= min(self.window, LEAST_VALUES)) & (deviation > 0)
+        deviation = tf.maximum(deviation, _MIN_DEVIATION * tf.abs(median))
+        is_known = (number >= min(self.window, MIN_VALUES)) & (deviation > 0)
         limit = median + self.threshold * deviation
         return median, tf.where(is_known, limit, float("inf"))
 
@@ -252,7 +252,7 @@ class StepGuard(StepFeature):
             median: Scalar float32 tensor, the median of the window.
         """
         number, batch = read(self.num_skipped), read(self.num_batches)
-        place = tf.range(MOST_LOGGED, dtype=number.dtype) == number % MOST_LOGGED
+        place = tf.range(MAX_LOGGED, dtype=number.dtype) == number % MAX_LOGGED
         _set(self.skipped_batches, tf.where(place, batch, read(self.skipped_batches)))
         row = tf.stack([value, median])
         rows = tf.where(place[:, tf.newaxis], row, read(self.skipped_values))
@@ -263,14 +263,14 @@ class StepGuard(StepFeature):
     def _name_largest(self, step: Step, statistics: GradientStatistics) -> None:
         """Store in `largest` which variables have the gradients of largest norm.
 
-        At most `MOST_NAMED` are named, by their positions among all trained variables,
+        At most `MAX_NAMED` are named, by their positions among all trained variables,
         from 1, the largest norm first; the rest of `largest` is 0.
         """
         norms = tf.stack(statistics.squared_norm_of_each())
         norms = tf.where(tf.math.is_nan(norms), float("inf"), norms)
-        _, order = tf.math.top_k(norms, min(MOST_NAMED, norms.shape[0]))
+        _, order = tf.math.top_k(norms, min(MAX_NAMED, norms.shape[0]))
         positions = tf.gather(tf.constant(step.grouped_positions), order) + 1
-        _set(self.largest, tf.pad(positions, [[0, MOST_NAMED - positions.shape[0]]]))
+        _set(self.largest, tf.pad(positions, [[0, MAX_NAMED - positions.shape[0]]]))
 
     def around_step(self, model: Any) -> Callable[[], None]:
         """Read the variables that a step changes besides its update, before it.

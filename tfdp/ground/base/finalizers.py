@@ -19,7 +19,7 @@ from tfdp.ground.base.threads import start_thread
 
 # Longest time, in seconds, that the exit of the process waits for pending finalizers:
 # TensorFlow may take a minute to delete an iterator.
-_LONGEST_SECONDS = 90.0
+_MAX_SECONDS = 90.0
 
 
 class FinalizerThread:
@@ -83,7 +83,7 @@ class FinalizerThread:
         # which runs only in the parent.
         if thread is self._thread:
             self._calls.put(None)
-            thread.join(_LONGEST_SECONDS)
+            thread.join(_MAX_SECONDS)
 
 
 def _run(calls: queue.SimpleQueue) -> None:

@@ -25,7 +25,7 @@ from tfdp.ground.forks import TemporaryDirectory
 _NAME = re.compile(r"\.?tfdp-[a-z]+-([0-9a-f]{8})-([0-9]+)-([0-9]+)-.+")
 # Seconds without a change after which a temporary file of another host counts as left
 # over. A file that is still being written changes more often.
-_LONGEST_PAUSE_SECONDS = 3600.0
+_MAX_PAUSE_SECONDS = 3600.0
 
 
 def temporary_name(purpose: str) -> str:
@@ -79,7 +79,7 @@ def is_left_over(name: str, age_seconds: float | None) -> bool:
     host, process, start = match.groups()
     if host == _host():
         return _start_of(int(process)) != int(start)
-    return age_seconds is not None and age_seconds > _LONGEST_PAUSE_SECONDS
+    return age_seconds is not None and age_seconds > _MAX_PAUSE_SECONDS
 
 
 def remove_left_over(folder: str | os.PathLike) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 # The number of buckets to aim for in a step, and the least size of a bucket in bytes.
 # For a smaller bucket, launching the collective takes longer than moving the bytes.
 _WANTED_BUCKETS = 8
-_LEAST_BUCKET_BYTES = 2**20
+_MIN_BUCKET_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ def effective_bucket_bytes(total_bytes: int, bucket_bytes: int) -> int:
     >>> effective_bucket_bytes(total_bytes=80 * 2**20, bucket_bytes=25 * 2**20) / 2**20
     10.0
     """
-    fraction = max(total_bytes // _WANTED_BUCKETS, _LEAST_BUCKET_BYTES)
+    fraction = max(total_bytes // _WANTED_BUCKETS, _MIN_BUCKET_BYTES)
     return min(bucket_bytes, fraction)
 
 

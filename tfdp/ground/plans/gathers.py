@@ -9,9 +9,9 @@ from tfdp.ground.text import pluralize
 
 # Least bytes of a large gather: per row of the batch, or in all if its size does not
 # depend on the batch. Labels, logits of few classes and moments are smaller.
-_LEAST_ROW_BYTES, _LEAST_SUM_BYTES = 2**10, 2**16
+_MIN_ROW_BYTES, _MIN_SUM_BYTES = 2**10, 2**16
 # The largest number of gathers that a message names.
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Gather:
                 whose bytes grow with the square of the rows is large.
         """
         if not self.power:
-            return self.bytes_each >= _LEAST_SUM_BYTES
+            return self.bytes_each >= _MIN_SUM_BYTES
         if rows is None:
-            return self.power > 1 or self.bytes_each >= _LEAST_ROW_BYTES
-        return self.bytes_each * rows ** (self.power - 1) >= _LEAST_ROW_BYTES
+            return self.power > 1 or self.bytes_each >= _MIN_ROW_BYTES
+        return self.bytes_each * rows ** (self.power - 1) >= _MIN_ROW_BYTES
 
     def describe(self, rows: int | None) -> str:
         """Describe the bytes of the gather, its operation and its place.
@@ -133,9 +133,9 @@ class StepGathers:
         ordered = sorted(
             gathers, key=lambda g: g.num_bytes(self.rows or 1) or 0, reverse=True
         )
-        named = [gather.describe(self.rows) for gather in ordered[:_MOST_NAMED]]
-        if len(ordered) > _MOST_NAMED:
-            named.append(f"and {len(ordered) - _MOST_NAMED:,} more")
+        named = [gather.describe(self.rows) for gather in ordered[:_MAX_NAMED]]
+        if len(ordered) > _MAX_NAMED:
+            named.append(f"and {len(ordered) - _MAX_NAMED:,} more")
         return "; ".join(named)
 
 

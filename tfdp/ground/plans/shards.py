@@ -37,7 +37,7 @@ Row = tuple[Segment, ...]
 
 # The largest ratio of elements in padded slices to elements of variables. At a larger
 # ratio an all-reduce, which moves each element twice, moves less.
-_MOST_PADDING = 2.0
+_MAX_PADDING = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ShardBucket:
     @property
     def is_lopsided(self) -> bool:
         """Bool, whether padding more than doubles the number of elements."""
-        return len(self.rows) * self.slice_size > _MOST_PADDING * self.num_elements
+        return len(self.rows) * self.slice_size > _MAX_PADDING * self.num_elements
 
     @property
     def joined(self) -> ShardBucket:

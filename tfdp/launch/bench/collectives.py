@@ -14,7 +14,7 @@ from tfdp.ground.plans.topology import Topology
 from tfdp.launch.bench import output
 from tfdp.launch.bench.nccl_tests import (
     BACKEND,
-    MOST_REPLICAS_OF,
+    MAX_REPLICAS_OF,
     NO_ALGORITHM,
     Row,
     algorithm_bandwidth,
@@ -90,7 +90,7 @@ class Settings(ReplicaSettings):
         """
         super().check(topology)
         count = topology.num_replicas
-        if count > MOST_REPLICAS_OF.get(self.dtype, count):
+        if count > MAX_REPLICAS_OF.get(self.dtype, count):
             raise ValueError(
                 f"Sums over this number of replicas are not exact in {self.dtype}. "
                 f"Received: {count} replicas"

@@ -18,7 +18,7 @@ IMAGE_SIDE, IMAGE_CHANNELS, NUM_STAGES = 32, 3, 3
 VOCABULARY, CONTEXT = 128, 64
 _BLOCKS, _HEADS = 4, 4
 # Upper end of the search for a width, in units of 8 (of 4 for a CNN).
-_MOST_UNITS = 1 << 24
+_MAX_UNITS = 1 << 24
 _WEIGHT_BYTES = 4  # of a float32
 
 
@@ -119,7 +119,7 @@ def model_of_size(family: str, millions: float) -> Model:
         """Return the parameters of a model whose width is `num_units` times `unit`."""
         return Model(family, unit * num_units).num_parameters
 
-    above = bisect.bisect(range(_MOST_UNITS), requested, key=size)
+    above = bisect.bisect(range(_MAX_UNITS), requested, key=size)
     models = [Model(family, unit * n) for n in (max(0, above - 1), above)]
     model = min(models, key=lambda model: abs(model.num_parameters - requested))
     if model.width < unit:

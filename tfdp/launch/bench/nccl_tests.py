@@ -17,7 +17,7 @@ BACKEND = "backend"
 _PERIOD = 7
 # Most replicas by type for which sums of the inputs are exact: bfloat16 has exact
 # integers up to 256, float16 up to 2048.
-MOST_REPLICAS_OF = {"bfloat16": 256 // _PERIOD, "float16": 2048 // _PERIOD}
+MAX_REPLICAS_OF = {"bfloat16": 256 // _PERIOD, "float16": 2048 // _PERIOD}
 
 
 @dataclasses.dataclass(frozen=True)

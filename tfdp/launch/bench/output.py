@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Least and largest width of the console in columns. A narrow terminal may wrap the rows
 # of a table, which is better than cells that are cut off.
-_LEAST_WIDTH, _MOST_WIDTH = 120, 1000
+_MIN_WIDTH, _MAX_WIDTH = 120, 1000
 # The palette of Okabe and Ito, which is distinguishable with color blindness.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -64,7 +64,7 @@ def about(
 def new_console() -> Console:
     """Return a `rich` console of at least 120 columns, for the results."""
     console = Console(highlight=False, markup=False)
-    console.width = max(console.width, _LEAST_WIDTH)
+    console.width = max(console.width, _MIN_WIDTH)
     return console
 
 
@@ -134,7 +134,7 @@ def report(
         f"{load()} at the end"
     )
     table = _table(rows, columns)
-    wide = console.options.update(width=_MOST_WIDTH)
+    wide = console.options.update(width=_MAX_WIDTH)
     console.width = max(console.width, console.measure(table, options=wide).maximum)
     console.print(table)
     for line in notes:

@@ -16,7 +16,7 @@ from tfdp.ground.base.files import read_text
 from tfdp.launch.cli.screen import new_console
 
 # Most bytes of a flight record that is read; usual ones have some hundred kilobytes.
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 
 
 def show_records(folders: Sequence[str], trace: Path | None) -> None:
@@ -71,7 +71,7 @@ def _read(folders: Sequence[str]) -> tuple[list[FlightRecord], list[str]]:
     for folder in folders:
         for path in sorted(Path(folder).glob(file_name("*"))):
             try:
-                found.append(FlightRecord.from_json(read_text(path, _MOST_BYTES)))
+                found.append(FlightRecord.from_json(read_text(path, _MAX_BYTES)))
             except (OSError, ValueError) as error:
                 why = getattr(error, "strerror", None) or error
                 faults.append(f"{path} cannot be used: {why}")

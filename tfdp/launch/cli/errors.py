@@ -13,7 +13,7 @@ import click
 from tfdp.launch.cli.noise import quiet_stderr
 
 # Characters that are kept at each end of the long first line of an error.
-_MOST_LETTERS = 400
+_MAX_LETTERS = 400
 
 
 @contextlib.contextmanager
@@ -75,5 +75,5 @@ def first_line(error: BaseException) -> str:
     text = str(error).encode("utf-8", "backslashreplace").decode()
     lines = text.strip().splitlines() or [type(error).__name__]
     line = lines[0].strip().rstrip(".:")
-    cut = f"{line[:_MOST_LETTERS]} ... {line[-_MOST_LETTERS:]}"
+    cut = f"{line[:_MAX_LETTERS]} ... {line[-_MAX_LETTERS:]}"
     return min(line, cut, key=len)

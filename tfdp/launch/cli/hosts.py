@@ -9,9 +9,9 @@ import re
 from tfdp.communication.cluster.address import is_local_name
 from tfdp.ground.text import pluralize
 
-_MOST_HOSTS = 1024
+_MAX_HOSTS = 1024
 # Most bytes of a hostfile; the rest of a longer one is ignored.
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 # Matches `USER@NAME:COUNT`. A name must not begin with a dash, since ssh would take it
 # for an option.
 _HOST = re.compile(
@@ -81,7 +81,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
         if os.path.isdir(path):
             raise OSError(0, "it is a folder")
         with open(path, encoding="utf-8", errors="replace") as file:
-            lines = file.read(_MOST_BYTES).splitlines()
+            lines = file.read(_MAX_BYTES).splitlines()
     except OSError as error:
         raise ValueError(f"the hostfile cannot be read: {error.strerror}") from error
     hosts = []
@@ -118,8 +118,8 @@ def _checked(hosts: list[Host]) -> tuple[Host, ...]:
         ValueError: If there are too many, if one is named twice, or if the first has a
             name such as `localhost` that means another machine on the others.
     """
-    if len(hosts) > _MOST_HOSTS:
-        raise ValueError(f"there must be at most {pluralize(_MOST_HOSTS, 'host')}")
+    if len(hosts) > _MAX_HOSTS:
+        raise ValueError(f"there must be at most {pluralize(_MAX_HOSTS, 'host')}")
     seen: set[str] = set()
     for host in hosts:
         name = host.name.lower().rstrip(".")

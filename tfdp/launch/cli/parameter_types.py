@@ -20,8 +20,8 @@ from tfdp.ground.options import CommunicationOptions
 # errors.
 _MOST, _LEAST = 10**9, 1e-9
 # Largest size in bytes that an option accepts: larger values are typing errors.
-_MOST_BYTES = 2**40
-_LONGEST_NAME = 255  # bytes of a file's name, on all usual file systems
+_MAX_BYTES = 2**40
+_MAX_NAME = 255  # bytes of a file's name, on all usual file systems
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 T = TypeVar("T")
@@ -138,8 +138,8 @@ def _num_bytes(text: str) -> int:
     unit = match["unit"].upper() if match else ""
     unit += "B" if unit and not unit.endswith("B") else ""
     num_bytes = float(match["number"]) * _UNITS[unit] if match else 0.0
-    if num_bytes > _MOST_BYTES:
-        raise ValueError(f"it must be at most {_MOST_BYTES >> 30}GB")
+    if num_bytes > _MAX_BYTES:
+        raise ValueError(f"it must be at most {_MAX_BYTES >> 30}GB")
     if num_bytes < 1:
         raise ValueError(
             "it must be a size of at least 1 byte, such as 65536, 64KB or 1MB"
@@ -209,7 +209,7 @@ def _output_file(text: str) -> Path:
     if not os.path.isdir(path.parent):
         raise ValueError("the folder of the file does not exist")
     exists = os.path.exists(path)
-    is_too_long = len(os.fsencode(path.name)) > _LONGEST_NAME
+    is_too_long = len(os.fsencode(path.name)) > _MAX_NAME
     if is_too_long or not os.access(path if exists else path.parent, os.W_OK):
         raise ValueError("the file cannot be written")
     return path

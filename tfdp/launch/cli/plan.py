@@ -30,10 +30,10 @@ _COMPRESSIONS = (
     "none",
     *(f"{level}{name}" for level in ("", "outer:") for name in COMPRESSIONS),
 )
-_MOST_REPLICAS = 2**20
+_MAX_REPLICAS = 2**20
 # Most owners of shards for which memory is predicted: the plan of a model's shards
 # grows with their number.
-_MOST_OWNERS = 2**16
+_MAX_OWNERS = 2**16
 
 
 _EXAMPLES = """\b
@@ -180,9 +180,9 @@ def plan(
 
 def _topology(nodes: int, replicas_per_node: int) -> Topology:
     """Return the topology of equal nodes; raise a usage error if it is too large."""
-    if nodes * replicas_per_node > _MOST_REPLICAS:
+    if nodes * replicas_per_node > _MAX_REPLICAS:
         raise click.UsageError(
-            f"A cluster may have at most {_MOST_REPLICAS:,} replicas. "
+            f"A cluster may have at most {_MAX_REPLICAS:,} replicas. "
             f"Received: {pluralize(nodes, 'node')} of {replicas_per_node:,}"
         )
     ranks = range(0, nodes * replicas_per_node, replicas_per_node)
@@ -331,12 +331,12 @@ def _predict_memory(
     rows = [("nothing sharded", whole + undivided)]
     # A whole variable has one owner, and further owners have none, so that they change
     # no size of the largest. A plan of many would take minutes.
-    most = _MOST_OWNERS if is_elementwise(optimizer) else len(variables)
+    most = _MAX_OWNERS if is_elementwise(optimizer) else len(variables)
     scopes = {"": topology.num_replicas}
     if topology.num_nodes > 1:
         scopes[", in each node"] = topology.replicas_per_node
     for where, num_owners in scopes.items():
-        if not 1 < num_owners <= _MOST_OWNERS:
+        if not 1 < num_owners <= _MAX_OWNERS:
             continue
         shards = shard_plan(optimizer, variables, min(num_owners, most), options)
         divided = ReplicaMemory(-(-frozen // num_owners), 0, 0, 0, gathered)

@@ -15,7 +15,7 @@ import click
 # Paths of a process's standard input, which is empty for workers.
 _STANDARD_INPUT = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 # Largest size in bytes of a script that is checked; more is a file of something else.
-_MOST_BYTES = 2**24
+_MAX_BYTES = 2**24
 
 
 def check_program(script: str, is_module: bool) -> None:
@@ -108,9 +108,9 @@ def _fault_of_source(script: str) -> str | None:
     try:
         with open(script, "rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the workers show the same warnings
-            source = file.read(_MOST_BYTES + 1)
-            if len(source) > _MOST_BYTES:
-                return f"it is larger than {_MOST_BYTES >> 20} MiB"
+            source = file.read(_MAX_BYTES + 1)
+            if len(source) > _MAX_BYTES:
+                return f"it is larger than {_MAX_BYTES >> 20} MiB"
             compile(source, script, "exec", dont_inherit=True)
     except SyntaxError as error:
         line = (error.text or "").strip()

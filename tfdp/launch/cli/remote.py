@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tfdp.launch.cli.main import cli, run_command
-from tfdp.launch.cli.remote_line import BEAT, MOST_BYTES, SILENT_SECONDS, banner
+from tfdp.launch.cli.remote_line import BEAT, MAX_BYTES, SILENT_SECONDS, banner
 
 _STDIN = 0
 _CHUNK_BYTES = 4096
@@ -32,7 +32,7 @@ _END_SECONDS = 15.0
 def _lines() -> Iterator[bytes]:
     """Yield the lines of stdin, as bytes, until the connection is lost."""
     data = b""
-    while len(data) <= MOST_BYTES:
+    while len(data) <= MAX_BYTES:
         ready, _, _ = select.select([_STDIN], [], [], SILENT_SECONDS)
         chunk = os.read(_STDIN, _CHUNK_BYTES) if ready else b""
         if not chunk:

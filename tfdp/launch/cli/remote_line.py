@@ -25,7 +25,7 @@ BEAT_SECONDS = 2.0
 # suspended machine, for example, stays open but is silent.
 SILENT_SECONDS = 20.0
 # Most bytes of a line between the launchers, in either direction.
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 def banner() -> str:
@@ -122,7 +122,7 @@ def make_orders(
         for rank, host in enumerate(hosts)
     ]
     longest = max(map(len, orders))
-    if longest > MOST_BYTES:
+    if longest > MAX_BYTES:
         raise click.UsageError(
             "The arguments of the script are too long for --hosts: pass them in a "
             f"file. Received: {pluralize(longest, 'byte')}"

@@ -17,9 +17,9 @@ from tfdp.ground.text import pluralize
 # Name of the service in the handshake of `tfdp.communication.connection`.
 SERVICE = "rendezvous"
 # Maximum bytes of a message: node 0 sends the addresses of all workers in one.
-MOST_BYTES = 1 << 19
+MAX_BYTES = 1 << 19
 # Maximum bytes of a message to node 0, which receives only short reports.
-MOST_REPORT_BYTES = 1 << 16
+MAX_REPORT_BYTES = 1 << 16
 # Seconds between two heartbeats.
 BEAT_SECONDS = 1.0
 # Seconds of silence after which a node counts as lost: an overloaded machine may be
@@ -73,7 +73,7 @@ class HeartbeatConnection(MessageConnection):
             ValueError: If the message is too long.
         """
         text = encode(message)
-        if len(text) > MOST_BYTES:
+        if len(text) > MAX_BYTES:
             raise ValueError(
                 f"The message is too long. Received: {pluralize(len(text), 'byte')}"
             )

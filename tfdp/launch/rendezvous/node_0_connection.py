@@ -23,7 +23,7 @@ from tfdp.communication.connection.handshake import (
 from tfdp.ground.base.threads import start_thread
 from tfdp.ground.forks import close_in_forks
 from tfdp.launch.rendezvous.failure import RendezvousError
-from tfdp.launch.rendezvous.link import MOST_BYTES, SERVICE, HeartbeatConnection
+from tfdp.launch.rendezvous.link import MAX_BYTES, SERVICE, HeartbeatConnection
 from tfdp.launch.rendezvous.roster import Hello
 
 # Timeout in seconds of one attempt to connect.
@@ -31,7 +31,7 @@ _DIAL_SECONDS = 5.0
 # Timeout in seconds of the handshake of a new connection.
 _HANDSHAKE_SECONDS = 10.0
 # Seconds between attempts to connect, which double from the first to the longest.
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 1.0
+_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 1.0
 # Longest wait of the thread for messages in seconds; it bounds the delay of `close`.
 _POLL_SECONDS = 0.05
 # Longest wait of `close`, in seconds, until all pending messages are sent.
@@ -187,7 +187,7 @@ class Node0Connection:
                     f"at {self._place} ({reason}). Start the same `tfdp run` there, "
                     "and check that no firewall closes the port"
                 )
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     def _dial(self) -> HeartbeatConnection:
         """Connect to node 0 once, and authenticate.
@@ -203,7 +203,7 @@ class Node0Connection:
         steps = dial_steps(self.secret, SERVICE)
         keys = authenticate(close_in_forks(sock), steps, _HANDSHAKE_SECONDS)
         sock.setblocking(False)
-        return HeartbeatConnection(sock, keys, MOST_BYTES)
+        return HeartbeatConnection(sock, keys, MAX_BYTES)
 
     def _serve(self, link: HeartbeatConnection) -> None:
         """Queue the messages of node 0 until `close`.

@@ -15,7 +15,7 @@ _STABLE_SECONDS = 60.0
 _TOLERATED = 2
 # Pauses before restarts grow by this factor from the first to the longest: one failure
 # costs little time, and a job that keeps failing is not started again at once.
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _GROWTH = 0.1, 30.0, 4
+_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS, _GROWTH = 0.1, 30.0, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Restarts:
         if is_stable:
             self._begin_afresh()
         pause = self._pause
-        self._pause = min(_GROWTH * pause, _LONGEST_PAUSE_SECONDS)
+        self._pause = min(_GROWTH * pause, _MAX_PAUSE_SECONDS)
         self._count_failure(failed)
         return RestartDecision(
             pause,

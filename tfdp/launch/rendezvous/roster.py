@@ -13,14 +13,14 @@ from tfdp.launch.rendezvous.failure import Failure, MalformedMessage, from_messa
 from tfdp.launch.rendezvous.link import HeartbeatConnection
 
 # Maximum number of nodes, and of workers of a node, that a `Hello` may have.
-_MOST_OF_NODE = 1 << 16
+_MAX_OF_NODE = 1 << 16
 # Silence, in seconds, up to which a node counts as connected: heartbeats come each
 # second.
 DOUBTFUL_SECONDS = 3.5
 # Maximum number of workers of a job, whose addresses are sent in one message.
-_MOST_WORKERS = 8192
+_MAX_WORKERS = 8192
 # Maximum number of nodes that a sentence names; further ones are only counted.
-_MOST_NAMES = 8
+_MAX_NAMES = 8
 
 # Sentences about a field of `Hello` that must be the same on all nodes. The
 # placeholders are node 0's value, the name of a host that differs, and the value of
@@ -102,7 +102,7 @@ class Hello:
         counts = (hello.nodes, hello.num_workers, (hello.node_rank or 0) + 1)
         is_valid = (
             message.get("type") == "hello"
-            and all(1 <= count <= _MOST_OF_NODE for count in counts)
+            and all(1 <= count <= _MAX_OF_NODE for count in counts)
             and hello.grace_seconds >= 0
         )
         if not is_valid:
@@ -248,10 +248,10 @@ class Roster:
         if self.has_assigned_ranks and not self._is_elastic:
             return self._why_wrong_size(hello)
         total = sum(n.hello.num_workers for n in self.nodes) + hello.num_workers
-        if total > _MOST_WORKERS:
+        if total > _MAX_WORKERS:
             return (
                 "The nodes of a job must have at most "
-                f"{pluralize(_MOST_WORKERS, 'worker')} in all. Received: "
+                f"{pluralize(_MAX_WORKERS, 'worker')} in all. Received: "
                 f"-n {hello.num_workers} from {host}, {total:,} in all"
             )
         return None
@@ -393,9 +393,9 @@ class Roster:
 
 def _join_names(names: Sequence[str]) -> str:
     """Join the first 8 names and the number of the rest, such as "a, b, 3 more"."""
-    more = len(names) - _MOST_NAMES
+    more = len(names) - _MAX_NAMES
     rest = [f"{more:,} more"] if more > 0 else []
-    return ", ".join([*names[:_MOST_NAMES], *rest])
+    return ", ".join([*names[:_MAX_NAMES], *rest])
 
 
 class Reports:

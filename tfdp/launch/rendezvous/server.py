@@ -13,7 +13,7 @@ from tfdp.communication.connection.handshake import Authenticated, ConnectionFai
 from tfdp.launch.rendezvous.coordinator import Coordinator
 from tfdp.launch.rendezvous.failure import MalformedMessage, RendezvousError
 from tfdp.launch.rendezvous.link import (
-    MOST_REPORT_BYTES,
+    MAX_REPORT_BYTES,
     SERVICE,
     SILENT_SECONDS,
     HeartbeatConnection,
@@ -71,7 +71,7 @@ class Server(Acceptor):
 
     def _add_link(self, sock: socket.socket, keys: Authenticated) -> None:
         """Serve a connection after its handshake, and wait for its first message."""
-        link = HeartbeatConnection(sock, keys, MOST_REPORT_BYTES, self)
+        link = HeartbeatConnection(sock, keys, MAX_REPORT_BYTES, self)
         link.most_silent_seconds = _HELLO_SECONDS
         self._links[link] = False
         self.watch(link, functools.partial(self._read_link, link))

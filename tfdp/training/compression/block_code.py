@@ -11,7 +11,7 @@ import tensorflow as tf
 WORD_BYTES = 4
 # A block with a smaller scale is rounded to zero, since an element divided by such a
 # scale may be infinite.
-_LEAST_SCALE = 1e-37
+_MIN_SCALE = 1e-37
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class BlockCode:
         # TensorFlow would replace a division by a constant with a product, and a
         # reciprocal with an approximation.
         scales = largest * (1.0 / self._largest_code)  # shape [num_rows, num_blocks, 1]
-        codes = blocks / tf.where(scales > _LEAST_SCALE, scales, np.inf)
+        codes = blocks / tf.where(scales > _MIN_SCALE, scales, np.inf)
         if noise is None:
             codes = tf.round(codes)
         else:

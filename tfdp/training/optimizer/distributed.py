@@ -46,7 +46,7 @@ from tfdp.training.step.accumulation import (
     ShardedAccumulation,
 )
 from tfdp.training.step.empty_step import record_update
-from tfdp.training.step.loss_scale import MOST_SKIPS, LossScaling
+from tfdp.training.step.loss_scale import MAX_SKIPS, LossScaling
 from tfdp.training.step.path import take_step
 from tfdp.training.step.state_layout import StateLayout
 from tfdp.training.step.step import Step, match_gradients
@@ -350,7 +350,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         """
         scale = self.features.scale
         skips = 0 if scale is None else int(scale.skips_at_minimum.numpy())
-        if scale is None or skips < MOST_SKIPS:
+        if scale is None or skips < MAX_SKIPS:
             return
         bad = scale.non_finite.numpy().nonzero()[0]
         paths = [path_of(keras_optimizer.trained_by(self)[index]) for index in bad[:5]]

@@ -27,7 +27,7 @@ from tfdp.training.program.view import CannotDivideError, Decision, Need
 # Limit on the loops of a step: each loop repeats what it needs of earlier loops.
 # Masks and weights of rows need two loops; a model with a synchronized
 # BatchNormalization in every layer would need as many loops as layers.
-_MOST_LOOPS = 3
+_MAX_LOOPS = 3
 _DIVIDED = (Form.ROWS, Form.LOCAL, Form.PART)
 _ADVICE = "Give the number of batches of an update: `GradientAccumulation(steps=4)`."
 
@@ -242,7 +242,7 @@ class _Planner:
         The tensors of loops that the operation needs are added to `_frontier`. If it
         can run in no loop, a `CannotDivideError` is raised.
         """
-        level = _MOST_LOOPS if op in self._late else 0
+        level = _MAX_LOOPS if op in self._late else 0
         is_inside = op in self._micro.inside
         pairs = self._plan.needs(op)
         if op in self._micro.forwarded:
@@ -258,13 +258,13 @@ class _Planner:
             if crosses:
                 self._frontier[id(tensor)] = tensor
             level = max(level, before + crosses)
-        if is_inside and level >= _MOST_LOOPS:
+        if is_inside and level >= _MAX_LOOPS:
             raise CannotDivideError(
                 op,
                 "depends on rows and on what the whole batch has changed or summed",
                 _ADVICE,
             )
-        return min(level, _MOST_LOOPS)
+        return min(level, _MAX_LOOPS)
 
     def _set_loops(self) -> None:
         """Set `results`, `loops` and `stages` of the `MicroPlan`.

@@ -28,7 +28,7 @@ _OUTLIER = 0.1
 _ZERO_LINK = Link(0.0, 0.0)
 # Least ratio of predicted to measured time. A fit may predict no time at all, which has
 # no logarithm.
-_LEAST_RATIO = 1e-6
+_MIN_RATIO = 1e-6
 # The constants are the latency (alpha) and the seconds per byte (beta) of the links
 # inside nodes, those of the links across nodes, and the seconds of an operation.
 _NUM_CONSTANTS = 5
@@ -279,12 +279,12 @@ def _with_default(links: Links, default: Links) -> Links:
 
 
 def _ratios(samples: Sequence[Sample], links: Links) -> np.ndarray:
-    """Return the ratios of predicted to measured times, at least `_LEAST_RATIO`."""
+    """Return the ratios of predicted to measured times, at least `_MIN_RATIO`."""
     ratios = [
         predict_seconds(s.algorithm, s.num_bytes, s.topology, links) / s.seconds
         for s in samples
     ]
-    return np.maximum(ratios, _LEAST_RATIO)  # shape [num_samples]
+    return np.maximum(ratios, _MIN_RATIO)  # shape [num_samples]
 
 
 def _loss(ratios: np.ndarray) -> float:

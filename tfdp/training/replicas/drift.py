@@ -15,7 +15,7 @@ from tfdp.training.replicas.assigned_values import recorded_weights
 from tfdp.training.replicas.checksum import checksums
 
 # The largest number of replicas that a message names: hundreds would be unreadable.
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
 
 def replicated_weights(model: Any) -> list:
@@ -146,7 +146,7 @@ def _describe_outliers(values: Sequence[Any], replicas: Sequence[str]) -> str:
         String, such as `"replica 1 differs from the other 2"`.
     """
     odd = outliers(values)
-    shown = [replicas[index] for index in odd[:_MOST_NAMED]]
+    shown = [replicas[index] for index in odd[:_MAX_NAMED]]
     if len(odd) > len(shown):
         shown.append(f"{len(odd) - len(shown)} more")
     named = " and ".join([", ".join(shown[:-1]), shown[-1]] if shown[1:] else shown)

@@ -32,7 +32,7 @@ LARGEST_GROUP = 2**15
 # Least mean number of elements of the variables of an update that XLA compiles. For
 # smaller variables XLA's single loop is slower than the optimizer's kernels, each of
 # which passes through the memory once.
-LEAST_FOR_XLA = 2**13
+MIN_FOR_XLA = 2**13
 
 
 def decay_and_update(
@@ -139,7 +139,7 @@ def gains_from_xla(gradients: Sequence[Any]) -> bool:
     if not gradients or any(isinstance(g, tf.IndexedSlices) for g in gradients):
         return False
     sizes = [gradient.shape.num_elements() or 0 for gradient in gradients]
-    return sum(sizes) >= LEAST_FOR_XLA * len(sizes)
+    return sum(sizes) >= MIN_FOR_XLA * len(sizes)
 
 
 def plan_groups(

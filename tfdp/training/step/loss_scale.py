@@ -16,7 +16,7 @@ from tfdp.training.reduction.gradient_reducer import GradientReducer
 
 # The number of consecutive skipped steps at the smallest scale after which an error
 # says that training has failed.
-MOST_SKIPS = 10
+MAX_SKIPS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

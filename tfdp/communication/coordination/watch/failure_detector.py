@@ -17,7 +17,7 @@ from tfdp.ground.base.process_identity import ProcessIdentity
 # Silence after which a worker's port is probed: a number of heartbeat intervals, at
 # most some seconds, since many workers have long intervals, but at least the number of
 # intervals after which the store reports the age of a heartbeat.
-_SUSPECT_BEATS, _SUSPECT_SECONDS, _LEAST_SUSPECT_BEATS = 2.5, 8.0, 1.5
+_SUSPECT_BEATS, _SUSPECT_SECONDS, _MIN_SUSPECT_BEATS = 2.5, 8.0, 1.5
 # Number of successive refused connections that show that a worker's process has ended.
 _REFUSALS = 2
 
@@ -174,7 +174,7 @@ class FailureDetector:
         """Float, time without a heartbeat after which a worker may be lost."""
         beat = self.beat_seconds
         return max(
-            _LEAST_SUSPECT_BEATS * beat, min(_SUSPECT_BEATS * beat, _SUSPECT_SECONDS)
+            _MIN_SUSPECT_BEATS * beat, min(_SUSPECT_BEATS * beat, _SUSPECT_SECONDS)
         )
 
     def _knows(self, rank: int) -> bool:

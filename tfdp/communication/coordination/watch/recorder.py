@@ -42,7 +42,7 @@ _WRITE_SECONDS = 2.0
 # signal to several workers causes several requests.
 _SAME_REQUEST_SECONDS = 1.0
 # Largest number of frames of a stack in a record, the innermost ones.
-_MOST_FRAMES = 60
+_MAX_FRAMES = 60
 _READ_BYTES = 1 << 16
 
 # Stack of a thread: file, line and function of each frame, the innermost first.
@@ -127,7 +127,7 @@ class FlightRecorder:
             Tuple of the `FlightRecord` without stacks, and a dict from the identifier
             of a thread to its stack.
         """
-        stacks = runtime.thread_stacks(_MOST_FRAMES)
+        stacks = runtime.thread_stacks(_MAX_FRAMES)
         own = self._heartbeat.progress
         num_workers = len(self._detector.ranks()) + 1
         steps = recorded_steps(
