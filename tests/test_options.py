@@ -75,13 +75,11 @@ def test_what_is_wrong_with_levels_and_nodes_is_said(options: dict):
 
 
 def test_a_compression_of_both_levels_or_of_one_is_taken_apart():
-    assert CommunicationOptions().wire_dtypes == (None, None)
-    assert CommunicationOptions(compression="fp16").wire_dtypes == (
-        "float16",
-        "float16",
-    )
+    assert CommunicationOptions().compression_levels == (None, None)
+    both = CommunicationOptions(compression="fp16")
+    assert both.compression_levels == ("fp16", "fp16")
     outer_only = CommunicationOptions(compression={"outer": "bf16"})
-    assert outer_only.wire_dtypes == (None, "bfloat16")
+    assert outer_only.compression_levels == (None, "bf16")
 
 
 def test_options_are_keyword_only_and_frozen():

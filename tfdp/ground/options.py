@@ -188,15 +188,6 @@ class CommunicationOptions:
         return compression.get("inner"), compression.get("outer")
 
     @property
-    def wire_dtypes(self) -> tuple[str | None, str | None]:
-        """Tuple of names of communication dtypes inside and across nodes, or `None`."""
-        inner, outer = (
-            COMMUNICATION_DTYPES.get(given) if isinstance(given, str) else None
-            for given in self.compression_levels
-        )
-        return inner, outer
-
-    @property
     def tunes_buckets(self) -> bool:
         """Bool, whether a long `fit` tries several bucket plans."""
         return isinstance(self.bucket_mb, str) and self.bucket_mb == AUTO

@@ -17,7 +17,7 @@ SECONDS = re.compile("seconds: ({.*})")
 # Width and number of dense layers, by millions of parameters; three float32 of each are
 # saved: the weight and both slots of Adam.
 SIZES = {20: (1826, 6), 100: (4082, 6)}
-MOST_PAUSE, MOST_STEP, MOST_RESTORE = 1.5, 1.03, 0.2
+MAX_PAUSE, MAX_STEP, MAX_RESTORE = 1.5, 1.03, 0.2
 
 
 def run(args: Arguments) -> None:
@@ -54,7 +54,7 @@ def _add_ours(report: Report, name: str, found: dict[str, list[float]]) -> None:
     note = f"copy {1e3 * copy:.0f} ms, pause {1e3 * pause:.0f} ms"
     note += f", the first {1e3 * first:.0f} ms"
     ratio = round(pause / copy, 2)
-    report.add(Figure(f"pause in copies, {name}", ratio, at_most=MOST_PAUSE, note=note))
+    report.add(Figure(f"pause in copies, {name}", ratio, at_most=MAX_PAUSE, note=note))
     processor, duration = _medians(found, "processor", "duration")
     note = f"{1e3 * processor:.0f} of {1e3 * duration:.0f} ms"
     ratio = round(processor / duration, 2)
@@ -66,7 +66,7 @@ def _add_ours(report: Report, name: str, found: dict[str, list[float]]) -> None:
     count = len(found["step_while_saving"]) / len(found["pause_in_fit"])
     note = f"step {1e3 * step:.0f} ms, a save of {count:.0f} steps"
     report.add(
-        Figure(f"step while it saves, {name}", ratio, at_most=MOST_STEP, note=note)
+        Figure(f"step while it saves, {name}", ratio, at_most=MAX_STEP, note=note)
     )
 
 
@@ -81,7 +81,7 @@ def _add_memory(report: Report, name: str, found: dict[str, list[float]]) -> Non
         note = f"{1e3 * memory:.0f} and {1e3 * seconds:.0f} ms"
         ratio = round(memory / seconds, 2)
         title = f"restore from memory to that from the {place}, {name}"
-        report.add(Figure(title, ratio, at_most=MOST_RESTORE, note=note))
+        report.add(Figure(title, ratio, at_most=MAX_RESTORE, note=note))
 
 
 def _add_theirs(report: Report, name: str, found: dict[str, list[float]]) -> None:

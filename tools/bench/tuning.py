@@ -21,7 +21,7 @@ STEPS = 20
 # A trial has hundreds of steps.
 DEADLINE_SECONDS = 900.0
 # Of the best size, and of the default.
-LEAST_OF_BEST, LEAST_OF_DEFAULT = 0.97, 0.99
+MIN_OF_BEST, MIN_OF_DEFAULT = 0.97, 0.99
 
 
 def run(args: Arguments) -> None:
@@ -87,13 +87,13 @@ def _add_figures(report: Report, where: str, times: dict[str, list[float]]) -> N
         Figure(
             f"{name} the best size",
             ratio_to_best(sizes, times[AUTO]),
-            at_least=LEAST_OF_BEST,
+            at_least=MIN_OF_BEST,
         )
     )
     report.add(
         Figure(
             f"{name} the default",
             paired_ratio(times[DEFAULT], times[AUTO]),
-            at_least=LEAST_OF_DEFAULT,
+            at_least=MIN_OF_DEFAULT,
         )
     )

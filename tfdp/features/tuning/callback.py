@@ -232,7 +232,7 @@ class BucketTuning(keras.callbacks.Callback):
         settings = (
             options.algorithm,
             options.first_bucket_mb,
-            options.wire_dtypes,
+            options.compression_levels,
             model.jit_compile,
             self._update_steps,
             self._data,

@@ -50,12 +50,7 @@ class AlgorithmSelector:
         self.links = options.links or DEFAULT_LINKS[backend]
         self.are_links_known = options.links is not None
         self._fixed, problem = _fixed_algorithm(options, topology)
-        self._inner, self._outer = options.wire_dtypes
-        if topology.replicas_per_node == 1:
-            # With one replica per node all messages are sent across nodes, also those
-            # of flat algorithms. So the dtype across nodes applies to all of them.
-            self._inner = self._outer
-        self._compressors = LevelFormats.of(options, topology)
+        self._formats = LevelFormats.of(options, topology)
         self._compresses = options.compression is not None
         self.combines_means = self._fixed is not None and self._fixed.is_adasum
         inner, outer = options.compression_levels
@@ -82,9 +77,9 @@ class AlgorithmSelector:
 
         Adasum and some compressors need whole buckets.
         """
-        if self._compressors is None:
+        if not self._formats.has_compressors:
             return self.combines_means
-        return not self._compressors.cuts_buckets
+        return not self._formats.cuts_buckets
 
     @property
     def is_hierarchical(self) -> bool:
@@ -170,17 +165,20 @@ class AlgorithmSelector:
         if not may_compress or dtype not in _COMPRESSIBLE_DTYPES:
             return plain
         compressed: AlgorithmChoice | None = None
-        if self._compressors is not None:
+        formats = self._formats
+        if formats.has_compressors:
             compressed = best_choice(
-                self._compressors,
+                formats,
                 self._candidates(),
                 (num_bytes, dtype, () if bucket is None else bucket.entries),
                 self.topology,
                 self.links,
             )
-        elif self._inner or self._outer:
+        elif formats.inner or formats.outer:
             fraction = 2 / tf.as_dtype(dtype).size
-            compressed = self._fastest(num_bytes, self._inner, self._outer, fraction)
+            compressed = self._fastest(
+                num_bytes, formats.inner, formats.outer, fraction
+            )
         if compressed is None:
             return plain
         is_worth_it = compressed.seconds < plain.seconds * (1 - _MIN_SAVED_FRACTION)
@@ -214,7 +212,7 @@ class AlgorithmSelector:
         if not algorithm.is_hierarchical and inner != outer:
             # A flat algorithm has one dtype for all messages, so it cannot compress
             # those of one level only.
-            inner = outer = inner if self.topology.num_nodes == 1 else None
+            inner = outer = None
         wire_formats = WireFormat(dtype_name=inner), WireFormat(dtype_name=outer)
         return AlgorithmChoice(algorithm, *wire_formats, seconds)
 

@@ -26,7 +26,7 @@ from tfdp.training.compression.compressor import Compressor, GradientBucket
 
 @dataclasses.dataclass(frozen=True)
 class LevelFormats:
-    """Wire formats inside and across nodes; at least one is a compressor.
+    """Wire formats inside and across nodes.
 
     Args:
         inner: Format inside nodes: `Compressor`, name of the dtype to convert to, or
@@ -38,22 +38,28 @@ class LevelFormats:
     outer: Any
 
     @classmethod
-    def of(
-        cls, options: CommunicationOptions, topology: Topology
-    ) -> LevelFormats | None:
-        """Create formats from options, or return `None` if there is no compressor."""
+    def of(cls, options: CommunicationOptions, topology: Topology) -> LevelFormats:
+        """Create formats from options.
+
+        Args:
+            options: `CommunicationOptions`.
+            topology: `Topology` of the replicas.
+        """
         inner, outer = (
             _format_of_option(option) for option in options.compression_levels
         )
         # On a single node, or with one replica per node, one of the two formats is
-        # never used. Both are set to the same one, so that flat algorithms can be
-        # chosen.
+        # never used. Both are set to the same one, which flat algorithms can apply.
         if topology.num_nodes == 1:
             outer = inner
         elif topology.replicas_per_node == 1:
             inner = outer
-        has_any = is_compressor(inner) or is_compressor(outer)
-        return cls(inner, outer) if has_any else None
+        return cls(inner, outer)
+
+    @property
+    def has_compressors(self) -> bool:
+        """Bool, whether a format is a compressor, and not only a dtype."""
+        return is_compressor(self.inner) or is_compressor(self.outer)
 
     @property
     def is_uniform(self) -> bool:
