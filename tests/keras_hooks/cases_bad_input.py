@@ -112,6 +112,56 @@ def static_batch_smaller_than_the_replicas(env: Env) -> dict:
     return _raised(lambda: common.fit(model, dataset))
 
 
+class OwnFunctions(keras.Model):
+    """Makes functions that call a step directly, on a batch that is not divided."""
+
+    def make_train_function(self, force=False):
+        if self.train_function is None or force:
+            step = tf.function(self.train_step)
+            self.train_function = lambda iterator: step(next(iterator))
+
+    def make_test_function(self, force=False):
+        if self.test_function is None or force:
+            step = tf.function(self.test_step)
+            self.test_function = lambda iterator: step(next(iterator))
+
+    def make_predict_function(self, force=False):
+        if self.predict_function is None or force:
+            step = tf.function(self.predict_step)
+            self.predict_function = lambda batches: step(batches[0])
+
+
+class WrappedFunctions(keras.Model):
+    """Wraps the functions that Keras makes, which divide a batch."""
+
+    def make_predict_function(self, force=False):
+        if self.predict_function is None or force:
+            super().make_predict_function(force)
+            predict = self.predict_function
+            self.predict_function = lambda batches: 2 * predict(batches)
+
+
+@case("Bad input: functions of a step that use one replica of a worker", **TWO)
+def own_functions_of_a_step(env: Env) -> dict:
+    x, y = common.regression_data()
+    with env.scope():
+        own, wrapped = (
+            common.compiled(kind(i := keras.Input(x.shape[1:]), layers.Dense(1)(i)))
+            for kind in (OwnFunctions, WrappedFunctions)
+        )
+    loops = {
+        "train": lambda: common.fit(own, x, y),
+        "test": lambda: own.evaluate(x, verbose=0),
+        "predict": lambda: own.predict(x, verbose=0),
+    }
+    before = env.weights(own)
+    texts = {name: _raised(loop)["local"] for name, loop in loops.items()}
+    after = env.weights(own)
+    moved = any((before[name] != after[name]).any() for name in before)
+    num_rows = len(wrapped.predict(x, verbose=0))
+    return {"local": texts, "moved": moved, "is_whole": num_rows == len(x)}
+
+
 @case(
     "`Dataset.shuffle` with another seed on each worker: shards overlap",
     **TWO,

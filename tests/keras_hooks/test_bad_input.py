@@ -47,6 +47,18 @@ def test_static_batch_smaller_than_the_replicas_is_refused(clusters, setup_name)
         assert "Received: batch_size=1" in text
 
 
+@pytest.mark.parametrize("setup_name", [full("mirrored"), "two_workers"])
+def test_own_functions_of_a_step_that_use_one_replica_are_refused(clusters, setup_name):
+    case = load_cases(("keras_hooks.cases_bad_input",))["own_functions_of_a_step"]
+    for results in clusters.run(case, setup_name, group=GROUP):
+        for name in ("train", "test", "predict"):
+            text = str(results[f"local/{name}/text"])
+            assert text.startswith(f"The function that `make_{name}_function` of"), text
+            assert f"Override `{name}_step` in its place" in text
+        assert not results["moved"]
+        assert results["is_whole"]
+
+
 def test_dataset_shuffled_with_other_seeds_on_two_workers_is_refused(clusters):
     for text in _errors(clusters, "shuffled_dataset_of_other_seeds", "two_workers"):
         assert "same `seed` on every worker" in text

@@ -32,6 +32,7 @@ class Loop:
             `None` if unknown.
         exchange: `GradientExchange` that replaces the all-reduce of gradients, so that
             steps do not wait for all workers; or `None`.
+        has_run: Bool, whether the loop has passed a step to `strategy.run`.
     """
 
     model: Any
@@ -43,6 +44,7 @@ class Loop:
     program_logs: Any = None
     batch_rows: int | None = None
     exchange: Any = None
+    has_run: bool = False
 
     @property
     def trains(self) -> bool:

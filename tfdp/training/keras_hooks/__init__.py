@@ -5,6 +5,7 @@ Read in this order:
     install           THE TABLE of replaced functions: where, why, upstream issue
     trainer_hooks     compile, fit, evaluate, predict, save
     step_functions    the function of a step: made, built, dropped; its outputs
+    own_functions     check of the function of a step that a model makes itself
     loop_agreement    comparison of the workers' settings and data before a loop
     configs           configs of models and optimizers, in a comparable form
     layer_hooks       scale of losses, moments of BatchNormalization, seeds

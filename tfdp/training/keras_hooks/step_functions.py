@@ -36,7 +36,7 @@ from tfdp.training.step.empty_step import Updates, recording
 
 # The attribute in which a model keeps the function of a step, by the name of the method
 # of the model that calls the function.
-_FUNCTION_OF_LOOP = {
+FUNCTION_OF_LOOP = {
     "fit": "train_function",
     "train_on_batch": "train_function",
     "evaluate": "test_function",
@@ -153,7 +153,7 @@ def drop_stale_function(model: Any, name: str) -> None:
         model: The Keras model.
         name: String, the called method, such as `"fit"` or `"train_on_batch"`.
     """
-    attribute = _FUNCTION_OF_LOOP[name]
+    attribute = FUNCTION_OF_LOOP[name]
     function = getattr(model, attribute, None)
     made_after = getattr(function, "made_after", None)
     if made_after is not None and made_after != _trace_conditions(model):

@@ -34,6 +34,7 @@ from tfdp.training.keras_hooks import (
     step_functions,
 )
 from tfdp.training.keras_hooks.logs import mean_over_workers
+from tfdp.training.keras_hooks.own_functions import checking_own_function
 from tfdp.training.keras_hooks.saving import save_atomically
 from tfdp.training.keras_hooks.worker_callbacks import (
     add_optimizer_check,
@@ -178,7 +179,11 @@ def _run_loop(
         _measure_links(fit)
         _register_model(model)
     exchange = _gradient_exchange(fit)
-    with loops.looping(model, name, exchange=exchange), _undo_recording_after(fit):
+    with (
+        loops.looping(model, name, exchange=exchange),
+        _undo_recording_after(fit),
+        _checking_own_function(model, name),
+    ):
         result = original(*bound.args, **bound.kwargs)
     if fit is not None:
         # All workers wait for worker 0, so that its files are complete when `fit`
@@ -355,6 +360,16 @@ def _undo_recording_after(fit: Fit | None) -> Iterator[None]:
                 stack.callback(feature.after_fit, fit)
 
 
+def _checking_own_function(model: Any, name: str) -> contextlib.AbstractContextManager:
+    """Return a context that checks the function of a step that the model makes itself.
+
+    Args:
+        model: The Keras model.
+        name: String, the called method, such as `"fit"` or `"train_on_batch"`.
+    """
+    return checking_own_function(model, step_functions.FUNCTION_OF_LOOP[name])
+
+
 def _stop_recording(model: Any, recorders: Any, features: Any) -> None:
     """Deactivate recorders and features of `fit`; retrace the step if there were any.
 
@@ -397,6 +412,7 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
         with (
             loops.looping(model, name, receives_global_batches=True),
             _suspend_recording(),
+            _checking_own_function(model, name),
         ):
             return original(model, *args, **kwargs)
 

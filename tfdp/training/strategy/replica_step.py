@@ -59,6 +59,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
         _warn_of_former_batch(strategy, args)
     if loop is None or strategy_of(loop.model) is not strategy:
         return fn, args
+    loop.has_run = True
     if loop.receives_global_batches and strategy.num_replicas_in_sync > 1:
         whole = first_tensor(args)
         loops.record_batch_rows(None if whole is None else whole.shape[0])

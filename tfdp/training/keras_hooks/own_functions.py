@@ -1,0 +1,103 @@
+"""Check of a function of a step that a model makes itself, not by Keras's method."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.ground._compat import keras_model
+from tfdp.ground.base import loops
+
+
+@contextlib.contextmanager
+def checking_own_function(model: Any, function_name: str) -> Iterator[None]:
+    """Within this context the model's own functions of a step must use all replicas.
+
+    A function that calls the step directly computes the rows of one worker, and
+    returns them as if they were those of the batch.
+
+    Args:
+        model: Keras model of a tfdp strategy.
+        function_name: String, the attribute that holds the function of the loop, such
+            as `"predict_function"`.
+    """
+    method, attributes = f"make_{function_name}", vars(model)
+    is_checked = method in attributes
+    is_alone = model.distribute_strategy.num_replicas_in_sync == 1
+    if is_alone or is_checked or not keras_model.overridden(model, (method,)):
+        yield
+        return
+    make = getattr(model, method)
+
+    @functools.wraps(make)
+    def make_checked(*args: Any, **kwargs: Any) -> Any:
+        """Make the function by the method of the model's class, and wrap it."""
+        result = make(*args, **kwargs)
+        function = getattr(model, function_name)
+        # Functions of Keras, and those that are wrapped already, have this attribute.
+        if function is not None and not hasattr(function, "made_after"):
+            setattr(model, function_name, _checked(model, method, function))
+        return result
+
+    # An attribute of the model alone: its class keeps its method.
+    attributes[method] = make_checked
+    try:
+        yield
+    finally:
+        del attributes[method]
+
+
+def _checked(model: Any, method: str, function: Callable) -> Callable:
+    """Wrap a function of a step, to raise at its first step if it uses one replica.
+
+    Later steps are not checked: a traced function calls `strategy.run` only once.
+
+    Args:
+        model: Keras model.
+        method: String, the method of the model's class that has made the function.
+        function: Callable, the function.
+
+    Returns:
+        Callable with the arguments of `function`.
+    """
+    has_run = False
+
+    @functools.wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        """Compute a step; raise a `ValueError` if no replica has run it."""
+        nonlocal has_run
+        if has_run:
+            return function(*args, **kwargs)
+        loop = loops.current()
+        assert loop is not None
+        try:
+            result = function(*args, **kwargs)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            raise
+        except Exception as error:
+            if loop.has_run:
+                raise
+            message = f"{_message(model, method)}. Its error: {error!r}"
+            raise ValueError(message) from error
+        if not loop.has_run:
+            raise ValueError(_message(model, method))
+        has_run = True
+        return result
+
+    step.made_after = None  # type: ignore[attr-defined]
+    return step
+
+
+def _message(model: Any, method: str) -> str:
+    """Return the message for a function that does not call `strategy.run`."""
+    step = method.removeprefix("make_").replace("function", "step")
+    return (
+        f"The function that `{method}` of {model.name!r} has made has not called "
+        "`self.distribute_strategy.run`, so that each worker would compute only its "
+        f"own rows. Override `{step}` in its place, or call "
+        f"`super().{method}(force)` and wrap `self.{method.removeprefix('make_')}`"
+    )
