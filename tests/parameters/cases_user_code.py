@@ -344,6 +344,48 @@ def sharded_parameters_are_assigned_to(env: Env) -> dict:
     return results
 
 
+class Decaying(Subclassed):
+    """Decays the weights by hand, between their gradients and the update."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        variables = self.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        for variable in variables:
+            variable.assign(0.9 * variable)
+        self.optimizer.apply(gradients, variables)
+        return {"loss": loss}
+
+
+class Climbing(Subclassed):
+    """Takes the gradients at weights that the first gradients have moved (SAM)."""
+
+    def train_step(self, data):
+        x, y = data
+        variables = self.trainable_variables
+        gradients = self._gradients(x, y)
+        for variable, gradient in zip(variables, gradients, strict=True):
+            variable.assign_add(0.05 * gradient)
+        moved = self._gradients(x, y)
+        for variable, gradient in zip(variables, gradients, strict=True):
+            variable.assign_sub(0.05 * gradient)
+        self.optimizer.apply(moved, variables)
+        return {"norm": tf.linalg.global_norm(moved)}
+
+    def _gradients(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        return tape.gradient(loss, self.trainable_variables)
+
+
+@case("Variables assigned to between a gradient and the update")
+@registry.same_as("deferred_parameters_train_like_one_device")
+def sharded_parameters_are_assigned_before_an_update(env: Env) -> dict:
+    return {kind.__name__: trained(env, kind)[1] for kind in (Decaying, Climbing)}
+
+
 class Reading(keras.callbacks.Callback):
     """Keeps what all workers read after each batch."""
 

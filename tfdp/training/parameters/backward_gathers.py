@@ -76,7 +76,7 @@ class BackwardGathers:
         freed = [
             gathered
             for gathered in step.gathered[:-1]
-            if gathered.unit.options.reshard_after_forward
+            if passes and gathered.unit.options.reshard_after_forward
         ]
         found = [(gathered, list(_uses(gathered, passes))) for gathered in freed]
         self._waiting = sorted(

@@ -99,6 +99,17 @@ class Gathers:
         tensor_reads.record_read(parameter, value)
         return value
 
+    def gather_before_assignment(self) -> None:
+        """Trace the second gathers for backward passes, before a step assigns a value.
+
+        A gather reads the parts as they are when it is traced. Traced later, it would
+        read what is assigned, which may depend on the very gradients that need it.
+        """
+        step = self.step()
+        if step is not None:
+            with step.between_backward_passes():
+                BackwardGathers(step).gather_rest()
+
     def forget(self, parameter: ShardedParameter) -> None:
         """Drop gathered values of a parameter after an assignment to it."""
         if program_trace.traced() is not None:
@@ -203,15 +214,14 @@ def backward_pass() -> Iterator[None]:
 
 
 def regather_used_units() -> None:
-    """Trace the second gathers of all units that the backward pass uses so far.
+    """Trace the second gathers of all units that backward passes have used so far.
 
     Call it before another collective is traced: the collective may need gradients that
     depend on these gathers, and collectives of one channel run in trace order.
     """
     for step in _steps_of_replica():
-        with step.between_backward_passes() as is_in_one:
-            if is_in_one:
-                BackwardGathers(step).gather_rest()
+        with step.between_backward_passes():
+            BackwardGathers(step).gather_rest()
 
 
 def _steps_of_replica() -> list[UnitGatherer]:

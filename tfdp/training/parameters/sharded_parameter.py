@@ -163,6 +163,7 @@ class ShardedParameter(MirroredVariable):
         replicas: Sequence[int] = range(len(self.values))
         if context is not None:
             replicas = [tf_distribute.local_replica_id(context)]
+            self.reader.gather_before_assignment()
         for replica in replicas:
             part = self.values[replica]
             start, stop = self.ranges[self.reader.groups.owner(replica)]

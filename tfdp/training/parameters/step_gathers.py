@@ -173,19 +173,16 @@ class UnitGatherer:
         self._backward_passes = [*others, (begin, end)]
 
     @contextlib.contextmanager
-    def between_backward_passes(self) -> Iterator[bool]:
+    def between_backward_passes(self) -> Iterator[None]:
         """End the backward passes that are being traced, and begin them again on exit.
 
         What has been traced so far is recorded as whole passes, for
         `take_backward_passes` inside the context.
-
-        Yields:
-            Bool, whether a backward pass was being traced; if not, nothing is recorded.
         """
         depth = len(self._open_passes)
         for _ in range(depth):
             self.end_backward_pass()
-        yield depth > 0
+        yield
         for _ in range(depth):
             self.begin_backward_pass()
 
