@@ -64,6 +64,18 @@ def _wrong_uses(env: Env) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     sharded = in_scope(tfdp.DistributedOptimizer, Clipping(), sharding="optimizer")
     yield "sharded, clips by itself", lambda: in_scope(sharded.build, weights)
+
+    class Langevin(optimizers.SGD):
+        def update_step(self, gradient: Any, variable: Any, rate: Any) -> None:
+            noise = tf.random.stateless_normal(variable.shape, [1, 2])
+            super().update_step(gradient + noise, variable, rate)
+
+    drawing = in_scope(common.compiled, in_scope(common.mlp), Langevin(0.1))
+    shard = tfdp.callbacks.ShardedOptimizer()
+    yield (
+        "sharded, draws",
+        lambda: drawing.fit(*common.regression_data(8), callbacks=[shard]),
+    )
     yield (
         "apply outside `run`",
         lambda: in_scope(optimizer.apply, gradients, weights),

@@ -5,6 +5,8 @@ A clone of the user's optimizer is built on the variables that the replica owns.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -98,7 +100,7 @@ class VariableShards(OptimizerShard):
         if self.owned:
             # The update also runs without gradients: state that belongs to no variable,
             # such as a product of momenta, advances in every step.
-            with tf.device(self.device):
+            with tf.device(self.device), _drawing_nothing(optimizer):
                 keras_optimizer.apply_weight_decay(clone, updated)
                 update_gradients = [whole[index] for index in updated_indices]
                 keras_optimizer.update_variables(clone, update_gradients, updated, rate)
@@ -197,6 +199,28 @@ class VariableShards(OptimizerShard):
         for name in self._kept & settings.keys():
             del settings[name]
         return optimizer_views.copy_with(self.clone, **settings)
+
+
+@contextlib.contextmanager
+def _drawing_nothing(optimizer: Any) -> Iterator[None]:
+    """Raise `ValueError` if a user's update draws random numbers while it is traced.
+
+    Each replica would draw them for its own variables only, and so other numbers than
+    one device, whose seed advances with each variable.
+    """
+    is_own = keras_optimizer.overridden_by_user(optimizer, "update_step")
+    if tf.executing_eagerly() or not is_own:
+        yield
+        return
+    graph = tf.compat.v1.get_default_graph()
+    num_before = len(graph.get_operations())
+    yield
+    if any("Random" in op.type for op in graph.get_operations()[num_before:]):
+        raise ValueError(
+            f"The state of `{type(optimizer).__name__}` cannot be sharded: its "
+            "`update_step` draws random numbers, which would not be those of one "
+            "device. Train without sharding."
+        )
 
 
 def _assemble(parts: list[tf.Tensor], variable: Any) -> tf.Tensor:
