@@ -36,6 +36,8 @@ class StepContext:
         carried: `CarriedScalar` that a bucket of gradients may carry, or `None`.
         update_draws: Iterator of ints in an optimizer's update, where all replicas draw
             the same random numbers: seeds of operations without one. Else `None`.
+        builds_optimizer: Bool, whether the step builds an optimizer now. It does so
+            outside of its graph, where execution is eager.
     """
 
     trace: Any = None
@@ -47,6 +49,7 @@ class StepContext:
     ops_before_need: Sequence[Any] = ()
     carried: Any = None
     update_draws: Iterator[int] | None = None
+    builds_optimizer: bool = False
 
 
 class _Thread(threading.local):

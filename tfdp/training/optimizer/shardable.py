@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdp.ground import user_code
 from tfdp.ground._compat import keras_optimizer, tf_distribute
-from tfdp.ground.base import loops
+from tfdp.ground.base import step_context
 from tfdp.ground.base.context import is_tfdp
 from tfdp.ground.base.param_groups import ParamGroup, param_groups_of
 from tfdp.ground.plans.memory import MemoryReport
@@ -266,9 +266,8 @@ class ShardableOptimizer(OptimizerSettings):
         Raises:
             ValueError: If a running step would shard parameters that it has read whole.
         """
-        # Keras builds an optimizer outside of the graph of the step that applies it.
-        loop = loops.current()
-        in_step = not tf.executing_eagerly() or (loop is not None and loop.has_run)
+        builds_in_step = step_context.current().builds_optimizer
+        in_step = not tf.executing_eagerly() or builds_in_step
         if self.sharding_options.shards_parameters and in_step:
             raise ValueError(
                 "A step builds an optimizer that shards parameters, but the step has "

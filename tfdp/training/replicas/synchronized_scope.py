@@ -23,6 +23,7 @@ from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import user_code
 from tfdp.ground._compat import patches, tensor_reads, tf_distribute
+from tfdp.ground.base import step_context
 from tfdp.ground.base.context import in_replica_thread, replica_context
 
 # Approximate number of bytes of the variables that are broadcast together: many small
@@ -256,7 +257,8 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
         # `init_scope` builds outside of the step's graph. If the first trace of a
         # `tf.function` creates variables, TensorFlow traces it again for the second
         # step, and that trace would draw the first step's random numbers again.
-        with tf.init_scope(), strategy.scope():
+        in_build = step_context.using(builds_optimizer=True)
+        with in_build, tf.init_scope(), strategy.scope():
             optimizer.build(list(variables))
         # The current step uses the slots, so they must be equal on all workers now.
         synchronize_new_variables(strategy)
