@@ -183,6 +183,49 @@ def micro_batches_of_a_loss_over_the_batch(env: Env) -> dict:
     )
 
 
+class Relative:
+    """A loss relative to its moving average, a variable outside of the scope."""
+
+    def __init__(self) -> None:
+        self.average = tf.Variable(1.0, trainable=False)
+
+    def __call__(self, y: Any, outputs: Any) -> Any:
+        errors = tf.reduce_sum(tf.abs(y - outputs), axis=-1)
+        self.average.assign(0.9 * self.average + 0.1 * tf.reduce_mean(errors))
+        return errors / tf.stop_gradient(self.average)
+
+
+class Branching(keras.Sequential):
+    """Resets a state in a branch of every second step."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def train_step(self, data: Any) -> dict:
+        logs = super().train_step(data)
+        is_even = tf.equal(self.optimizer.iterations.value % 2, 0)
+        tf.cond(is_even, lambda: self._set(0.0), lambda: self._set(self.count + 1.0))
+        return logs | {"count": self.count.value}
+
+    def _set(self, value: Any) -> Any:
+        self.count.assign(value)
+        return tf.constant(0)
+
+
+@case("A branch after the update, and a state that replicas of a process share")
+@same_as("micro_batches_equal_the_whole_batch")
+def micro_batches_with_a_branch_and_a_shared_state(env: Env) -> dict:
+    loss = Relative()
+    result = train(
+        env,
+        lambda: Branching(common.mlp().layers),
+        *common.regression_data(NUM_ROWS),
+        compile_options={"loss": loss},
+    )
+    return result | {"average": loss.average.numpy()}
+
+
 class Numbers(keras.callbacks.Callback):
     """Notes the number of micro-batches of each step; may end the run after some."""
 

@@ -43,7 +43,13 @@ class StagedBuilder(Builder):
         self.gates: list[tuple[tf.Operation, tf.Operation]] = []
 
     def run(self) -> None:
-        """Build the loops over micro-batches, and the stages between that run once."""
+        """Build the loops over micro-batches, and the stages between that run once.
+
+        The graph of a branch, a loop or a call in one of these stages has no stages.
+        """
+        if self.parent is not None:
+            super().run()
+            return
         with contextlib.ExitStack() as stack:
             for stage, operations in enumerate(self.micro.loops):
                 for op in self._of_stage(stage):
@@ -88,7 +94,13 @@ class StagedBuilder(Builder):
         are computed, so the reads would return old values, see `MicroPlan.forwarded`.
         """
         if op in self.micro.forwarded:
-            self._store(op.outputs[0], self.get(*self.micro.forwarded[op]))
+            assigned, need = self.micro.forwarded[op]
+            value = self.get(assigned, need)
+            is_part = self.fact(op.outputs[0]).form is Form.PART
+            # A state that local replicas share is read by one of them, as a partial sum.
+            if is_part and need == WHOLE and self.replica.rank > 0:
+                value = tf.zeros_like(value)
+            self._store(op.outputs[0], value)
         else:
             super()._build_operation(op)
 
