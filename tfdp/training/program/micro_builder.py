@@ -97,7 +97,7 @@ class StagedBuilder(Builder):
             assigned, need = self.micro.forwarded[op]
             value = self.get(assigned, need)
             is_part = self.fact(op.outputs[0]).form is Form.PART
-            # A state that local replicas share is read by one of them, as a partial sum.
+            # A state that local replicas share is a partial sum, read by one of them.
             if is_part and need == WHOLE and self.replica.rank > 0:
                 value = tf.zeros_like(value)
             self._store(op.outputs[0], value)
