@@ -75,8 +75,8 @@ RIGHT: dict[str, typing.Any] = {
 }
 # Parameters whose annotation is any type, and what they take of those that count here.
 ANNOTATED_BY_HAND = {("tfdp.optimizers.LARS", "learning_rate"): {"float"}}
-# What tfdp makes itself, of a group of processes that no user has.
-INTERNAL = {"tfdp.compression.ReplicaGroup"}
+# What tfdp makes itself: a group of processes that no user has, and an error.
+INTERNAL = {"tfdp.compression.ReplicaGroup", "tfdp.WorkerLost"}
 # Parameters that are a pair of what is tested.
 PAIRS = {("tfdp.callbacks.Timeline", "steps")}
 

@@ -371,19 +371,17 @@ def test_an_algorithm_becomes_the_option_of_the_same_name(algorithm, option):
 
 
 @pytest.mark.parametrize(
-    ("compression", "option", "wire_dtypes"),
+    ("compression", "option", "levels"),
     [
         ("none", None, (None, None)),
-        ("fp16", "fp16", ("float16", "float16")),
-        ("outer:bf16", {"outer": "bf16"}, (None, "bfloat16")),
-        ("outer:int8", {"outer": "int8"}, (None, None)),
+        ("fp16", "fp16", ("fp16", "fp16")),
+        ("outer:bf16", {"outer": "bf16"}, (None, "bf16")),
+        ("outer:int8", {"outer": "int8"}, (None, "int8")),
     ],
 )
-def test_a_compression_becomes_the_option_of_the_same_name(
-    compression, option, wire_dtypes
-):
+def test_a_compression_becomes_the_option_of_the_same_name(compression, option, levels):
     assert plan.compression_option(compression) == option
-    assert CommunicationOptions(compression=option).wire_dtypes == wire_dtypes
+    assert CommunicationOptions(compression=option).compression_levels == levels
 
 
 @pytest.mark.parametrize("nodes", [(1, 1), (1, 8), (2, 4), (64, 8)])

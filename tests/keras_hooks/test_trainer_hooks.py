@@ -14,13 +14,15 @@ layers = keras.layers
 
 
 def physical_devices(*kinds: str) -> mock._patch:
-    """Devices that TensorFlow says are there."""
+    """Devices that TensorFlow says are there, all visible."""
     devices = [tf.config.PhysicalDevice(f"/{kind}:0", kind) for kind in kinds]
 
     def listed(kind: str | None = None) -> list:
         return [d for d in devices if kind in (None, d.device_type)]
 
-    return mock.patch.object(tf.config, "list_physical_devices", listed)
+    # Keras asks for all devices, tfdp for those that the process may use.
+    both = {"list_physical_devices": listed, "get_visible_devices": listed}
+    return mock.patch.multiple(tf.config, **both)
 
 
 def chosen(*parts: layers.Layer) -> bool:
