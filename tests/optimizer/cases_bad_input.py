@@ -65,6 +65,20 @@ def _wrong_uses(env: Env) -> Iterator[tuple[str, Callable[[], Any]]]:
     sharded = in_scope(tfdp.DistributedOptimizer, Clipping(), sharding="optimizer")
     yield "sharded, clips by itself", lambda: in_scope(sharded.build, weights)
 
+    class Averaging(Clipping):
+        def build(self, variables: list) -> None:
+            super().build(variables)
+            self.average = self.add_variable((), initializer="zeros")
+
+        def apply(self, gradients: Any, variables: Any = None) -> None:
+            self.average.assign_add(1.0)
+            super().apply(gradients, variables)
+
+        _clip_gradients = optimizers.SGD._clip_gradients
+
+    averaging = in_scope(tfdp.DistributedOptimizer, Averaging(), sharding="optimizer")
+    yield "sharded, with state", lambda: in_scope(averaging.build, weights)
+
     class Langevin(optimizers.SGD):
         def update_step(self, gradient: Any, variable: Any, rate: Any) -> None:
             noise = tf.random.stateless_normal(variable.shape, [1, 2])

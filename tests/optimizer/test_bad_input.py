@@ -322,6 +322,7 @@ EXPECTED = {
     "noise, not compiled": f"`GradientNoiseScale` needs a model.*{COMPILE}",
     "sharding, not compiled": f"`ShardedOptimizer` needs a model.*{COMPILE}",
     "sharded, clips by itself": "overrides `_clip_gradients`.*Override `update_step`",
+    "sharded, with state": "overrides `apply` and `build`.*Override `update_step`",
     "sharded, draws": "its `update_step` draws random numbers.*Train without sharding",
     "a class": "Received: the class `ConsistencyCheck`",
     "apply outside `run`": "given to `strategy.run`",

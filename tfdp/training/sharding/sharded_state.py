@@ -344,7 +344,8 @@ def shard_plan(
         variables for all others.
 
     Raises:
-        ValueError: If the optimizer is of a user's class that looks at all gradients.
+        ValueError: If the optimizer is of a user's class that looks at all gradients,
+            or uses state of its own outside of the update of a variable.
     """
     looks_at_all = keras_optimizer.overridden_by_user(
         optimizer, "_backend_update_step", "_clip_gradients"
@@ -355,6 +356,14 @@ def shard_plan(
             f"overrides `{looks_at_all[0]}`, which would receive only the gradients "
             "whose state a replica has. Override `update_step`, or train without "
             "sharding."
+        )
+    builds_state = keras_optimizer.overridden_by_user(optimizer, "build")
+    if builds_state and keras_optimizer.overrides_apply(optimizer):
+        raise ValueError(
+            f"The state of `{type(optimizer).__name__}` cannot be sharded: it "
+            "overrides `apply` and `build`, and the variables that it builds are "
+            "those of each replica's part. Override `update_step` in place of `apply`, "
+            "or train without sharding."
         )
     entries = [entry_of(variable) for variable in variables]
     bucket_bytes = bucket_bytes_of(entries, options)
