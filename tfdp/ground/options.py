@@ -287,9 +287,9 @@ def _check_whole_buckets(levels: Mapping[str, Any]) -> None:
             compression; a level may be missing.
     """
     inner, outer = levels.get("inner"), levels.get("outer")
-    is_alone = not has_error_feedback(inner)
+    sums_inside = not has_error_feedback(inner)
     if not getattr(inner, "cuts_buckets", True) or (
-        not getattr(outer, "cuts_buckets", True) and not is_alone
+        not getattr(outer, "cuts_buckets", True) and not sums_inside
     ):
         raise ValueError(
             "A compressor of whole buckets must work on both levels, "

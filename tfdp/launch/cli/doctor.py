@@ -202,8 +202,8 @@ def local_devices(tf: Any, cluster: Cluster | None) -> list[str]:
         # that a running training may need.
         tf.config.experimental.set_memory_growth(gpu, True)
     count = cluster.devices_per_worker if cluster else None
-    is_alone = cluster is None or cluster.num_workers == 1
-    if not gpus and (is_alone or count is not None):
+    has_one_worker = cluster is None or cluster.num_workers == 1
+    if not gpus and (has_one_worker or count is not None):
         devices.create_default_cpus(count)
     return devices.local_devices()
 

@@ -97,10 +97,10 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
     check_batch_size(strategy, batch_size, "The dataset's batch size")
     extended = strategy.extended
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    is_alone = extended.worker_group.num_workers == 1
+    has_one_worker = extended.worker_group.num_workers == 1
     if (shard := FileShard.of_divided_files(dataset)) is not None:
         return _distribute_local_files(strategy, dataset, shard, options)
-    if not is_alone and policy in (_POLICY.FILE, _POLICY.OFF):
+    if not has_one_worker and policy in (_POLICY.FILE, _POLICY.OFF):
         return _distribute_by_policy(strategy, dataset, options, policy, stock)
     loops.record_batch_rows(batch_size or (sizes_of_batches(dataset) or {}).get("size"))
     return _distribute_rows(

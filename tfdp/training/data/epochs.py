@@ -144,10 +144,10 @@ def _count_reads(strategy: Any, iterator: Any) -> None:
     is_stock = isinstance(dataset, tf_data.DistributedDatasetsFromFunction)
     if not is_counting() or not is_stock or isinstance(dataset, PerReplicaDataset):
         return
-    is_alone = strategy.extended.worker_group.num_workers == 1
+    has_one_worker = strategy.extended.worker_group.num_workers == 1
     # With synchronization of the end of data a read also waits for other workers, which
     # is not time spent on data.
-    if is_alone or not tf_data.syncs_end_of_data(dataset):
+    if has_one_worker or not tf_data.syncs_end_of_data(dataset):
         keras_data.set_distributed_dataset(
             iterator, StockDataset(dataset, CountedIterator)
         )

@@ -56,10 +56,12 @@ def _logs_of_eager_step(strategy: Any, model: Any, outputs: Any) -> Any:
         Nest with the structure of `outputs`, with one tensor for each value.
     """
     local = [_local_values(strategy, x) for x in tf.nest.flatten(outputs)]
-    is_alone = loops.independent_groups() is not None
-    means = list(map(_weighted_by_rows, local)) if is_alone else []
+    are_independent = loops.independent_groups() is not None
+    means = list(map(_weighted_by_rows, local)) if are_independent else []
     merged = _sum_over_replicas(strategy, model, means)
-    values = map(_cast_like, merged, local) if is_alone else [own[0] for own in local]
+    values = (
+        map(_cast_like, merged, local) if are_independent else [own[0] for own in local]
+    )
     return tf.nest.pack_sequence_as(outputs, list(values))
 
 

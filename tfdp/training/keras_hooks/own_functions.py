@@ -27,8 +27,8 @@ def checking_own_function(model: Any, function_name: str) -> Iterator[None]:
     """
     method, attributes = f"make_{function_name}", vars(model)
     is_checked = method in attributes
-    is_alone = model.distribute_strategy.num_replicas_in_sync == 1
-    if is_alone or is_checked or not keras_model.overridden(model, (method,)):
+    has_one_replica = model.distribute_strategy.num_replicas_in_sync == 1
+    if has_one_replica or is_checked or not keras_model.overridden(model, (method,)):
         yield
         return
     make = getattr(model, method)

@@ -282,8 +282,8 @@ def reduce_per_replica(
     """
     if not is_tfdp(strategy):
         return original(values, strategy, reduction)
-    loop, is_alone = loops.current(), strategy.num_replicas_in_sync == 1
-    if is_alone or loop is None:
+    loop, has_one_replica = loops.current(), strategy.num_replicas_in_sync == 1
+    if has_one_replica or loop is None:
         reduced = original(values, strategy, reduction)
     elif reduction == "concat":
         reduced = keras.tree.map_structure(

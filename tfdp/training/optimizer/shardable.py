@@ -239,12 +239,12 @@ class ShardableOptimizer(OptimizerSettings):
         strategy = keras_optimizer.strategy_of_optimizer(self)
         # A job that continues after losses is not warned, because other replicas may
         # still join it.
-        is_alone = (
+        has_one_replica = (
             is_tfdp(strategy)
             and strategy.num_replicas_in_sync == 1
             and not strategy.extended.continues_after_loss
         )
-        if is_alone and self.sharding_options.shards_parameters:
+        if has_one_replica and self.sharding_options.shards_parameters:
             user_code.warn(
                 '`sharding="parameters"` has no effect: there is one replica, which '
                 "holds everything."

@@ -328,8 +328,8 @@ class DividedStep:
                     micro = plan_micro_batches(plan, trace.effects, ends)
         cuts = [] if tail is None else [cut[:2] for cut in tail.cuts]
         conversions = conversions_of(trace, plan, cuts)
-        is_alone = self._strategy.extended.worker_group.num_workers == 1
-        operations = [] if is_alone else operations_of(trace, plan, needed)
+        has_one_worker = self._strategy.extended.worker_group.num_workers == 1
+        operations = [] if has_one_worker else operations_of(trace, plan, needed)
         return _Traced(
             trace, parts, results, plan, scope, micro, tail, conversions, operations
         )

@@ -114,8 +114,8 @@ class CompiledStep:
         reason = ""
         # On one replica there are no collectives, so the update can be compiled too, as
         # in plain Keras.
-        is_alone = self.strategy.num_replicas_in_sync == 1
-        for is_whole in (True, False) if is_alone else (False,):
+        has_one_replica = self.strategy.num_replicas_in_sync == 1
+        for is_whole in (True, False) if has_one_replica else (False,):
             try:
                 return self._trace(args, part, numbers, is_whole=is_whole)
             except (CannotCompileError, deferred_updates.CannotDeferError) as error:
