@@ -195,6 +195,20 @@ class Relative:
         return errors / tf.stop_gradient(self.average)
 
 
+class Memory(layers.Layer):
+    """Keeps means of rows by their sign; a micro-batch does not know their shape."""
+
+    def build(self, shape: tuple) -> None:
+        self.means = self.add_weight(shape=(2, shape[-1]), trainable=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            signs = tf.cast(x[:, 0] > 0, tf.int32)
+            means = tf.math.unsorted_segment_mean(x, signs, 2)
+            self.means.assign(0.9 * self.means + 0.1 * means)
+        return x + tf.reduce_mean(self.means.value, axis=0)
+
+
 class Branching(keras.Sequential):
     """Resets a state in a branch of every second step."""
 
@@ -216,14 +230,21 @@ class Branching(keras.Sequential):
 @case("A branch after the update, and a state that replicas of a process share")
 @same_as("micro_batches_equal_the_whole_batch")
 def micro_batches_with_a_branch_and_a_shared_state(env: Env) -> dict:
-    loss = Relative()
-    result = train(
+    loss, data = Relative(), common.regression_data(NUM_ROWS)
+    branching = train(
         env,
         lambda: Branching(common.mlp().layers),
-        *common.regression_data(NUM_ROWS),
+        *data,
         compile_options={"loss": loss},
     )
-    return result | {"average": loss.average.numpy()}
+    remembering = train(
+        env,
+        lambda: keras.Sequential([*common.mlp().layers, Memory()]),
+        *data,
+        compile_options={"loss": "mse"},
+    )
+    average = loss.average.numpy()
+    return {"average": average, "branching": branching, "remembering": remembering}
 
 
 class Numbers(keras.callbacks.Callback):

@@ -277,6 +277,9 @@ class _Join:
         if self._fact.is_rows:
             return total.write(index, value)
         added = tf.cast(value, self._dtype)
+        # TensorFlow may know less of the shape in a micro-batch, and fixes that of the
+        # first one for the loop.
+        added.set_shape(self.invariant)
         return total + added if self._fact.form is Form.PART else added
 
     def end(self, total: Any) -> tf.Tensor:
