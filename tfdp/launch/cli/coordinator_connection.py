@@ -261,18 +261,7 @@ def join_nodes(
     nodes, place = where.nodes, where.rendezvous
     assert nodes is not None
     assert place is not None
-    hello = Hello(
-        version=tfdp.__version__,
-        python=".".join(platform.python_version_tuple()[:2]),
-        nodes=nodes.most,
-        min_nodes=nodes.least,
-        num_workers=settings.num_workers,
-        program=os.path.basename(settings.script),
-        rebalance=settings.rebalance,
-        host=socket.gethostname(),
-        node_rank=where.node_rank,
-        grace_seconds=settings.grace,
-    )
+    hello = _hello_of(nodes, where.node_rank, settings)
     secret = read_secret() if secret is None else secret
     listener, address = None, (place.host, place.port)
     if where.node_rank in (None, 0):
@@ -294,18 +283,14 @@ def join_nodes(
             # `min_workers` is not set: the number of workers of a node is fixed.
             restarts = functools.partial(Restarts, max_restarts=settings.max_restarts)
             options = (hello, where.join_seconds, restarts)
-            if where.is_elastic:
-                probe = stack.enter_context(contextlib.closing(JobProbe(secret)))
-                coordinator: Coordinator = ElasticCoordinator(*options, probe)
-            else:
-                coordinator = Coordinator(*options)
-            server = Server(listener, secret, coordinator)
-            stack.enter_context(contextlib.closing(server))
+            probe = JobProbe(secret) if where.is_elastic else None
+            stack.enter_context(_serving_node_0(listener, secret, options, probe))
             if nodes.most > 1:
                 _announce_node_0(screen, nodes, str(place), secret if is_new else None)
-        others = (
+        kind = (
             ElasticCoordinatorConnection if where.is_elastic else CoordinatorConnection
-        )(
+        )
+        connection = kind(
             screen,
             address=address,
             secret=secret,
@@ -313,7 +298,55 @@ def join_nodes(
             join_seconds=where.join_seconds,
             place=str(place),
         )
-        yield stack.enter_context(contextlib.closing(others))
+        yield stack.enter_context(contextlib.closing(connection))
+
+
+def _hello_of(nodes: NodeRange, rank: int | None, settings: RunSettings) -> Hello:
+    """Return what this node tells node 0.
+
+    Args:
+        nodes: `NodeRange`, number of nodes of the job.
+        rank: Int, rank of this node, or `None` if node 0 chooses it.
+        settings: `RunSettings` of this node.
+    """
+    return Hello(
+        version=tfdp.__version__,
+        python=".".join(platform.python_version_tuple()[:2]),
+        nodes=nodes.most,
+        min_nodes=nodes.least,
+        num_workers=settings.num_workers,
+        program=os.path.basename(settings.script),
+        rebalance=settings.rebalance,
+        host=socket.gethostname(),
+        node_rank=rank,
+        grace_seconds=settings.grace,
+    )
+
+
+@contextlib.contextmanager
+def _serving_node_0(
+    listener: socket.socket,
+    secret: str,
+    options: tuple[Hello, float, Callable[[int], Restarts]],
+    probe: JobProbe | None,
+) -> Iterator[None]:
+    """Run the server of node 0 in this process.
+
+    Args:
+        listener: Listening socket at the rendezvous.
+        secret: String, the job's secret.
+        options: Tuple of the first arguments of `Coordinator`.
+        probe: `JobProbe` of an elastic job, or `None`. It is closed at the end.
+    """
+    with contextlib.ExitStack() as stack:
+        if probe is None:
+            coordinator = Coordinator(*options)
+        else:
+            stack.enter_context(contextlib.closing(probe))
+            coordinator = ElasticCoordinator(*options, probe)
+        server = Server(listener, secret, coordinator)
+        stack.enter_context(contextlib.closing(server))
+        yield
 
 
 def _announce_node_0(
