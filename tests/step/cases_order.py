@@ -137,7 +137,9 @@ def _see_the_fault_of_tensorflow(env: Env) -> None:
     """Checks that the test sees what plain Keras meets (docs/reports/exactness.md)."""
     assert _unordered_of_fit(env, Switches()) == []
     options = tf.config.optimizer.get_experimental_options()
-    tf.config.optimizer.set_experimental_options({"dependency_optimization": True})
+    # References run without Grappler.
+    grappler = {"disable_meta_optimizer": False, "dependency_optimization": True}
+    tf.config.optimizer.set_experimental_options(grappler)
     try:
         ((read, write),) = _unordered_of_fit(env, Switches())
     finally:
