@@ -61,12 +61,14 @@ def test_the_code_is_that_of_the_last_workers(
     assert words in result.stdout
 
 
-def test_too_few_workers_are_stopped_at_once(launcher):
-    launcher.script("sys.exit(5) if RANK == 1 else time.sleep(600.0)")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_too_few_workers_are_stopped_at_once(launcher, rank):
+    launcher.script(f"sys.exit(5) if RANK == {rank} else time.sleep(600.0)")
     result = launcher.run("--elastic", "2:2", "--max-restarts", "1", "script.py")
     assert result.returncode == 5
     words = "exit code 5; it is not replaced, and 1 worker cannot continue alone"
     assert result.stdout.count(words) == 1
+    assert "no worker is left" not in result.stdout
     assert launcher.processes() == []
 
 

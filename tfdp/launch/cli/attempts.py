@@ -161,11 +161,8 @@ class NodeAttempts(Attempts):
         num_nodes: int,
     ) -> None:
         super().__init__(context, settings)
-        self._folder, self._coordinator, self._num_nodes = (
-            folder,
-            coordinator,
-            num_nodes,
-        )
+        self._folder, self._num_nodes = folder, num_nodes
+        self._coordinator = coordinator
         self._node_rank, self._ranks = 0, range(0)
         self._attempt_id = ""
         # Exit code of the last attempt, or of the job once this node has left it; and
@@ -230,10 +227,8 @@ class NodeAttempts(Attempts):
         former, self._ranks = self._ranks, range(first_rank, first_rank + count)
         if self._ranks != former:
             self._open_logs(int(message["num_workers"]))
-        self._coordinator.attempt, self._coordinator.done_node = (
-            int(message["attempt"]),
-            None,
-        )
+        self._coordinator.attempt = int(message["attempt"])
+        self._coordinator.done_node = None
         try:
             self._coordinator.report("ports", ports=free_ports(count))
         except ValueError as error:

@@ -159,6 +159,8 @@ class ElasticJob(SeparateWorkersJob):
     def _handle_failure(self, index: int, worker: Worker) -> None:
         """Schedule a replacement of a failed worker, or report why there is none."""
         assert worker.exit_code is not None
+        if self._is_stopping:
+            return  # this launcher has stopped it
         if self._has_success():
             # `PREEMPTED` is not a failure here, since it is the exit code of a
             # replacement that has started too late to join the others.

@@ -17,8 +17,7 @@ from tfdp.ground.plans.traffic import Algorithm, transfers_of
 # The maximum number of rounds. In each round the constants are fitted, and then decide
 # whether the links inside or across nodes are slower in the next round.
 _MAX_ROUNDS = 20
-# Relative and absolute difference below which the losses of two fits count as equal:
-# measured times differ by more between two runs.
+# Relative and absolute difference below which the losses of two fits count as equal.
 _RELATIVE_TIE, _ABSOLUTE_TIE = 0.01, 1e-12
 # The error of a sample is the logarithm of its predicted over its measured time. Errors
 # up to this one enter the loss by their squares, larger ones linearly. A burst on a
