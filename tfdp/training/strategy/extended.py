@@ -124,6 +124,10 @@ class ReplicaExtended:
         """Return false, so that a whole step runs in replica context."""
         return False
 
+    def _prepare_for_worker_loss(self, name: str) -> None:
+        """Prepare a transport for the loss of a worker; here there is only one."""
+        del name
+
     def _set_up_communication(
         self, rank: int, hosts: Sequence[str], all_devices: Sequence[str]
     ) -> None:
@@ -147,6 +151,7 @@ class ReplicaExtended:
         self.topology = topology
         positions = device_positions(all_devices)
         transport = new_transport(self.options, devices, self.worker_group, hosts[rank])
+        self._prepare_for_worker_loss(transport.name)
         # Callable that takes a new name, and connects all workers for arrays that are
         # not sent in steps.
         self.connect_workers = functools.partial(

@@ -110,7 +110,6 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
         align_group_keys(functools.partial(self.worker_group.all_gather, "group keys"))
         hosts = worker.cluster.hosts if worker.cluster else ["localhost"]
         self._set_up_communication(worker.rank, hosts, all_devices)
-        self._prepare_for_worker_loss()
 
     def add_facts(self, facts: dict[str, str]) -> None:
         """Add facts, such as versions, that must be equal on all workers, also later.
@@ -123,18 +122,20 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
         if self.worker.membership is not None:
             self.worker.membership.facts = self.facts
 
-    def _prepare_for_worker_loss(self) -> None:
-        """Prepare the transport for the loss of a worker, if there are several workers.
+    def _prepare_for_worker_loss(self, name: str) -> None:
+        """Prepare a transport for the loss of a worker, if there are several workers.
 
         TensorFlow's collectives may wait for a lost worker indefinitely, so the
-        watchdog is set to abort them.
+        watchdog is set to abort them, also those that connect the first group.
+
+        Args:
+            name: String, name of the `Transport`.
 
         Raises:
             ValueError: If training with MPI is to continue after a loss.
         """
         if self.worker.membership is None or self.worker_group.num_workers == 1:
             return
-        name = self.group.transport.name
         if name == "mpi" and self.continues_after_loss:
             raise ValueError(
                 '`on_loss="continue"` is for `backend="direct"`: MPI ends all '
