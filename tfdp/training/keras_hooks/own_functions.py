@@ -11,10 +11,11 @@ import tensorflow as tf
 
 from tfdp.ground._compat import keras_model
 from tfdp.ground.base import loops
+from tfdp.training.keras_hooks.step_functions import FUNCTION_OF_LOOP
 
 
 @contextlib.contextmanager
-def checking_own_function(model: Any, function_name: str) -> Iterator[None]:
+def checking_own_function(model: Any, loop_name: str) -> Iterator[None]:
     """Within this context the model's own functions of a step must use all replicas.
 
     A function that calls the step directly computes the rows of one worker, and
@@ -22,9 +23,9 @@ def checking_own_function(model: Any, function_name: str) -> Iterator[None]:
 
     Args:
         model: Keras model of a tfdp strategy.
-        function_name: String, the attribute that holds the function of the loop, such
-            as `"predict_function"`.
+        loop_name: String, the called method, such as `"fit"` or `"train_on_batch"`.
     """
+    function_name = FUNCTION_OF_LOOP[loop_name]
     method, attributes = f"make_{function_name}", vars(model)
     is_checked = method in attributes
     has_one_replica = model.distribute_strategy.num_replicas_in_sync == 1

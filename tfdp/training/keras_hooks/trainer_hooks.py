@@ -182,7 +182,7 @@ def _run_loop(
     with (
         loops.looping(model, name, exchange=exchange),
         _undo_recording_after(fit),
-        _checking_own_function(model, name),
+        checking_own_function(model, name),
     ):
         result = original(*bound.args, **bound.kwargs)
     if fit is not None:
@@ -360,16 +360,6 @@ def _undo_recording_after(fit: Fit | None) -> Iterator[None]:
                 stack.callback(feature.after_fit, fit)
 
 
-def _checking_own_function(model: Any, name: str) -> contextlib.AbstractContextManager:
-    """Return a context that checks the function of a step that the model makes itself.
-
-    Args:
-        model: The Keras model.
-        name: String, the called method, such as `"fit"` or `"train_on_batch"`.
-    """
-    return checking_own_function(model, step_functions.FUNCTION_OF_LOOP[name])
-
-
 def _stop_recording(model: Any, recorders: Any, features: Any) -> None:
     """Deactivate recorders and features of `fit`; retrace the step if there were any.
 
@@ -412,7 +402,7 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
         with (
             loops.looping(model, name, receives_global_batches=True),
             _suspend_recording(),
-            _checking_own_function(model, name),
+            checking_own_function(model, name),
         ):
             return original(model, *args, **kwargs)
 
