@@ -28,6 +28,7 @@ from tests.data.test_position import (
 )
 from tfdp.callbacks import BackupAndRestore
 from tfdp.checkpoint import index_file, replica_state, writer
+from tfdp.checkpoint.backups import Backups
 from tfdp.checkpoint.callback_state import from_json, to_json
 from tfdp.checkpoint.random_state import random_states, set_random_states
 from tfdp.communication.coordination.preemption import (
@@ -35,6 +36,7 @@ from tfdp.communication.coordination.preemption import (
     PreemptionNotice,
     PreemptionWatch,
 )
+from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground.base.temporary import temporary_name
 
 pytestmark = pytest.mark.slow
@@ -43,7 +45,22 @@ PLAIN = {"shuffle": False}
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """Names of what is in a directory, but for the claim of the last run."""
+    return sorted(
+        path.name for path in folder.iterdir() if not path.name.startswith(".run-")
+    )
+
+
+class OtherRun(keras.callbacks.Callback):
+    """Another job that begins to use the directory of backups after a step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1:
+            Backups(str(self.folder), 1, WorkerGroup(0, 1)).prepare()
 
 
 def cut_run(folder: Path, *callbacks: Any, step: int = 7, **options: Any) -> None:
@@ -102,6 +119,18 @@ def test_backups_are_deleted_when_fit_is_through_and_nothing_else_is(backups):
     (backups / "notes").write_text("mine")
     fit(arrays(**PLAIN), BackupAndRestore(backups))
     assert names(backups) == ["notes"]
+
+
+def test_a_run_whose_directory_another_has_begun_to_use_stops_and_deletes_nothing(
+    tmp_path,
+):
+    backup = BackupAndRestore(tmp_path, 2)
+    with pytest.raises(ValueError, match="another run has begun to write backups"):
+        fit(arrays(**PLAIN), OtherRun(tmp_path), backup)
+    assert names(tmp_path) == []
+    cut_run(tmp_path)
+    fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 100), OtherRun(tmp_path))
+    assert len(names(tmp_path)) == 3
 
 
 def test_backups_that_are_not_deleted_let_a_run_that_is_over_end_at_once(tmp_path):

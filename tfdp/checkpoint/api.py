@@ -181,6 +181,7 @@ def save_state(
     prepare: Callable[[], None] = lambda: None,
     run: Any = None,
     saves: BackgroundSaves | None = None,
+    before: Callable[[], None] = lambda: None,
     after: Callable[[], None] = lambda: None,
 ) -> Any:
     """Write state tensors, and the model as a string, into a directory.
@@ -199,6 +200,8 @@ def save_state(
             its own.
         saves: `BackgroundSaves` of these workers, which write the state in the
             background. Defaults to `None`: the state is written before this returns.
+        before: Callable, called on worker 0 before files are written; its error ends
+            the save on every worker.
         after: Callable, called on worker 0 after the checkpoint is complete.
 
     Returns:
@@ -211,7 +214,7 @@ def save_state(
     prepare()
     model = serialize() if worker_group.is_chief else None
     path = absolute_path(_checked(directory))
-    metadata = _Metadata(path, entries, model, run)
+    metadata = _Metadata(path, entries, model, run, before)
 
     def write(read: Read, worker_group: Any, pause: Pause) -> None:
         """Write the files of the checkpoint, and then call `after` on worker 0.
@@ -239,12 +242,14 @@ class _Metadata:
         entries: Tuple of `TensorMetadata`.
         model: String, the serialized model, or `None`.
         run: Metadata of the run, a value that JSON supports, or `None`.
+        check: Callable, raises an error on worker 0 if nothing may be written.
     """
 
     path: str
     entries: tuple[TensorMetadata, ...]
     model: str | None
     run: Any
+    check: Callable[[], None]
 
 
 def _write_checkpoint(
@@ -269,8 +274,10 @@ def _write_checkpoint(
             workers.
         """
         storage = open_storage(path)
-        token = writing.make_data_folder(storage) if worker_group.is_chief else ""
-        return storage, token
+        if not worker_group.is_chief:
+            return storage, ""
+        metadata.check()
+        return storage, writing.make_data_folder(storage)
 
     storage, token = act("the folder", begin)
     begun = [token, files.best_algorithm()]

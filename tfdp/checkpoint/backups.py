@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ _DAMAGED_NAME = re.compile(rf"{_NAME.pattern}\.damaged")
 # File in the directory of backups with the identity of the run's states in memory. If
 # the file is missing, these states are dropped.
 OWNER_FILE = "memory-id"
+# Match the name of the file by which a run claims the directory of backups.
+_CLAIM = re.compile(r"\.run-[0-9a-f]{12}")
 _NOTHING_LOADED = "Nothing was loaded."
 # Verdicts on a backup, which workers exchange: it is intact; a file is missing or was
 # altered; this run cannot resume from it; the store does not answer.
@@ -75,6 +78,7 @@ class Backups:
         self._serialize = serialize
         self._background = background
         self._has_memory = has_memory
+        self._claim = f".run-{uuid.uuid4().hex[:12]}"
 
     @property
     def source(self) -> str:
@@ -87,7 +91,10 @@ class Backups:
         return open_storage(self.directory)
 
     def prepare(self) -> None:
-        """Create the directory, and check that files can be written and removed.
+        """Create the directory, check that files can be written and removed, claim it.
+
+        Of several runs with the same directory, the one that starts last has it: the
+        others raise an error when they save.
 
         Raises:
             ValueError: On every worker, if the directory cannot be created, or a
@@ -115,6 +122,15 @@ class Backups:
                 with contextlib.suppress(OSError):  # the next run tries again
                     self._storage.remove_left_over()
 
+        def claim() -> None:
+            """On worker 0, write this run's claim, and remove those of other runs."""
+            if self._worker_group.is_chief:
+                self._storage.write_text(self._claim, "")
+                with contextlib.suppress(OSError):  # they may belong to another user
+                    for name in self._storage.names():
+                        if _CLAIM.fullmatch(name) and name != self._claim:
+                            self._storage.remove_file(name)
+
         try:
             run_together(
                 "what workers see of it", lambda: _check_probe(self._storage, probe)
@@ -124,6 +140,7 @@ class Backups:
                 remove()
             raise
         run_together("what can be removed from it", remove)
+        run_together("the claim of this run", claim)
 
     def save(self, step: int, state: Sequence[StateTensor], run: Any) -> None:
         """Write a backup, and remove the oldest ones beyond `keep`.
@@ -154,6 +171,7 @@ class Backups:
             self._serialize,
             run=run,
             saves=self._saves if self._background else None,
+            before=self._check_claim,
             after=functools.partial(self._prune, backup.name),
         )
 
@@ -264,23 +282,45 @@ class Backups:
     def delete(self) -> None:
         """Remove all backups, and the directory if it is empty then.
 
-        Files that were not written by a backup stay, even under a backup's name.
+        Nothing is removed if another run has claimed the directory. Files that were not
+        written by a backup stay, even under a backup's name.
         """
         self._worker_group.all_gather("the end of the backups")
         if not self._worker_group.is_chief:
             return
         with contextlib.suppress(OSError):
+            if self._has_lost_claim():
+                return
             # The oldest backup is removed first, so that the newest one is the last if
             # the loop is interrupted.
             for step in reversed(_steps_of(self._storage, self._storage.names())):
                 remove_checkpoint(self._storage.below(f"step-{step}"))
             for name in self._storage.names():
-                if name == OWNER_FILE:
+                if name in (OWNER_FILE, self._claim):
                     self._storage.remove_file(name)
                 if _NAME.fullmatch(name) or _DAMAGED_NAME.fullmatch(name):
                     remove_checkpoint(self._storage.below(name))
             self._storage.remove_left_over()
             self._storage.remove_if_empty()
+
+    def _has_lost_claim(self) -> bool:
+        """Return whether another run has claimed the directory since `prepare`."""
+        names = self._storage.names()
+        return bool(names) and self._claim not in names
+
+    def _check_claim(self) -> None:
+        """Raise `ValueError` if another run has claimed the directory.
+
+        If the directory was removed meanwhile, claim it again.
+        """
+        if self._has_lost_claim():
+            raise ValueError(
+                "another run has begun to write backups into this directory. Give each "
+                "run a directory of its own"
+            )
+        if not self._storage.has(self._claim):
+            self._storage.make()
+            self._storage.write_text(self._claim, "")
 
     def _make_directory(self) -> str:
         """Create the directory and a probe file in it on worker 0.
