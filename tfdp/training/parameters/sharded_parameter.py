@@ -214,8 +214,9 @@ def check_reader(variables: Sequence[Any], reader: Any) -> None:
             )
         raise ValueError(
             "The model's parameters are sharded by another optimizer, with other "
-            'options. Give the model an optimizer with `sharding="parameters"` and the '
-            "same `shard_scope`, or build the model again. Received: "
+            "options. Create each optimizer that updates them as "
+            '`DistributedOptimizer(..., sharding="parameters")` with the same '
+            "`shard_scope`, or build the model again. Received: "
             f"{parameter.name!r}"
         )
 
