@@ -40,12 +40,13 @@ class MicroBatches(RowDivider):
             initializer=keras.initializers.Constant(1),
             name="micro_batches",
         )
-        # Number of steps in which all replicas have computed all their rows.
+        # Number of steps in which all replicas have computed all their rows. A failed
+        # step that has increased it is not repeated, since states may have changed.
         self._computed = make_variable(
             shape=(), dtype="int32", initializer="zeros", name="computed_steps"
         )
-        # 1 if the number of micro-batches is that of a search that has not ended, or
-        # else 0.
+        # 1 while a search tries numbers of micro-batches, or else 0. Backups save it,
+        # so that a `fit` that resumes does not keep a number that was on trial.
         self._is_trial = make_variable(
             shape=(), dtype="int32", initializer="zeros", name="is_trial"
         )

@@ -17,8 +17,8 @@ class KeptBatch:
     """
 
     def __init__(self) -> None:
-        # Queue of a step's arguments, and the arguments of its latest trace, by their
-        # dtypes: each trace uses the queue of its dtypes.
+        # A queue has fixed dtypes, so arguments with other dtypes have another queue.
+        # By dtypes: the queue, and the arguments with which a step was last traced.
         self._queues_and_args: dict[tuple, tuple[tf.queue.FIFOQueue, tuple]] = {}
 
     def keep(self, args: tuple, rows: tf.Tensor) -> tuple:

@@ -29,7 +29,8 @@ from tfdp.training.reduction.training_group import training_group
 _log = logging.getLogger("tfdp")
 _FILE = "micro_batches.json"
 _FIXED = "`GradientAccumulation(steps=4)` with smaller batches"
-# Errors of a step that may succeed when it is repeated with more micro-batches.
+# After these errors, on this worker or another one, the step may succeed with more
+# micro-batches. So it is repeated, while other errors end the `fit`.
 _OUT_OF_MEMORY = (tf.errors.ResourceExhaustedError, PeerStepFailed)
 
 
@@ -107,7 +108,8 @@ def _begin(model: Any, division: MicroBatches) -> None:
     on_cpus = all(runtime.device_type(d) == "CPU" for d in extended.worker_devices)
     is_limited = bool(memory_search.predictors) and on_cpus
     is_known = kept is not None or division.number > 1
-    # All workers search together if any of them has a limit of memory.
+    # All workers use the same number of micro-batches, so all of them search if any one
+    # has a limit of memory.
     if any(group.all_gather("limit of memory", is_limited)) and not is_known:
         division.begin_memory_search(memory_search)
 
@@ -162,8 +164,8 @@ def _double(model: Any, division: MicroBatches, error: Exception) -> None:
     number, rows = division.number, division.kept.num_rows()
     is_own = not isinstance(error, PeerStepFailed)
     reason = _why_not_repeatable(model, division, rows, is_own=is_own)
-    # If all replicas had computed their rows, another worker may have completed the
-    # step, and does not take part in a vote: it notices only that this worker ends.
+    # Once all replicas have computed their rows, another worker may complete the step.
+    # Such a worker takes no part in a vote, which would wait for it.
     can_agree = _can_agree(model) and not division.has_computed()
     if can_agree and _any_worker(model.distribute_strategy, bool(reason)):
         reason = reason or "another worker could not make it again: see its message."
@@ -205,8 +207,8 @@ def _any_worker(strategy: Any, value: bool) -> bool:
             """Sum the value of this replica's worker and those of the others."""
             return training_group(strategy).reducer.sum([flag])[0]
 
-        # The `run` of tfdp's strategy would try to divide a batch, so that TensorFlow's
-        # is called.
+        # The `run` of tfdp's strategy divides a batch, which a vote does not have. So
+        # `run` of TensorFlow's base class is called.
         return tf.distribute.Strategy.run(strategy, on_replica)
 
     total = on_replicas(tf.constant(float(value)))

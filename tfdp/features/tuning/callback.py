@@ -43,7 +43,7 @@ from tfdp.training.reduction.link_measure import (
     num_fit_steps,
 )
 
-# Name of the option that enables the tuning of buckets, for messages.
+# Messages name the tuning of buckets by the option that enables it.
 _NAME = '`bucket_mb="auto"`'
 # Least ratio of the lengths of a `fit` and of its trial, so that a trial takes at most
 # half of the `fit`.
@@ -56,6 +56,9 @@ class BucketTuning(keras.callbacks.Callback):
     A plan divides the gradients into buckets, and chooses an algorithm for each.
     Steps of a trial are ordinary training steps: a plan does not change their result.
     Every worker has the callback, and all workers switch plans before the same step.
+
+    It implements `Loop`, by whose methods `propose`, `switch` and `agree` a `Tuner`
+    tries plans.
 
     Args:
         strategy: A tfdp strategy of several replicas.
@@ -78,10 +81,8 @@ class BucketTuning(keras.callbacks.Callback):
         self._functions: dict[Proposal | None, Any] = {}
         self._plan: Proposal | None = None
         # The `train_function` of the current plan. If the model has another one, a
-        # callback has replaced it.
+        # callback has replaced it, and functions that were traced before are outdated.
         self._active_function: Any = None
-
-    # Hooks of `keras.callbacks.Callback`.
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Apply the cached plan, or start a trial if `fit` is long enough."""
@@ -135,7 +136,9 @@ class BucketTuning(keras.callbacks.Callback):
         if self._tuner is None:
             return
         for value in keras.tree.flatten(logs)[:1]:
-            np.asarray(value)  # wait for the step, which may run after its call
+            # A step may still run when its call has returned. Reading a value of its
+            # logs waits for the end of the step, so that the measured time includes it.
+            np.asarray(value)
         self._tuner.step_ends(time.perf_counter() - self._begin, num_steps)
         if self._tuner.outcome is not None:
             outcome, self._tuner = self._tuner.outcome, None
@@ -153,8 +156,6 @@ class BucketTuning(keras.callbacks.Callback):
             self._tuner = None
             self.switch(None)
         self._functions.clear()
-
-    # Methods of `Loop`, with which a `Tuner` tries plans.
 
     def propose(self, step_seconds: float) -> list[Proposal]:
         """Propose alternatives to the default plan, see `proposals.propose`.
@@ -205,8 +206,6 @@ class BucketTuning(keras.callbacks.Callback):
         """
         worker_group = self._extended.worker_group
         return longest(worker_group.all_gather("times of bucket plans", seconds))
-
-    # Private methods, which look up, apply and store plans.
 
     def _agree_on_begin(self) -> tuple[KeptPlan | None, int | None]:
         """Return the first worker's cached plan and number of steps, on all workers.
@@ -382,8 +381,8 @@ def update_steps(model: Any) -> int:
     optimizer: Any = model.optimizer
     plan = getattr(getattr(optimizer, "features", None), "plan", None)
     if isinstance(plan, dict):
-        # The keys of `plan` are epochs, and its values are the micro-batches per update
-        # from that epoch on.
+        # `plan` maps epochs to the micro-batches of an update from that epoch on. A
+        # trial must have whole updates in any epoch, so the most micro-batches count.
         accumulated = max(plan.values())
     else:
         accumulated = batches_per_update(optimizer)

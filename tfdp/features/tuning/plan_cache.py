@@ -14,7 +14,8 @@ from tfdp.ground.options import ALGORITHMS, DEFAULT_BUCKET_MB, CommunicationOpti
 from tfdp.training.reduction.cache_file import cache_path, read_entries, store_entry
 
 _MB = 2**20
-# Largest length of the gain's text in a cached plan, in characters.
+# The text of a gain comes from a file and is printed, so a text with more characters is
+# taken for a damaged entry.
 _MAX_GAIN_LENGTH = 200
 
 

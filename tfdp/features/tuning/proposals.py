@@ -15,19 +15,23 @@ from tfdp.ground.plans.buckets import BucketPlan, plan_buckets
 from tfdp.ground.plans.prediction import BucketPrediction, StepPrediction
 from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 
-# Callable that returns the algorithm of each bucket of a plan under a choice, or under
-# `None`, the default.
+# The best algorithm of a bucket depends on its size and on the choice, `None` for the
+# default. Such a callable returns the algorithm of each bucket of a plan.
 RoutesOf = Callable[[PlanChoice | None, BucketPlan], Sequence[AlgorithmChoice]]
 
 # Largest number of proposals of a trial: each one is measured, which takes many steps.
 MAX_PROPOSALS = 5
-# Numbers by which the size of all gradients is divided, for the bucket sizes to try.
+# The bucket sizes to try are the size of all gradients divided by these numbers: from
+# one bucket for all gradients to 32, since only a trial shows how buckets overlap.
 _PARTS = (1, 2, 4, 8, 16, 32)
-# Smallest size of a bucket that is tried, in bytes.
+# Smaller buckets, in bytes, are not tried: each bucket is a collective with a latency of
+# its own.
 _MIN_BUCKET_BYTES = 2**14
-# Bytes of a smaller first bucket, which is tried in addition to one of the full size.
+# A smaller first bucket, of these bytes, is exchanged earlier in the backward pass. It
+# is tried in addition to one of the full size.
 _FIRST_BUCKET_BYTES = 2**20
-# Halvings of an interval in a bisection, to a millionth of its length.
+# This number of halvings narrows the interval of a bisection to a millionth, which is
+# far less than the noise of measured times.
 _BISECTIONS = 20
 
 

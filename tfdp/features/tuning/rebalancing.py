@@ -17,8 +17,8 @@ from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.training.data.load_balancer import LoadBalancer
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 
-# Largest and smallest number of steps, the latest ones, whose median time is taken as
-# the speed of a worker.
+# The speed of a worker is the median time of its latest steps: of no more than 64, so
+# that old steps do not count, and of no fewer than 5, so that an outlier does not.
 _KEPT_STEPS, _MIN_STEPS = 64, 5
 # Number of the step of the first rebalancing, which does not wait for the end of an
 # epoch, since that may take hours. Each further rebalancing is due at twice the step of

@@ -19,14 +19,15 @@ from tfdp.features.tuning.proposals import MAX_PROPOSALS, Proposal
 from tfdp.ground.base.intervals import median_interval
 from tfdp.ground.text import pluralize
 
-# Number of the default among the plans of a trial; candidates, the other plans, are
-# numbered from 1.
+# A trial identifies plans by numbers. The default, with which all others are compared,
+# is 0; the others, the candidates, are numbered from 1.
 DEFAULT = 0
 # Number of rounds before each halving of the candidates, and in the last comparison.
 # That comparison leaves out the lowest and the highest of its nine ratios: the interval
 # of the others contains the median with a probability of 96 %.
 _ROUNDS, _LAST_ROUNDS = 2, 9
-# Timed steps of a block, and with gradient accumulation its minimum of timed updates.
+# A block times at least this number of steps, so that its median is not noise. With
+# gradient accumulation only updates communicate, so it times at least 5 updates, too.
 BLOCK_STEPS, _MIN_UPDATES = 20, 5
 # Number of updates at the start of a block that are not timed, since caches still hold
 # data of the previous plan. The second number is for the first block of a plan, in
@@ -90,7 +91,7 @@ class Trial:
     def __init__(self, num_candidates: int) -> None:
         self._candidates = list(range(1, num_candidates + 1))
         # For each candidate, its speed relative to the default in each round of this
-        # stage.
+        # stage. Both were measured in the same round, since the machine may change.
         self._ratios: dict[int, list[float]] = {}
         self._num_rounds = 0
         self._is_last = num_candidates == 1

@@ -109,8 +109,8 @@ def _gather_rows(rows: tf.Tensor, context: Any) -> tuple[tf.Tensor, tf.Tensor]:
     """
     if tf.executing_eagerly():
         # Eager replicas of a process run one after another. `context.all_gather` waits
-        # for all of them by a merge call, which the group's own collectives do not.
-        # It gathers only once what is one object on all replicas, so rows are copied.
+        # for all of them by a merge call, which the group's own collectives do not. If
+        # all replicas pass one object, it gathers only one copy, so rows are copied.
         rows, sizes = tf.identity(rows), tf.size(rows)[tf.newaxis]
         return context.all_gather(rows, axis=0), context.all_gather(sizes, axis=0)
     reducer = tf.distribute.get_strategy().extended.reducer

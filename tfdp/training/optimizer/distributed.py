@@ -154,8 +154,6 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             self._copy_keras_state(outer if loss_scale is None else None, own_steps)
             self._shard()
 
-    # The methods below are called by Keras or by custom training loops.
-
     def build(self, variables: Sequence[Any]) -> None:
         """Create the variables of the wrapped optimizer and of the wrapper.
 
@@ -181,8 +179,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             slices = self.shards.accumulated_slices
         self.features.build(trained, slices)
 
-    # If AutoGraph converts a training loop, it converts the functions that the loop
-    # calls, too. This method needs no conversion.
+    # AutoGraph converts a training loop, and also the functions that the loop calls.
+    # `scale_loss` needs no conversion, because it branches on Python values only.
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: Any) -> Any:
         """Multiply a loss by the loss scale, before its gradient is computed.
@@ -219,7 +217,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         """
         if len(grads) == 0 or keras_model.is_built_symbolically():
             return
-        # Outside of the scope, too, it would update the copies of one replica only.
+        # Outside of `strategy.run`, also outside of the strategy's scope, `apply` would
+        # update the copies of one replica only.
         is_outside = num_replicas_of(self) > 1 and not in_replica_thread()
         if is_outside or tf.distribute.in_cross_replica_context():
             raise ValueError(
@@ -242,7 +241,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
                 "train without a loss scale."
             )
         variables = trainable_variables or keras_optimizer.trained_by(self)
-        # The user's method calls that of Keras, which calls `apply_directly`.
+        # The user's `apply` may change the gradients. It then calls Keras's `apply`,
+        # whose hook calls `apply_directly` of this optimizer.
         inner.apply_gradients(list(zip(grads, variables, strict=True)))
 
     @tf.autograph.experimental.do_not_convert
@@ -289,7 +289,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         """
         scope_checks.bring_optimizer_into_scope(self)
         gradients, variables = match_gradients(self, grads, trainable_variables)
-        # On one device the step waits for the first gradient. If the data has ended,
+        # On one device the update waits for the first gradient. If the data has ended,
         # the step then fails before it changes a variable, as a step on replicas does.
         with (
             keras.name_scope(self.name),

@@ -49,8 +49,8 @@ class Features:
         self.accumulation: AccumulationState | None = None
         self.scale: LossScale | None = None
         self.installed: dict[type[StepFeature], Any] = {}
-        # For features that read the loss: its sum over micro-batches, and the loss of
-        # the step that is being traced.
+        # Some features read the loss of an update, which is a mean over micro-batches.
+        # `loss_sum` is the variable that sums them, `loss` is that of the traced step.
         self.loss_sum: Any = None
         self.loss: Any = None
 

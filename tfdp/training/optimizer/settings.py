@@ -11,7 +11,8 @@ from tfdp.ground.base.param_groups import innermost
 from tfdp.training.optimizer import arguments
 from tfdp.training.optimizer.features import Features
 
-# Settings for which Keras's constructor sets defaults; the wrapped optimizer has them.
+# Keras's constructor sets defaults for these settings on the wrapper, too. `__setattr__`
+# ignores them, since the wrapped optimizer has the values.
 _KERAS_SETTINGS = frozenset(
     {
         *("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema"),
@@ -28,11 +29,8 @@ class OptimizerSettings:
     """
 
     inner_optimizer: Any
-    # Accumulation, loss scaling and other features in use, with their variables.
     features: Features
     _traces: Traces
-
-    # The properties and methods below read and change settings.
 
     def __getattr__(self, name: str) -> Any:
         """Return a public attribute of the wrapped optimizer, such as `momentum`."""
@@ -114,8 +112,6 @@ class OptimizerSettings:
             )
         for part in parts:
             part.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
-
-    # The properties below are counters and state, which steps change.
 
     @property
     def was_traced(self) -> bool:

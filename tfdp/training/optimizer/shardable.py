@@ -27,14 +27,18 @@ from tfdp.training.sharding.sharded_state import ShardedState
 
 
 class ShardableOptimizer(OptimizerSettings):
-    """Base class of `DistributedOptimizer` that shards the optimizer's state."""
+    """Base class of `DistributedOptimizer` that shards the optimizer's state.
+
+    Attributes:
+        sharding_options: `ShardingOptions`, what is sharded and over which replicas.
+        shards: `ShardedState`, or `None` if every replica holds the whole state.
+    """
 
     built: bool
     name: str
     _model: weakref.ref[Any] | None = None
 
     sharding_options: ShardingOptions
-    # The sharded state, or `None` if every replica holds the whole state.
     shards: ShardedState | None = None
 
     @property

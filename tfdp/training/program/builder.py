@@ -29,7 +29,8 @@ from tfdp.training.program.rules.state import ASSIGNMENTS, is_output
 from tfdp.training.program.view import AS_IS, PART, WHOLE, Decision, Need, NeededForm
 from tfdp.training.reduction.sparse import are_unique, marked_unique
 
-# Operations that return shapes and sizes of a tensor, or of the items of a list.
+# These operations read only the shape of their input, so `Builder.shape` builds their
+# results from the sizes that the plan knows, where it can.
 _SHAPE_QUERIES = frozenset(("Shape", "Size", "ShapeN", "TensorListElementShape"))
 
 
@@ -119,8 +120,6 @@ class Builder:
                     self.build(op)
         for effect in effects:
             self._run_effect(effect)
-
-    # The methods below are called by the `build` functions of rules.
 
     @property
     def own_rows(self) -> tf.Tensor:
@@ -276,8 +275,6 @@ class Builder:
             else:
                 parts.append(size.number if size.kind == "number" else -1)
         return _pack(parts, tf.int32)
-
-    # The methods below build the copies of operations on this replica.
 
     def copy(self, op: Any, inputs: Sequence[Any], kind: str | None = None) -> list:
         """Build a copy of an operation of the program, optionally of another type.
@@ -501,9 +498,9 @@ class Builder:
             return self.get(values), self.get(indices)
         whole = self.get(indices, WHOLE)
         if are_unique(indices):
-            # No index occurs twice. So each replica has all indices, with its own
-            # addend of the row of each index, and the reduction adds the rows of equal
-            # indices.
+            # Optimizers such as Adam do not treat two rows of one index as the row of
+            # their sum. No index occurs twice here, so each replica may pass all
+            # indices with its addends, and the reduction sums rows of equal indices.
             return self.get(values, PART), marked_unique(whole)
         whole_values = self.get(values, WHOLE)
         return (
@@ -511,8 +508,6 @@ class Builder:
             if self.replica.rank
             else (whole_values, whole)
         )
-
-    # The methods below convert tensors between own rows, partial sums and whole ones.
 
     def get(self, tensor: Any, need: Need = AS_IS) -> Any:
         """Return a tensor of the program in the needed form.
@@ -639,8 +634,6 @@ class Builder:
         for other, total in zip(waiting, totals, strict=True):
             self._converted[id(other), WHOLE] = total
         return self._converted[id(tensor), WHOLE]
-
-    # The methods below build integers that are computed from sizes.
 
     def sizes_of(self, tensor: Any, *, of_all: bool) -> Any:
         """Return integers computed from this replica's sizes or the whole batch's.

@@ -24,7 +24,7 @@ from tfdp.training.program.gathers import (
 )
 
 _log = logging.getLogger("tfdp")
-# Copies of a gathered tensor that exist at the same time: the rows of all replicas,
+# A gather holds two copies of its tensor at the same time: the rows of all replicas,
 # padded to one length, and the tensor that is built from them.
 _COPIES = 2
 
@@ -60,8 +60,9 @@ def check_step(
     gathers = StepGathers(rows, gathers_of(reported))
     gathers_by_loop = extended.step_gathers.setdefault(loop.model, {})
     available = available_bytes(extended.worker_devices)
-    # Only the first step is compared. A batch of another size may make only some of the
-    # workers trace again, and a comparison needs all of them.
+    # Workers compare only the first step of a loop, which all of them trace. Later, a
+    # batch of another size may make only some workers trace again, and a comparison
+    # waits for all.
     if loop.name not in gathers_by_loop:
         available = check_same_program(
             extended.worker_group,

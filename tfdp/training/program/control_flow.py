@@ -104,8 +104,8 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         if not same and builder.plan.is_needed(op, index)
     ]
     facts = decision.outputs
-    # Every loop that TensorFlow builds has a counter of passes as its first variable.
-    # `tf.while_loop` below adds one, so the counter of the program's loop is left out.
+    # `tf.while_loop` adds a counter of passes as the first variable of a loop. If the
+    # program's loop has such a counter already, the new loop leaves it out.
     is_counter = changed[:1] == [0] and len(changed) > 1
     is_counter = is_counter and _counts_passes(op, body_plan.graph)
     changed = changed[1:] if is_counter else changed
@@ -148,8 +148,8 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         else builder.own_static_shape(op.outputs[index], facts[index])
         for index, value in zip(changed, initial, strict=True)
     ]
-    # Passes that run at the same time draw random numbers in any order, which would
-    # differ between replicas.
+    # Parallel passes draw random numbers in an order that may differ between replicas.
+    # So a loop that draws random numbers runs one pass at a time.
     is_random = any(map(_draws, (cond_plan, body_plan)))
     final = tf.while_loop(
         cond,
@@ -180,7 +180,8 @@ def _draws(plan: Any) -> bool:
 def _counts_passes(op: Any, body: Any) -> bool:
     """Return whether a loop's first variable counts passes, given its body's graph."""
     before, after = body.inputs[0], body.outputs[0].op
-    # The loop of a gradient returns its counter through an `Identity`.
+    # In the loop of a gradient, an `Identity` may lie between the addition to the
+    # counter and the output, so the search for the addition skips `Identity`.
     while after.type == "Identity":
         after = after.inputs[0].op
     return (

@@ -15,7 +15,8 @@ from tfdp.ground.base import loops
 from tfdp.training.parameters.gathers import regather_used_units
 from tfdp.training.reduction.training_group import TrainingGroup
 
-# Functions that combine the gathered results of all replicas, by type of reduction.
+# The all-reduce of replicas can only sum. For these reductions the replicas' results
+# are gathered, and the function combines them.
 _REDUCE = {
     "All": tf.reduce_all,
     "Any": tf.reduce_any,
@@ -67,16 +68,17 @@ class Replica:
         self._strategy = strategy
         self.local_id = group.replica
         self.rank = group.rank
-        # The replicas of a worker share states such as tables. Only the worker's first
-        # replica that belongs to the group writes these states.
+        # The replicas of a worker share states such as tables, so only one of them
+        # writes these states: the worker's first replica that belongs to the group.
         first_of_worker = group.own_rank - group.replica
         self.is_writer = group.own_rank == max(group.ranks[0], first_of_worker)
         self.first_device = strategy.extended.worker_devices[0]
         self.is_on_cpu = runtime.device_type(self.first_device) == "CPU"
         self._group = group
         self._exchange = loops.exchange()
-        # Scalar bool tensor, whether the micro-batch that is built is the first one; or
-        # `None` without micro-batches.
+        # Whether the first micro-batch is computed: a scalar bool tensor, or `None`
+        # without micro-batches. A whole tensor counts in the first one only, because
+        # the values of all micro-batches are summed.
         self.is_first_part: tf.Tensor | None = None
 
     def for_micro_batch(self, rows: Rows, index: tf.Tensor) -> Replica:
@@ -111,7 +113,8 @@ class Replica:
             return rows
         if axis == 0:
             return self._gather(rows)
-        # `tfdp.training.program.plan` refuses to gather strings along another axis.
+        # Strings with rows along another axis than the first never arrive here: the
+        # plan's `_check_conversion` refuses to gather them.
         assert rows.dtype != tf.string
         rank = rows.shape.rank
         assert rank is not None

@@ -17,8 +17,8 @@ from tfdp.ground.base.program_trace import ProgramTrace
 from tfdp.training.program.gathers import user_line_of
 from tfdp.training.program.view import operations
 
-# Types of linear operations through which the search for a division of the loss
-# continues to their inputs: a division of an input divides the loss, too.
+# These operations are linear, so the division of an input divides the loss, too: the
+# search for a division of the loss continues to their inputs.
 _LINEAR = operations(
     """
     Add AddN AddV2 Cast DivNoNan ExpandDims Identity Mean Mul Neg Pack RealDiv Reshape

@@ -139,7 +139,7 @@ class EagerStep:
 
     def prepare(self) -> None:
         """Gather the global batch; merge metrics' states on the first local replica."""
-        self._whole  # noqa: B018
+        self._whole  # the first access of a cached property gathers  # noqa: B018
         merged = self.strategy.extended.merge_metric_variables(self.states)
         for variable, value in zip(self.states, merged, strict=True):
             for replica, component in enumerate(variable.values):
@@ -198,9 +198,8 @@ class EagerStep:
         """
         program = self._program
         assert program is not None
-        # The thread of the first replica appends updates while this loop runs: it
-        # continues whenever an update of this loop waits for a collective with the
-        # first replica.
+        # The list of jobs grows during this loop. Whenever a job waits in a collective
+        # for the first local replica, that replica's thread runs and appends the next.
         for job in program.jobs:
             program.run_job(job, contributes=False)
         program.copy_assigned(group.replica)

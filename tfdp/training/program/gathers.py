@@ -29,7 +29,8 @@ from tfdp.training.program.view import AS_IS, PART, WHOLE, Need
 from tfdp.training.reduction.communication_plan import gradients_of_outputs
 from tfdp.training.reduction.sparse import are_unique
 
-# Prefix that `tf.GradientTape` puts before the names of backward operations.
+# `tf.GradientTape` puts this prefix before the names of backward operations. Messages
+# remove it, and say "the backward pass of" the layer instead.
 _BACKWARD_PREFIX = "gradient_tape/"
 _PACKAGE_FOLDER = str(Path(__file__).parent)
 

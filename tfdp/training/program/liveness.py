@@ -12,11 +12,10 @@ from tfdp.ground._compat import programs
 from tfdp.training.program.facts import Fact, Form, is_known
 from tfdp.training.program.view import Decision, operations
 
-# Types of TensorFlow's operations that are loops.
 LOOPS = frozenset(("While", "StatelessWhile"))
 
-# Operations that TensorFlow marks as stateful, but that need not run unless their
-# results are used.
+# TensorFlow marks these operations as stateful, but a step without them is the same if
+# their results are not used. So they are left out then.
 PRUNED = operations(
     """
     ReadVariableOp ResourceGather VariableShape Placeholder RandomUniform
@@ -46,8 +45,8 @@ def mark_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
     pending = [op for op in graph.get_operations() if _must_run(op)]
     for op, decision in plan.decisions.items():
         for effect in _effects_inside(decision, scope):
-            # An operation whose branches update variables has to run, even if its
-            # results are not used.
+            # An operation whose inner graphs, such as branches, update variables must
+            # run, even if its results are not used.
             pending.append(op)
             tensors += effect.symbolic_tensors()
     while tensors or pending:
@@ -55,8 +54,8 @@ def mark_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
             is_new = tensor.graph is graph and id(tensor) not in plan.needed
             if is_new and not _follows_from_rows(plan.facts.get(id(tensor))):
                 plan.needed.add(id(tensor))
-                # Loops wait at the front and are popped last, once it is known which
-                # of their variables are needed.
+                # Which variables of a loop are needed is known only after all readers
+                # of its outputs. So loops are inserted at the front, to be popped last.
                 pending.insert(
                     0 if tensor.op.type in LOOPS else len(pending), tensor.op
                 )

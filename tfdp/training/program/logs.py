@@ -17,8 +17,8 @@ from tfdp.training.program.plan import Plan, ProgramProperties, in_order
 from tfdp.training.program.rules.state import READS
 from tfdp.training.program.view import AS_IS, WHOLE
 
-# How the values of a tensor on each replica are merged: by a sum; by a mean weighted by
-# rows; or not at all, since they are the same on all replicas.
+# Logs need one value from those of all replicas. It is their sum, their mean weighted
+# by rows, or the value of any replica if all have the same.
 SUM, MEAN, SAME = "sum", "mean", "same"
 
 
@@ -141,8 +141,8 @@ def _bound_to_step(plan: Plan, scope: ProgramProperties) -> set:
     for effect in scope.effects.get(plan.graph, ()):
         pending += [t.op for t in effect.symbolic_tensors() if t.graph is plan.graph]
     for op in plan.live:
-        # A replica cannot return a list, so operations on lists (of the dtype variant)
-        # stay in the step.
+        # Operations on a `TensorList`, of the dtype variant, stay in the step, because
+        # a replica cannot return a list for use after the step.
         is_bound = (
             programs.has_effect(op)
             or programs.has_function(op)

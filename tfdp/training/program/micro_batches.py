@@ -24,8 +24,8 @@ from tfdp.training.program.plan import Plan, converts, in_order, is_conversion
 from tfdp.training.program.rules.state import READS, is_output, writes_state
 from tfdp.training.program.view import CannotDivideError, Decision, Need
 
-# Limit on the loops of a step: each loop repeats what it needs of earlier loops.
-# Masks and weights of rows need two loops; a model with a synchronized
+# Each loop over micro-batches repeats what it needs of earlier loops, so their number
+# is limited. Masks and weights of rows need two loops; a model with a synchronized
 # BatchNormalization in every layer would need as many loops as layers.
 _MAX_LOOPS = 3
 _DIVIDED = (Form.ROWS, Form.LOCAL, Form.PART)
@@ -112,12 +112,14 @@ class _Planner:
         self._needed_after = list(results)
         for effect in effects.get(plan.graph, ()):
             self._needed_after += effect.symbolic_tensors()
-        # Operations that run in the last stage: they change a state, or use a state
-        # that the step may have changed before.
+        # Operations that change a state, or use a state that the step may have changed.
+        # They run in the last stage, after all micro-batches, and so only once.
         self._late: set[Any] = set()
-        # For each operation, the index of the first loop or stage that can run it.
+        # For each operation, the index of the first loop or stage that can run it: it
+        # must come after all loops whose combined results the operation needs.
         self._levels: dict[Any, int] = {}
-        # Tensors that a loop returns, by their `id`.
+        # Tensors that a loop must return, by their `id`, because an operation after the
+        # loop needs their values combined over all micro-batches.
         self._frontier: dict[int, Any] = {}
 
     def make(self) -> MicroPlan:
@@ -153,8 +155,8 @@ class _Planner:
             fact = self._fact(tensor)
             is_own = fact.form is Form.PART and not is_conversion(fact, need)
             if is_own and tensor.op not in self._micro.inside:
-                # A partial sum from outside the loop, such as the state of a metric,
-                # counts once, not once for each micro-batch.
+                # A partial sum from outside of the loop, such as the state of a metric,
+                # must count once. In the loop it would count in each micro-batch.
                 return False
         return self._has_rows(op, decision)
 
@@ -167,8 +169,8 @@ class _Planner:
             if fact.form in _DIVIDED and not is_conversion(fact, need):
                 return True
             if tensor.dtype == tf.resource and tensor.op in self._micro.inside:
-                # The tensor is the handle of a variable, and comes from a loop of the
-                # program that runs on rows of a micro-batch.
+                # This handle of a variable is an output of a loop in the program. That
+                # loop runs on the rows of a micro-batch, so its readers do, too.
                 return True
         return False
 
@@ -199,8 +201,9 @@ class _Planner:
         A read of a variable after its assignment may come earlier: it is replaced by
         the assigned tensor, see `MicroPlan.forwarded`.
         """
-        # For each changed state, the assigned tensor and its form; or `None` if the
-        # state was changed by other means than an assignment.
+        # For each changed state, the assigned tensor and its form, since a later read
+        # can take the tensor instead. `None` if the change was not an assignment: a
+        # read then waits for the last stage.
         changed: dict[Any, Any] = {}
         positions = {op: i for i, op in enumerate(self._plan.graph.get_operations())}
         updated_at = self._position_of_update(positions)

@@ -38,8 +38,9 @@ class StagedBuilder(Builder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # For each loop: an operation that runs once this replica has computed its rows,
-        # and one after which the results of all replicas may be used.
+        # For each loop, the operation that runs once this replica has computed its
+        # rows, and the gate: the operation that guards the results. The caller of `run`
+        # lets each gate wait for all local replicas.
         self.gates: list[tuple[tf.Operation, tf.Operation]] = []
 
     def run(self) -> None:
@@ -64,8 +65,8 @@ class StagedBuilder(Builder):
                 everywhere = self.replica.sum([tf.ones([])])
                 stack.enter_context(tf.control_dependencies(everywhere))
             stack.enter_context(tf.control_dependencies(self.begin_changes()))
-            # The last stage has the operations that change states, such as updates and
-            # assignments, and the operations that follow from them.
+            # A step that runs out of memory before this last stage can be repeated,
+            # because all updates and assignments are in the last stage.
             self._build_with_effects(set(self._of_stage(self.micro.last_stage)))
 
     def _gate(self, stage: int) -> tf.Operation:
@@ -97,7 +98,8 @@ class StagedBuilder(Builder):
             assigned, need = self.micro.forwarded[op]
             value = self.get(assigned, need)
             is_part = self.fact(op.outputs[0]).form is Form.PART
-            # A state that local replicas share is a partial sum, read by one of them.
+            # A read of a state that local replicas share is a partial sum. The assigned
+            # value is whole, so every replica but the first returns zeros.
             if is_part and need == WHOLE and self.replica.rank > 0:
                 value = tf.zeros_like(value)
             self._store(op.outputs[0], value)
@@ -129,8 +131,8 @@ class StagedBuilder(Builder):
             body,
             [tf.constant(0), *(join.start() for join in joins)],
             shape_invariants=[tf.TensorShape([]), *(join.invariant for join in joins)],
-            # Micro-batches run one after another: each one begins when the memory of
-            # the previous one is free.
+            # Micro-batches run one after another, so that each one begins when the
+            # memory of the previous one is free.
             parallel_iterations=1,
         )
         for join, result in zip(joins, results[1:], strict=True):
@@ -277,8 +279,8 @@ class _Join:
         if self._fact.is_rows:
             return total.write(index, value)
         added = tf.cast(value, self._dtype)
-        # TensorFlow may know less of the shape in a micro-batch, and fixes that of the
-        # first one for the loop.
+        # `tf.while_loop` refuses a value whose static shape is less exact than its
+        # invariant, and TensorFlow may know less of the shape within a micro-batch.
         added.set_shape(self.invariant)
         return total + added if self._fact.form is Form.PART else added
 

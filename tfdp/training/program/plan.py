@@ -36,8 +36,8 @@ from tfdp.training.program.view import (
 )
 
 _BRANCHES = frozenset(("If", "StatelessIf", "Case", "StatelessCase"))
-# Limit on the passes over the body of a loop. Within it, the `Form` in which replicas
-# hold each loop variable has to stop changing.
+# The body of a loop is planned again until the `Form` of each loop variable stops
+# changing. If one still changes after this number of passes, the step is refused.
 _MAX_PASSES = 8
 
 
@@ -240,8 +240,8 @@ def _plan_operation(plan: Plan, op: Any, scope: ProgramProperties) -> None:
         tensor = op.outputs[0]
         plan.facts.setdefault(id(tensor), whole(static_sizes(tensor, is_free=True)))
         return
-    # A tensor without a fact is of an outer graph or a captured resource. Both have
-    # the same value on all replicas.
+    # A tensor without a fact belongs to an outer graph or is a captured resource. It
+    # counts as whole, because its value is the same on all replicas.
     facts = [
         plan.facts.get(id(tensor)) or whole(static_sizes(tensor, is_free=True))
         for tensor in op.inputs
@@ -288,7 +288,8 @@ def _run_whole(view: View) -> Decision:
         AS_IS if tensor.dtype == tf.resource or fact.form is Form.EMPTY else WHOLE
         for fact, tensor in inputs
     ]
-    # A loop that adds to a partial sum, such as a metric's state, begins with one.
+    # A loop may add partial sums to a variable, such as a metric's state. Its initial
+    # value must be a partial sum, too: a whole one would count on every replica.
     needs = [
         PART if inner_need is PART else need
         for inner_need, need in zip(decision.needs, needs, strict=True)
@@ -354,13 +355,10 @@ def _plan_marker(view: View, marker: str) -> Decision:
         shape = view.output_sizes()
         assert shape is not None
         return Decision([AS_IS], [Fact(Form.ROWS, 0, (sizes.rows(1), *shape[1:]))])
-    # The marker "part of a replica" turns a partial sum into a value of this replica
-    # alone. Other markers change nothing.
+    # A partial sum with the marker "part of a replica" must not be summed over
+    # replicas, so it becomes a local value. Other markers are not for the plan.
     is_part = fact.form is Form.PART
     return Decision([AS_IS], [Fact(Form.LOCAL) if is_part else fact])
-
-
-# The functions below decide how replicas build branches, loops and calls.
 
 
 def _plan_inside(
@@ -454,7 +452,8 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
     Raises:
         CannotDivideError: If the forms still change after `_MAX_PASSES` passes.
     """
-    # The sets of the copy are those of the whole program.
+    # `replace` copies references to the sets, not the sets, so that what the loop adds
+    # to them counts for the whole program.
     scope = dataclasses.replace(view.scope, num_loops=view.scope.num_loops + 1)
     cond, body = programs.loop_graphs(view.op)
     is_same = [
@@ -494,8 +493,8 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
         or converts(cond_plan, scope.effects)
         or converts(body_plan, scope.effects)
     ):
-        # A collective inside of a loop would deadlock: the replicas of one process
-        # would wait for each other. The loop runs on the whole batch instead.
+        # A collective inside of a loop would deadlock, because the replicas of one
+        # process would wait for each other. So the loop runs on the whole batch.
         scope.whole.add(view.op)
     needs = [
         AS_IS if same else need_of(fact)

@@ -132,7 +132,6 @@ class Size:
         return self.kind in ("number", "free")
 
 
-# The sizes of a tensor of the program, by axis.
 Shape = tuple[Size, ...]
 
 

@@ -106,8 +106,8 @@ class DividedStep:
         self._traced: _Traced | None = None
         self._graph: Any = None
         self._captures: dict[Any, dict[int, Any]] = {}
-        # The `gates` of each local replica's `StagedBuilder`, until all local replicas
-        # have built their steps.
+        # The `gates` of each local replica's `StagedBuilder`. They are kept until the
+        # last local replica has built its step, and are then connected.
         self._gates: list[list[tuple[Any, Any]]] = []
 
     @property
@@ -133,9 +133,9 @@ class DividedStep:
         Raises:
             ValueError: If the step cannot be divided, or differs between workers.
         """
-        # A trace captures tensors of the graph in which it was created. So the program
-        # is traced again in another graph, such as that of a function that XLA
-        # compiles.
+        # A trace captures tensors of the graph in which it was created, and cannot be
+        # used in another one. So the program is traced again there, as in the graph of
+        # a function that XLA compiles.
         graph = tf.compat.v1.get_default_graph()
         if self._divider is not None and xla.is_tracing():
             raise xla.CannotCompileError("rows are computed in micro-batches")
@@ -333,8 +333,6 @@ class DividedStep:
         return _Traced(
             trace, parts, results, plan, scope, micro, tail, conversions, operations
         )
-
-    # The methods below find the variables that the program captures.
 
     def _variable_of(self, handle: Any) -> Any:
         """Return the distributed variable of a resource handle, or `None`."""

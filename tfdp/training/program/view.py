@@ -37,14 +37,16 @@ def table(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
     return {name: entry for names, entry in entries.items() for name in names.split()}
 
 
-# Index of the input that holds the shape of the output, by type of operation.
+# The input with this index is the shape of the output. Its elements may be multiples of
+# the number of rows, which TensorFlow's static shape cannot express.
 _SHAPE_INPUT = {"BroadcastTo": 1, "Fill": 0, "Reshape": 1}
 
-# Operations whose output has the shape of the first input.
+# The output of these operations has the shape of the first input. The plan may know
+# that shape better than TensorFlow, as multiples of the rows.
 _LIKE_FIRST = operations("Cumprod Cumsum LogSoftmax ReverseV2 Roll Softmax")
 
-# Types of operations whose output has a shape that follows from the values of an input,
-# so that it may depend on the number of rows.
+# The output shape of these operations follows from the values of an input, so it may
+# depend on the number of rows even if no input's shape does.
 _SHAPED_BY_VALUES = operations(
     """
     BroadcastTo Fill OneHot Pad PadV2 Range Reshape ScatterNd Slice StridedSlice

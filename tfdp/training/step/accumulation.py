@@ -41,8 +41,8 @@ class Accumulator:
         weight: Scalar tensor, the weight of this replica, or `None`.
     """
 
-    # The sums that `_is_due` reads by default. A subclass with other sums overrides
-    # that method.
+    # `_is_due` reads these sums by default. A subclass with other sums does not set
+    # them, and overrides `_is_due`.
     _state: AccumulationState
 
     def __init__(self, weight: tf.Tensor | None) -> None:

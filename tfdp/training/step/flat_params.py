@@ -34,9 +34,8 @@ class FlatParameter:
         self._unique_id = self.name
         self._variables = variables
         self._tensor = value
-        # A subtraction that stays pending as long as the value is not read.
-        # `write_back` then applies it by `assign_sub` of the variables, which makes no
-        # copies.
+        # A subtraction that stays pending until the value is read. If the value is not
+        # read, `write_back` subtracts by `assign_sub`, which copies no variable.
         self._subtrahend: tf.Tensor | None = None
         self._is_changed = False
 
@@ -150,7 +149,9 @@ def _scattered(
         view: `TensorView`.
         rows: `tf.IndexedSlices` of single elements.
     """
-    indices = rows.indices[:, tf.newaxis]  # shape [elements, 1]
+    # TensorFlow's scatter operations take one index vector for each element, so the
+    # indices need the shape [elements, 1].
+    indices = rows.indices[:, tf.newaxis]
     return operation(view.read_value(), indices, tf.cast(rows.values, view.dtype))
 
 

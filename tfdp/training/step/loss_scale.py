@@ -14,8 +14,8 @@ from tfdp.ground.arguments import checked_integer, checked_number
 from tfdp.ground.base.context import replica_context
 from tfdp.training.reduction.gradient_reducer import GradientReducer
 
-# The number of consecutive skipped steps at the smallest scale after which an error
-# says that training has failed.
+# If gradients overflow at the smallest scale, no other scale helps. After this number of
+# consecutive skipped steps an error says that training has failed.
 MAX_SKIPS = 10
 
 
@@ -94,7 +94,7 @@ class LossScale:
         self.skipped_steps = counter("skipped_steps")
         self.skips_at_minimum = counter("skips_at_minimum")
         # For each trained variable, 1 if the last skipped step had a non-finite
-        # gradient of it.
+        # gradient of it, so that an error can name these variables.
         self.non_finite = counter("non_finite", (num_variables,))
 
     @property
@@ -180,7 +180,7 @@ def _in_replica_row(variable: Any, num_replicas: int) -> tf.Tensor:
     replica = 0 if context is None else context.replica_id_in_sync_group
     value = tf.cast(_local(variable).read_value(), tf.float64)
     row = tf.one_hot(replica, num_replicas, dtype=value.dtype)
-    return tf.tensordot(row, value, axes=0)  # shape [num_replicas, ...]
+    return tf.tensordot(row, value, axes=0)
 
 
 def not_finite(gradient: Any) -> tf.Tensor:

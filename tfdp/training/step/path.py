@@ -62,7 +62,7 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
 
 
 def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
-    """Take a step that no feature has refused by its hook `admit`.
+    """Take a step that no feature has refused by its hook `admit`: stages 1 to 9.
 
     Args:
         step: `Step`.
@@ -73,29 +73,32 @@ def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
         feature.begin(has_batch=gradients is not None)
     micro_batch = None if gradients is None else list(gradients)
     with step_residuals(lambda: _scale_of(step)) as micro_batch_residuals:
-        release, is_due = step.accumulator.accumulate(
-            micro_batch
-        )  # stage 1: accumulate
+        release, is_due = step.accumulator.accumulate(micro_batch)
         step.add_loss(is_due)
     micro_batch_residuals.assign_finite()
 
     def update() -> tf.Tensor:
-        """Reduce gradients and update variables; return whether it was not skipped."""
+        """Run stages 2 to 6 of the update that is due.
+
+        Returns:
+            Scalar bool tensor, or bool: false if the update was skipped, for an
+            overflow or by a feature.
+        """
         totals = release()
         with (
             step_residuals(lambda: _divisor(step, totals)) as residuals,
             carrying(step.take_loss(totals)) as loss,
         ):
-            sums = _reduce(step, totals)  # stage 2: reduce
-        sums = _unscale(step, sums, totals)  # stage 3: unscale
+            sums = _reduce(step, totals)
+        sums = _unscale(step, sums, totals)
         statistics, conditions = _examine(step, sums, totals, loss)
-        is_finite = _is_finite(step, statistics)  # stage 4: all finite?
+        is_finite = _is_finite(step, statistics)
         is_made = functools.reduce(tf.logical_and, conditions, is_finite)
 
         def apply() -> None:
-            """Clip gradients, update variables, and keep compressors' residuals."""
-            clipped = _clip(step, sums, statistics)  # stage 5: clip
-            _decay_and_update(step, clipped)  # stage 6: decay and update
+            """Clip, update variables (stages 5, 6), and keep compressors' residuals."""
+            clipped = _clip(step, sums, statistics)
+            _decay_and_update(step, clipped)
             residuals.assign_all()
 
         run_if(
@@ -106,15 +109,15 @@ def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
         return is_made
 
     is_updated, is_kept = _update_if(is_due, update)
-    _average(step, is_kept)  # stage 7: moving averages
-    _constrain(step, is_kept)  # stage 8: constraints
+    _average(step, is_kept)
+    _constrain(step, is_kept)
     is_due = True if is_due is None else is_due
     if step.has_independent_groups:
         # Each group may skip its own update. A skipped update counts, too, because
         # other groups may have made theirs.
-        _count(step, is_due, True)  # stage 9: count
+        _count(step, is_due, True)
     else:
-        _count(step, is_updated, is_kept)  # stage 9: count
+        _count(step, is_updated, is_kept)
     for feature in step.features:
         feature.end(step, is_due, is_kept)
 
@@ -149,7 +152,7 @@ def take_empty_step(step: Step) -> None:
 
 
 def _reduce(step: Step, totals: Totals) -> list:
-    """Return the gradients of each parameter group, summed over all replicas.
+    """Stage 2: return the gradients of each parameter group, summed over all replicas.
 
     If sums are accumulated, they are reduced already: the result is `totals.sums`.
 
@@ -166,12 +169,15 @@ def _reduce(step: Step, totals: Totals) -> list:
 
 
 def _unscale(step: Step, sums: list, totals: Totals) -> list:
-    """Divide reduced gradients by the number of micro-batches and by the loss scale.
+    """Stage 3: divide reduced gradients by the micro-batches and by the loss scale.
 
     Args:
         step: `Step`.
         sums: List of the reduced gradients of each parameter group.
         totals: `Totals`, which have the number of micro-batches.
+
+    Returns:
+        List like `sums`: means over micro-batches of the gradients of the unscaled loss.
     """
     divisor = _divisor(step, totals)
     return sums if divisor is None else [item.divided_by(divisor) for item in sums]
@@ -225,7 +231,7 @@ def _examine(
 
 
 def _is_finite(step: Step, statistics: GradientStatistics) -> tf.Tensor | bool:
-    """Return whether all sums are finite; without a loss scale `True`, unchecked."""
+    """Stage 4: return whether all sums are finite; `True` without a loss scale."""
     return True if step.scale is None else statistics.is_finite()
 
 
@@ -251,7 +257,7 @@ def _skip(
 
 
 def _clip(step: Step, sums: list, statistics: GradientStatistics) -> list:
-    """Return each group's sums of gradients, clipped as its optimizer is set to."""
+    """Stage 5: return each group's gradients, clipped as its optimizer is set to."""
     return [
         step.layout.clip(group, reduced, statistics)
         for group, reduced in zip(step.param_groups, sums, strict=True)
@@ -259,7 +265,12 @@ def _clip(step: Step, sums: list, statistics: GradientStatistics) -> list:
 
 
 def _decay_and_update(step: Step, gradients: list) -> None:
-    """Update each group's variables by its gradients; count it in the loss scale."""
+    """Stage 6: decay weights and update variables; count it in the loss scale.
+
+    Args:
+        step: `Step`.
+        gradients: List of the clipped gradients of each parameter group.
+    """
     with step_context.using(update_draws=itertools.count(1)):
         for group, clipped, schedule in zip(
             step.param_groups, gradients, step.schedules, strict=True
@@ -272,7 +283,7 @@ def _decay_and_update(step: Step, gradients: list) -> None:
 
 
 def _average(step: Step, is_kept: tf.Tensor | bool) -> None:
-    """Update the moving averages after every micro-batch, as Keras does.
+    """Stage 7: update the moving averages after every micro-batch, as Keras does.
 
     Args:
         step: `Step`.
@@ -293,14 +304,19 @@ def _average_group(layout: StateLayout, group: ParamGroup) -> None:
 
 
 def _constrain(step: Step, is_kept: tf.Tensor | bool) -> None:
-    """Apply constraints after every micro-batch, as Keras does, if `is_kept`."""
+    """Stage 8: apply constraints after every micro-batch, as Keras does, if kept.
+
+    Args:
+        step: `Step`.
+        is_kept: Scalar bool tensor, or bool, false if an update was skipped.
+    """
     for variable in step.variables:
         if variable.constraint is not None:
             run_if(is_kept, functools.partial(step.layout.constrain, variable))
 
 
 def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) -> None:
-    """Add one to the optimizers' counters after an update.
+    """Stage 9: add one to the optimizers' counters after an update.
 
     If the step counts micro-batches, as Keras's accumulation does, add one after each.
 

@@ -54,8 +54,8 @@ from tfdp.training.program.rules.values import decide_values
 from tfdp.training.program.sizes import broadcast
 from tfdp.training.program.view import WHOLE, Decision, View, operations
 
-# Rules for inputs in any form, in order of priority: the first one that returns a
-# decision applies.
+# The first rule that returns a decision applies, so the order is one of priority. These
+# rules take inputs in any form, and come before those that need rows.
 _RULES_OF_ANY_FORM = (
     decide_variable,
     decide_list,
@@ -67,8 +67,8 @@ _RULES_OF_ANY_FORM = (
     decide_local,
     decide_zeros,
 )
-# Rules for operations with an input that has different rows on each replica, in order
-# of priority.
+# The first rule that returns a decision applies, so the order is one of priority. These
+# rules need an input that has different rows on each replica.
 _RULES_OF_ROWS = (
     decide_layout,
     decide_contraction,
@@ -83,7 +83,7 @@ _RULES_OF_ROWS = (
 _LAYOUTS_FROM_SIZES = operations(
     "BroadcastTo ConcatOffset Fill Range StridedSliceGrad Tile"
 )
-# Layout operations that repeat a partial sum for all rows. The sum over replicas is
+# These layout operations repeat a partial sum for all rows, so its sum over replicas is
 # computed before it is repeated, while it is small.
 _REPEATING_LAYOUTS = operations("BroadcastTo Fill Tile")
 

@@ -91,7 +91,8 @@ def _rows_by_partition(view: View) -> Size | None:
     return _rows_by_splits(3)(view)
 
 
-# Functions that return the number of rows of an operation's dense output, by its type.
+# Each replica slices its own rows from the dense output of these operations. The plan
+# needs the output's number of rows for that, which the functions return.
 _ROWS_OF_DENSE: dict[str, Callable[[View], Size | None]] = {
     "RaggedBincount": _rows_by_splits(0),
     "RaggedTensorToTensor": _rows_by_partition,
@@ -106,8 +107,8 @@ _ROWS_OF_DENSE: dict[str, Callable[[View], Size | None]] = {
     "UnsortedSegmentProd": _rows_by_value(2),
     "UnsortedSegmentSum": _rows_by_value(2),
 }
-# Functions that return the number of rows of an operation's sparse output, by its type.
-# The output is indices, values and a dense shape of two axes.
+# The sparse output of these operations stays whole: indices, values and a dense shape
+# of two axes. Later operations need its number of rows, which the functions return.
 _ROWS_OF_SPARSE: dict[str, Callable[[View], Size | None]] = {
     "DenseCountSparseOutput": lambda view: (
         _rows_of_first_input(view) if view.facts[0].rank == 2 else None
@@ -117,5 +118,6 @@ _ROWS_OF_SPARSE: dict[str, Callable[[View], Size | None]] = {
     "StringSplit": _rows_of_first_input,
     "StringSplitV2": _rows_of_first_input,
 }
-# Forms of inputs whose whole value every replica has, or can compute.
+# Every replica has, or can compute, the whole value of an input of these forms, so it
+# builds an operation on such inputs without a gather.
 _REPLICATED = frozenset((Form.WHOLE, Form.SIZES))

@@ -11,8 +11,9 @@ from tfdp.training.program.facts import Fact, own_rows, part
 from tfdp.training.program.sizes import FREE, ONE, Size
 from tfdp.training.program.view import WHOLE, Decision, View, operations, rows_along
 
-# Labels for batch axes, which broadcast if their size is one: the axes of "..." in an
-# `Einsum`, and those before the last two of a `BatchMatMul`. Letters label the others.
+# Digits label batch axes, because only these broadcast if their size is one: the axes
+# of "..." in an `Einsum`, and those before the last two of a `BatchMatMul`. Letters
+# label the others.
 _BATCH_LABELS = "12345678"
 
 

@@ -45,7 +45,8 @@ ELEMENTWISE = operations(
     StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Substr
     """
 )
-# Index of the input that is the upstream gradient, by type of gradient operation.
+# A gradient operation is linear in the upstream gradient, which is the input with this
+# index.
 _UPSTREAM_INPUT = table(
     {
         """
@@ -54,7 +55,8 @@ _UPSTREAM_INPUT = table(
         "InvGrad ReciprocalGrad RsqrtGrad SigmoidGrad SqrtGrad TanhGrad": 1,
     }
 )
-# Index of the input in which an operation is linear, by type of operation.
+# These operations are linear in the input with this index: applied to the addend of
+# each replica, they return the addends of their result.
 _LINEAR_IN = _UPSTREAM_INPUT | table(
     {
         """
@@ -67,16 +69,20 @@ _LINEAR_IN = _UPSTREAM_INPUT | table(
         "StridedSliceGrad": 4,
     }
 )
-# Index of the input whose value is used for padding. Such an operation is linear only
-# if that value is 0.
+# An operation that pads is linear only if it pads with 0. The padding value is the
+# input with this index.
 _PADDED_WITH = {"MatrixDiagPartV3": 2, "MatrixDiagV3": 4, "PadV2": 2}
-# Operations that are linear in each input by itself.
+# These products are linear in each input by itself, so one input may be a partial sum,
+# but not two.
 _PRODUCTS = operations("BatchMatMul BatchMatMulV2 Einsum MatMul Mul MulNoNan")
-# Operations that are linear in all inputs together.
+# These operations are linear in all inputs together: given partial sums in all inputs,
+# they return a partial sum.
 _SUMS = operations("Add AddN AddV2 Pack Sub ConcatV2")
-# Operations whose result depends on the shape of the input only.
+# These operations read only the shape of their input. Each addend of a partial sum has
+# the shape of the sum, so a replica's own addend suffices.
 _SHAPE_ONLY = operations("OnesLike Rank Shape ShapeN Size ZerosLike")
-# Operations that do not broadcast: all operands have the same shape.
+# These operations do not broadcast. So each replica needs its own rows of all operands,
+# also where the axis of rows has size one.
 _NOT_BROADCASTING = frozenset(("AddN", *_UPSTREAM_INPUT))
 
 
@@ -175,7 +181,7 @@ def _linear_inputs(view: View, parts: list[int]) -> list[int]:
     """
     kind, dtype = view.type, view.op.outputs[0].dtype if view.op.outputs else tf.bool
     if kind in ("Cast", "Mean") and not dtype.is_floating:
-        # The result is rounded to an integer, and rounding is not linear.
+        # A `Cast` or a `Mean` to integers rounds the result, and rounding is not linear.
         return []
     if kind in _PADDED_WITH:
         added = view.numbers(_PADDED_WITH[kind])

@@ -315,9 +315,9 @@ def _operate_along_axes(
     return Decision([AS_IS] + [WHOLE] * (len(view) - 1), [input_fact])
 
 
-# Rules, by type of operation, if the first input is sharded by rows. They receive the
-# view of the operation, and the fact and the sizes of that input. All return `None` if
-# the operation mixes rows, or if sizes that they depend on are not known.
+# The output rows of these operations are those of one input, the data. So their rules
+# receive its fact and sizes with the view. A rule returns `None` if the operation mixes
+# rows, or if sizes that it depends on are not known.
 _RULES_OF_FIRST_INPUT = table(
     {
         "CumulativeLogsumexp Cumprod Cumsum ReverseV2 Roll": _operate_along_axes,
@@ -333,8 +333,8 @@ _RULES_OF_FIRST_INPUT = table(
         "Unpack": _unstack,
     }
 )
-# Rules, by type of operation, that find the row-sharded input themselves. They receive
-# the view of the operation.
+# Rows may come from any input of these operations, also from one that is a shape. So
+# their rules receive the view alone, and look for the input with rows themselves.
 _RULES_OF_ANY_INPUT = table(
     {
         "BroadcastTo": _broadcast,

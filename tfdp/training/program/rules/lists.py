@@ -177,8 +177,8 @@ def _build_pop(builder: Any, op: Any, replica_inputs: list) -> list:
     """
     fact = builder.facts_of(op.outputs)[1]
     known = builder.own_static_shape(op.outputs[1], fact)
-    # The shape is passed as a constant, from which Grappler removes operations that
-    # need no more of the item than its shape.
+    # The shape is passed as a constant, so that Grappler can remove operations that
+    # need only the shape of the item.
     shape = -1 if known.rank is None else [-1 if n is None else n for n in known]
     rest, item = builder.copy(op, [replica_inputs[0], tf.constant(shape, tf.int32)])
     return [rest, builder.with_shape(item, op.outputs[1], fact)]
@@ -217,8 +217,8 @@ def _build_from_tensor(builder: Any, op: Any, replica_inputs: list) -> list:
     Inputs are the tensor and the shape of a slice. The shape is replaced by one with -1
     for each axis, since slices may have any number of rows on a replica.
     """
-    # The gradient of a loop needs the rank of items. So if the rank is known, the shape
-    # is given as -1 for each axis.
+    # The gradient of a loop needs the rank of the items. So if the rank is known, the
+    # shape has a -1 for each axis; otherwise it is the scalar -1, for any rank.
     rank = replica_inputs[0].shape.rank
     shape = -1 if rank is None else np.full([rank - 1], -1)
     return builder.copy(op, [replica_inputs[0], tf.constant(shape, op.inputs[1].dtype)])

@@ -16,10 +16,11 @@ from tfdp.training.program.sizes import ONE, Size
 from tfdp.training.program.view import AS_IS, WHOLE, Decision, View, operations
 
 REDUCTIONS = operations("All Any EuclideanNorm Max Mean Min Prod Sum")
-# Types of reductions that return the index of an element, not its value.
+# These reductions return the index of an element. Along the axis of rows it would count
+# from a replica's first row, so they are divided only along other axes.
 _INDEX_REDUCTIONS = frozenset(("ArgMax", "ArgMin"))
-# Types of reductions along rows whose results on replicas are gathered, and reduced
-# once more.
+# For these reductions, the reduction of the replicas' results is that of all rows. So
+# the results, which are smaller than the rows, are gathered and reduced once more.
 _REDUCED_TWICE = frozenset(("All", "Any", "Max", "Min", "Prod"))
 
 
@@ -60,8 +61,9 @@ def _decide_over_axes(view: View, input_fact: Fact) -> Decision | None:
         return Decision([AS_IS, WHOLE], [part(shape)])
     if view.type == "Mean":
         if view.numbers(1) is None or view.op.outputs[0].dtype.is_integer:
-            # Axes have to be known to divide by the number of entries. A mean of
-            # integers is rounded, so that it is not the sum of rounded parts.
+            # A partial mean is a sum divided by the number of all entries, so the axes
+            # must be known. A mean of integers is rounded, and so not a sum of partial
+            # means.
             return None
         build = functools.partial(
             _build_mean, others=sorted(certain - {input_fact.axis})

@@ -128,8 +128,8 @@ def _may_mix_rows(input_fact: Fact, after: Size, inner: Size, size: Size) -> boo
             return False
         return bool(input_fact.multiple * after.number % size.number)
     if inner.kind != "number":
-        # The target shape has a row of unknown size, which may end within a row of the
-        # tensor.
+        # A row of the target shape has an unknown size. It may end within a row of the
+        # tensor, and the reshape would mix rows.
         return True
     if not inner.number:
         return False

@@ -19,7 +19,8 @@ from tfdp.training.program.view import (
     table,
 )
 
-# Indices of the inputs that have rows, by type of operation. Other inputs are whole.
+# The operation computes each row of the inputs with these indices separately. Its other
+# inputs, such as kernels, belong to all rows and are needed whole.
 _INPUTS_WITH_ROWS: dict[str, tuple[int, ...]] = table(
     {
         """
@@ -51,8 +52,9 @@ _INPUTS_WITH_ROWS: dict[str, tuple[int, ...]] = table(
         """: (2,),
     }
 )
-# Number of axes at the end that belong to one row, by type of operation: 0 for a
-# number, 2 for a matrix, 3 for an image. The default is 1, for a vector.
+# An operation combines entries along this number of axes at the end, so none of them
+# may be the axis of rows: 0 for a number, 2 for a matrix, 3 for an image. The default
+# is 1, for a vector.
 _NUM_INNER_AXES = table(
     {
         "InTopKV2 LookupTableFindV2 SparseSoftmaxCrossEntropyWithLogits": 0,
@@ -67,40 +69,45 @@ _NUM_INNER_AXES = table(
         """: 3,
     }
 )
-# Types of convolutions and poolings, which fail on inputs without rows.
+# Convolutions and poolings fail on inputs without rows, so a replica without rows runs
+# them on one row of zeros.
 _WINDOWS = re.compile("Conv|Dilation|Pool")
-# Gradients of weights, which are sums over rows.
+# The gradient of weights is a sum over rows, so from its own rows each replica computes
+# a partial sum.
 _SUMS_OVER_ROWS = operations(
     """
     BiasAddGrad Conv2DBackpropFilter Conv3DBackpropFilterV2
     DepthwiseConv2dNativeBackpropFilter Dilation2DBackpropFilter
     """
 )
-# Gradients whose first input is the shape of their output.
+# The first input of these gradients is the shape of their output. On a replica it must
+# have the replica's own number of rows.
 _SHAPE_IS_INPUT = operations(
     """
     AvgPool3DGrad AvgPoolGrad Conv2DBackpropInput Conv3DBackpropInputV2
     DepthwiseConv2dNativeBackpropInput
     """
 )
-# Operations on logits and one label for each row: they combine the last axis of the
-# logits, that of the classes.
+# These operations combine entries along the last axis of the logits, that of the
+# classes. The labels, one for each row, have no such axis, so it is checked apart.
 _WITH_LABELS = frozenset(("InTopKV2", "SparseSoftmaxCrossEntropyWithLogits"))
-# Operations in which an input of one row broadcasts to all rows.
+# In these operations an input with one row broadcasts to all rows, so such an input is
+# not sliced.
 _BROADCASTING = operations(
     """
     ImageProjectiveTransformV3 MatrixTriangularSolve SoftmaxCrossEntropyWithLogits
     """
 )
-# Indices of the inputs of cuDNN's recurrent layers, LSTM and GRU, that have rows along
-# the axis of the batch. The lengths of sequences, input 4, have them along axis 0.
+# In cuDNN's recurrent layers, LSTM and GRU, the batch may be the first or the second
+# axis of the inputs with these indices. The lengths of sequences, input 4, are apart,
+# because they always have rows along axis 0.
 _RECURRENT = {
     "CudnnRNNV3": (0, 1, 2),
     "CudnnRNNBackpropV3": (0, 1, 2, 5, 6, 7, 8, 9, 10),
 }
 _SEQUENCE_LENGTHS = 4
-# Index of the output that has the shape of the first input, by type of operation.
-# TensorFlow may not know that shape.
+# The output with this index has the shape of the first input, so it has the fact of
+# that input. TensorFlow may not know the shape of the output.
 _SHAPED_LIKE_FIRST = table(
     {
         "LogSoftmax Softmax": 0,

@@ -91,8 +91,8 @@ _STATELESS_RANDOM = operations(
     StatelessRandomGammaV3 StatelessRandomBinomial StatelessRandomPoisson
     """
 )
-# Generators that can start at any position, so that a replica draws the block of its
-# own rows only.
+# These generators can start at any position, so a replica draws only the block of
+# numbers of its own rows.
 _SEEKABLE = frozenset(("StatelessRandomUniformV2", "StatelessRandomNormalV2"))
 
 
@@ -107,7 +107,8 @@ def decide_random(view: View) -> Decision | None:
     if axis is None or any(fact.is_rows for fact in view.facts):
         return None
     if any(size.kind == "unknown" for size in shape):
-        # Shapes with unknown sizes are those of sparse tensors, which are whole.
+        # Only the random numbers for a sparse tensor have a shape with an unknown size.
+        # Sparse tensors are whole, so the numbers are not divided.
         return None
     fact = own_rows(tuple(shape), axis)
     skips = view.type in _SEEKABLE and axis == 0
@@ -161,7 +162,8 @@ def writes_state(op: Any) -> bool:
     return is_stateful and op.type not in _READ_ONLY
 
 
-# Operations that TensorFlow marks as stateful, but that only read a state.
+# TensorFlow marks these operations as stateful, but they only read a state, so they do
+# not count as writes.
 _READ_ONLY = operations(
     """
     ReadVariableOp LookupTableExportV2 LookupTableFindV2 LookupTableSizeV2
@@ -176,8 +178,9 @@ def is_output(op: Any) -> bool:
     return is_summary or op.type == "PrintV2"
 
 
-# Random operations whose generator belongs to the operation, and cannot skip numbers,
-# with an input that is the shape of the result.
+# The generator of such an operation cannot skip the numbers of other replicas, so the
+# first replica draws for all. If the shape, an input, has an axis of rows, each replica
+# then slices its own rows.
 _SHAPED_RANDOM = operations(
     """
     RandomUniform RandomStandardNormal TruncatedNormal RandomUniformInt RandomGamma

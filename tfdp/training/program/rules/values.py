@@ -20,8 +20,8 @@ from tfdp.training.program.facts import Fact, Form, integers
 from tfdp.training.program.sizes import FREE, ONE, UNKNOWN, Size, array, product
 from tfdp.training.program.view import AS_IS, WHOLE, Decision, View, table
 
-# Largest number of elements of a tensor whose values are computed before the step runs.
-# Shapes and lists of axes are far smaller.
+# Values of a tensor with more elements are not computed while a step is planned, since
+# that takes time. Shapes and lists of axes are far smaller.
 _MAX_ELEMENTS = 64
 
 
@@ -237,8 +237,9 @@ def _cast(view: View) -> np.ndarray | None:
     return array(known.astype(dtype.as_numpy_dtype))
 
 
-# Functions, by type of operation, that return its output as an array of `Size`, or
-# `None` if it is not known: from the shape of the input, and from all inputs' values.
+# The output of these operations follows from the shape of the input, so it may be known
+# where the input's elements are not. Operations in `_VALUES_FROM_VALUES` need the
+# elements of all inputs.
 _VALUES_FROM_SHAPES: dict[str, Callable[[View], np.ndarray | None]] = table(
     {"Shape TensorListElementShape": _shape, "Size": _size, "Rank": _rank}
 )
