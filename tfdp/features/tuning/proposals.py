@@ -24,8 +24,8 @@ MAX_PROPOSALS = 5
 # The bucket sizes to try are the size of all gradients divided by these numbers: from
 # one bucket for all gradients to 32, since only a trial shows how buckets overlap.
 _PARTS = (1, 2, 4, 8, 16, 32)
-# Smaller buckets, in bytes, are not tried: each bucket is a collective with a latency of
-# its own.
+# Smaller buckets, in bytes, are not tried, because each bucket is a collective with a
+# latency of its own.
 _MIN_BUCKET_BYTES = 2**14
 # A smaller first bucket, of these bytes, is exchanged earlier in the backward pass. It
 # is tried in addition to one of the full size.

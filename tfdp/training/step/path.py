@@ -177,7 +177,7 @@ def _unscale(step: Step, sums: list, totals: Totals) -> list:
         totals: `Totals`, which have the number of micro-batches.
 
     Returns:
-        List like `sums`: means over micro-batches of the gradients of the unscaled loss.
+        List like `sums`: gradients of the unscaled loss, as means over micro-batches.
     """
     divisor = _divisor(step, totals)
     return sums if divisor is None else [item.divided_by(divisor) for item in sums]

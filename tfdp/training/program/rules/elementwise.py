@@ -181,7 +181,7 @@ def _linear_inputs(view: View, parts: list[int]) -> list[int]:
     """
     kind, dtype = view.type, view.op.outputs[0].dtype if view.op.outputs else tf.bool
     if kind in ("Cast", "Mean") and not dtype.is_floating:
-        # A `Cast` or a `Mean` to integers rounds the result, and rounding is not linear.
+        # A `Cast` or a `Mean` to integers rounds, and rounding is not linear.
         return []
     if kind in _PADDED_WITH:
         added = view.numbers(_PADDED_WITH[kind])
