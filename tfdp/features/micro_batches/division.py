@@ -17,7 +17,10 @@ from tfdp.training.step.step import RowDivider
 
 
 class MicroBatches(RowDivider):
-    """Each replica computes its rows in micro-batches, one after another.
+    """Feature that lets replicas compute rows in micro-batches, one after another.
+
+    Their number is searched by `MicroBatchSearch`, which repeats a step that runs out
+    of memory.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.

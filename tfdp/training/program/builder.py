@@ -138,7 +138,7 @@ class Builder:
         return self.replica.rows.may_be_empty and is_plain
 
     def fact(self, tensor: Any) -> Fact:
-        """Return the `Fact` of a tensor of the program.
+        """Return the `Fact` of a tensor of the program: how it is held, and its sizes.
 
         The tensor may be of a graph around this one, such as a tensor of an update. A
         tensor without a recorded `Fact` counts as whole.
@@ -352,7 +352,7 @@ class Builder:
             self._build_operation(op)
 
     def _build_operation(self, op: Any) -> None:
-        """Build an operation with converted inputs, and store its outputs."""
+        """Build an operation from inputs in the needed forms, and store its outputs."""
         decision = self.plan.decisions[op]
         values = _known_values(op, decision)
         if values is not None:

@@ -298,7 +298,9 @@ def place_of(op: Any) -> str:
 
 
 def gathers_of_model(model: Any) -> StepGathers:
-    """Plan the forward and backward pass of a model, without running it.
+    """Return what the forward and backward pass of a model would gather.
+
+    Both passes are planned, but not run.
 
     Args:
         model: Keras model with symbolic inputs.

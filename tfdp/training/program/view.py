@@ -33,7 +33,10 @@ def operations(names: str) -> frozenset[str]:
 
 
 def table(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
-    """Return a dict by type of operation, if each key of `entries` lists several."""
+    """Return a dict by type of operation, from keys that list several types.
+
+    For example, `{"Add Sub": 1}` becomes `{"Add": 1, "Sub": 1}`.
+    """
     return {name: entry for names, entry in entries.items() for name in names.split()}
 
 

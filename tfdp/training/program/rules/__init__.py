@@ -89,7 +89,11 @@ _REPEATING_LAYOUTS = operations("BroadcastTo Fill Tile")
 
 
 def decide(view: View) -> Decision:
-    """Return the `Decision` of the first rule that applies, or for the whole batch."""
+    """Decide how replicas build an operation, by the first rule that applies.
+
+    If no rule applies, each replica runs the operation on the inputs of the whole
+    batch.
+    """
     decision = _first_decision(_RULES_OF_ANY_FORM, view)
     if decision is not None:
         return decision
@@ -110,7 +114,7 @@ def _first_decision(rules: Sequence[Callable], view: View) -> Decision | None:
 
 
 def _whole_outputs(view: View) -> list[Fact]:
-    """Return the `Fact`s of an operation's outputs when its inputs are whole."""
+    """Return the `Fact` of each output of an operation if its inputs are whole."""
     shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
     if shapes and view.type in ELEMENTWISE and len(shapes) == len(view):
         return [whole(broadcast(shapes))]

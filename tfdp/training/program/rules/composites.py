@@ -15,7 +15,11 @@ from tfdp.training.program.view import WHOLE, Decision, View
 
 
 def decide_composite(view: View) -> Decision | None:
-    """Decide how to build an operation on sparse or ragged tensors, which are whole."""
+    """Decide how to build an operation on sparse or ragged tensors, which are whole.
+
+    Each replica runs it on the whole inputs. It slices its own rows of a dense output,
+    and keeps a sparse output whole. `None` if the number of rows is not known.
+    """
     if view.type in _ROWS_OF_SPARSE:
         return _decide_sparse_output(view)
     if view.type not in _ROWS_OF_DENSE or not set(view.forms()) <= _REPLICATED:
@@ -31,7 +35,11 @@ def decide_composite(view: View) -> Decision | None:
 
 
 def _decide_sparse_output(view: View) -> Decision | None:
-    """Decide how replicas build an operation that creates a sparse, whole tensor."""
+    """Decide how replicas build an operation that creates a sparse, whole tensor.
+
+    The decision records the number of rows in the output's dense shape; it is `None` if
+    that number is not known.
+    """
     size = _ROWS_OF_SPARSE[view.type](view)
     if size is None:
         return None
@@ -48,9 +56,10 @@ def _build_and_take_rows(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _rows_by_value(index: int) -> Callable[[View], Size | None]:
-    """Return a function from a `View` to the number of rows of an output.
+    """Return a function that reads an output's number of rows from an input's value.
 
-    The number is the first element of the input with this index.
+    The function takes the `View` of an operation. It returns the first element of the
+    input with this index as a `Size`, or `None` if it is not known.
     """
 
     def size(view: View) -> Size | None:
@@ -68,9 +77,10 @@ def _rows_of_first_input(view: View) -> Size | None:
 
 
 def _rows_by_splits(index: int) -> Callable[[View], Size | None]:
-    """Return a function from a `View` to the number of rows of an output.
+    """Return a function that reads an output's number of rows from its row splits.
 
-    The number follows from the size of the row splits, the input with this index.
+    The function takes the `View` of an operation, whose input with this index has the
+    row splits. It returns a `Size`, or `None` if they are not those of the batch.
     """
 
     def size(view: View) -> Size | None:

@@ -113,7 +113,11 @@ def _build_zeros(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def decide_linear(view: View) -> Decision | None:
-    """Decide how replicas apply a linear operation to partial sums: each to its own."""
+    """Decide how replicas apply a linear operation to partial sums: each to its own.
+
+    The results are partial sums, too. The decision is `None` if the operation is not
+    linear in the inputs that are partial sums.
+    """
     if view.type in _SHAPE_ONLY:
         return Decision([AS_IS] * len(view), view.whole_outputs())
     parts = [i for i, fact in enumerate(view.facts) if fact.form is Form.PART]
@@ -244,15 +248,19 @@ def _need_of_operand(view: View, fact: Fact, axis: int) -> Need:
 
 
 def _selects_by_vector(view: View) -> bool:
-    """Return whether `Select` has a vector as condition, which does not broadcast."""
+    """Return whether an operation is a `Select` of whole rows by a vector of bools.
+
+    The vector selects along the first axis; it does not broadcast to the last one.
+    """
     ranks = [fact.rank for fact in view.facts]
     return view.type == "Select" and ranks[0] == 1 and ranks[1] != 1
 
 
 def _decide_unknown_rank(view: View) -> Decision | None:
-    """Decide how replicas build an operation of unknown rank, with scalars.
+    """Decide how replicas build an element-wise operation of unknown rank.
 
-    One input has own rows, all others are scalars.
+    Each replica computes its own rows if one input has rows and all others are scalars.
+    Otherwise the decision is `None`.
     """
     others = [fact for fact in view.facts if not fact.is_rows]
     own = [fact for fact in view.facts if fact.is_rows]
@@ -281,8 +289,8 @@ def compares_with_itself(op: Any) -> bool:
 def decide_local(view: View) -> Decision | None:
     """Decide how replicas build an operation on values of one replica alone.
 
-    Such values exist inside of a layer that handles the rows of each replica
-    separately.
+    Such local values exist inside of a layer that handles the rows of each replica
+    separately. Results are local, too, unless other inputs are rows or partial sums.
     """
     if Form.LOCAL not in view.forms():
         return None

@@ -55,7 +55,11 @@ def decide_gather(view: View) -> Decision | None:
 
 
 def decide_segment_sum(view: View) -> Decision | None:
-    """Decide how replicas build sums by segment, as in the gradient of a gather."""
+    """Decide how replicas build sums by segment, as in the gradient of a gather.
+
+    Each replica adds its own rows to the segments, which are then partial sums. The
+    decision is `None` if a shape is not known, or if data and ids differ in their rows.
+    """
     data, ids = view.facts[0], view.facts[1]
     if data.sizes is None or ids.sizes is None:
         return None
@@ -71,7 +75,11 @@ def decide_segment_sum(view: View) -> Decision | None:
 
 
 def decide_scatter(view: View) -> Decision | None:
-    """Decide how replicas build a `ScatterNd`: partial sums of rows by their index."""
+    """Decide how replicas build a `ScatterNd`, which adds rows by their index.
+
+    Each replica scatters its own rows; the results are partial sums. The decision is
+    `None` if the shape of the result is not known, or depends on the number of rows.
+    """
     indices, updates = view.facts[0], view.facts[1]
     own = indices if indices.is_rows else updates
     if own.axis != 0 or indices.sizes is None or len(indices.sizes) < 2:

@@ -41,7 +41,11 @@ from tfdp.training.program.view import (
 
 
 def decide_layout(view: View) -> Decision | None:
-    """Decide how replicas build an operation that moves or repeats elements."""
+    """Decide how replicas build an operation that moves or repeats elements.
+
+    Each replica runs it on its own rows. The decision is `None` for another operation,
+    or if this one would mix rows.
+    """
     if view.type in _RULES_OF_ANY_INPUT:
         return _RULES_OF_ANY_INPUT[view.type](view)
     if view.type not in _RULES_OF_FIRST_INPUT:
@@ -66,7 +70,7 @@ def _transpose(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | N
 
 
 def _expand_dims(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas build an `ExpandDims`, which inserts an axis of size one."""
+    """Decide how replicas insert an axis of size one into their rows (`ExpandDims`)."""
     place = view.numbers(1)
     if place is None:
         return None
@@ -90,7 +94,11 @@ def _with_axis(input_fact: Fact, input_sizes: Shape, place: int, size: Size) -> 
 
 
 def _squeeze(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas build a `Squeeze`, which removes axes of size one."""
+    """Decide how replicas remove axes of size one from their rows (`Squeeze`).
+
+    The decision is `None` if the axis of rows would be removed, or if sizes are not
+    known.
+    """
     taken = {axis % len(input_sizes) for axis in view.attribute("squeeze_dims") or ()}
     if not taken:
         taken = {axis for axis, size in enumerate(input_sizes) if size == ONE}
@@ -112,7 +120,10 @@ def _squeeze(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
 
 
 def _broadcast(view: View) -> Decision | None:
-    """Decide how replicas build a broadcast, of or to a row-sharded tensor."""
+    """Decide how replicas build a broadcast, of or to a row-sharded tensor.
+
+    Each replica builds its own rows of the result.
+    """
     data, target = view.facts[0], view.facts[1].value
     if target is None or data.sizes is None:
         return None
@@ -136,7 +147,7 @@ def _broadcast(view: View) -> Decision | None:
 
 
 def _fill(view: View) -> Decision | None:
-    """Decide how replicas build a `Fill` whose shape has an axis of rows."""
+    """Decide how replicas fill their own rows; `None` if the shape has no such axis."""
     shape = view.facts[0].value
     axis = None if shape is None else sizes.axis_of_rows(shape)
     if axis is None:
@@ -163,7 +174,10 @@ def _range(view: View) -> Decision | None:
 
 
 def _tile(view: View) -> Decision | None:
-    """Decide how to build a `Tile` that keeps rows, or repeats data for each row."""
+    """Decide how to build a `Tile` that keeps rows, or repeats data for each row.
+
+    Each replica builds its own rows. The decision is `None` for any other `Tile`.
+    """
     data, times = view.facts[0], view.facts[1].value
     if data.sizes is None or times is None:
         return None
@@ -179,7 +193,11 @@ def _tile(view: View) -> Decision | None:
 
 
 def _join(view: View) -> Decision | None:
-    """Decide how replicas build a concatenation or a stack of row-sharded tensors."""
+    """Decide how replicas build a concatenation or a stack of row-sharded tensors.
+
+    Each replica joins its own rows, unless they are joined along their axis, see
+    `_join_rows`.
+    """
     is_stack = view.type == "Pack"
     count = len(view) if is_stack else len(view) - 1
     facts = view.facts[:count]
@@ -238,7 +256,7 @@ def _build_joined_rows(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _unstack(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas build an unstack along another axis than that of rows."""
+    """Decide how replicas unstack their rows; `None` along the axis of rows."""
     split = view.attribute("axis") % len(input_sizes)
     if split == input_fact.axis:
         return None
@@ -248,7 +266,7 @@ def _unstack(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
 
 
 def _split(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas build a split along another axis than that of rows."""
+    """Decide how replicas split their rows; `None` along the axis of rows."""
     is_even = view.type == "Split"
     axis = view.numbers(0 if is_even else 2)
     if axis is None or int(axis) % len(input_sizes) == input_fact.axis:
@@ -258,7 +276,7 @@ def _split(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
 
 
 def _pad(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas build a padding of other axes than that of rows."""
+    """Decide how replicas pad their rows; `None` if that would add rows."""
     padding = view.numbers(1)
     if padding is None or padding[input_fact.axis].any():
         return None
@@ -272,7 +290,10 @@ def _pad(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
 
 
 def _concat_offset(view: View) -> Decision | None:
-    """Decide how replicas build the offset of each input in a concatenation."""
+    """Decide how replicas build `ConcatOffset`: where inputs begin in a concatenation.
+
+    The offsets are integers computed from sizes, so they may be multiples of the rows.
+    """
     axis = view.numbers(0)
     shapes = [fact.value for fact in view.facts[1:]]
     if axis is None or any(shape is None for shape in shapes):

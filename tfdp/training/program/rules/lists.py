@@ -83,7 +83,7 @@ def _with_sizes_of(listed: Fact, item: Fact) -> Fact:
 
 
 def _add_item(view: View) -> Decision:
-    """Decide how replicas build the addition of an item to a list."""
+    """Decide how replicas add an item to a list, in the form of the list's items."""
     need, fact = _need_of_item(view.facts[0], view.facts[-1])
     return Decision([AS_IS, *[WHOLE] * (len(view) - 2), need], [fact])
 
@@ -107,7 +107,7 @@ def _shape_need(listed: Fact) -> Need:
 
 
 def _pop(view: View) -> Decision | None:
-    """Decide how replicas build the removal of the last item of a list."""
+    """Decide how replicas remove the last item; `None` for a list without items."""
     listed = view.facts[0]
     if listed.form is Form.EMPTY:
         return None
@@ -201,7 +201,10 @@ def _stack(view: View) -> Decision | None:
 
 
 def _from_tensor(view: View) -> Decision | None:
-    """Decide how replicas build a list of a tensor's slices along its first axis."""
+    """Decide how replicas build a list of a tensor's slices along its first axis.
+
+    The decision is `None` if that is the axis of rows, or if the shape is not known.
+    """
     data = view.facts[0]
     if data.sizes is None or (data.is_rows and data.axis == 0):
         return None
@@ -225,7 +228,7 @@ def _build_from_tensor(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _optional_from_value(view: View) -> Decision | None:
-    """Decide how replicas build the creation of an optional value."""
+    """Decide how replicas build an optional value, in the form of the value itself."""
     if len(view) != 1:
         return None
     need, fact = _need_of_item(Fact(Form.EMPTY), view.facts[0])
@@ -233,7 +236,7 @@ def _optional_from_value(view: View) -> Decision | None:
 
 
 def _optional_value(view: View) -> Decision | None:
-    """Decide how replicas build a read of an optional value."""
+    """Decide how replicas read an optional value; `None` for one without a value."""
     if len(view.op.outputs) != 1 or view.facts[0].form is Form.EMPTY:
         return None
     return Decision(

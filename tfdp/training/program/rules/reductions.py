@@ -25,7 +25,12 @@ _REDUCED_TWICE = frozenset(("All", "Any", "Max", "Min", "Prod"))
 
 
 def decide_reduction(view: View) -> Decision | None:
-    """Decide how replicas build a reduction of a row-sharded tensor."""
+    """Decide how replicas build a reduction of a row-sharded tensor.
+
+    A sum or a mean over rows becomes a partial sum; of a maximum and the like, the
+    replicas' results are reduced again. Over other axes each replica reduces its own
+    rows. The decision is `None` for another operation, or if the axes are not known.
+    """
     input_fact = view.facts[0]
     if not input_fact.is_rows or input_fact.sizes is None:
         return None

@@ -117,7 +117,11 @@ _SHAPED_LIKE_FIRST = table(
 
 
 def decide_row_by_row(view: View) -> Decision | None:
-    """Decide how to build an operation that treats each row alone, as a convolution."""
+    """Decide how to build an operation that treats each row alone, as a convolution.
+
+    Each replica runs it on its own rows; gradients of weights are partial sums. The
+    decision is `None` for another operation, or if it would combine rows.
+    """
     if view.type not in _INPUTS_WITH_ROWS:
         return None
     indices = _INPUTS_WITH_ROWS[view.type]
@@ -173,7 +177,10 @@ def decide_recurrent(view: View) -> Decision | None:
 
 
 def decide_reverse_sequence(view: View) -> Decision | None:
-    """Decide how to build a reversal of sequences, each of a length of its own."""
+    """Decide how replicas build a `ReverseSequence`: each reverses its own rows.
+
+    The decision is `None` for another operation, or if the rows are not its batch axis.
+    """
     if view.type != "ReverseSequence":
         return None
     sequences, lengths = view.facts
@@ -186,7 +193,10 @@ def decide_reverse_sequence(view: View) -> Decision | None:
 
 
 def _build_recurrent(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build a recurrent layer of cuDNN or its gradient; it needs at least one row."""
+    """Build a recurrent layer of cuDNN or its gradient on this replica.
+
+    cuDNN needs at least one row, so a replica without rows builds empty outputs.
+    """
     if not builder.may_be_empty:
         return builder.copy(op, replica_inputs)
 

@@ -24,7 +24,10 @@ from tfdp.training.program.view import (
 def decide_strided_slice(
     view: View, input_fact: Fact, input_sizes: Shape
 ) -> Decision | None:
-    """Decide how replicas build a slice such as `x[:, 1:]`, which keeps all rows."""
+    """Decide how replicas slice their rows, as in `x[:, 1:]`.
+
+    The decision is `None` unless the slice keeps all rows.
+    """
     if any(fact.is_rows for fact in view.facts[1:]):
         return None
     axis = _axis_after_slice(view, input_fact)
@@ -112,7 +115,7 @@ def _equals(values: np.ndarray | None, index: int, size: Size) -> bool:
 
 
 def decide_strided_slice_grad(view: View) -> Decision | None:
-    """Decide how replicas build the gradient of a slice that keeps all rows."""
+    """Decide how replicas build the gradient of a slice; `None` if it drops rows."""
     shape, gradient = view.facts[0].value, view.facts[4]
     axis = None if shape is None else sizes.axis_of_rows(shape)
     if axis is None or not gradient.is_rows:
@@ -125,7 +128,7 @@ def decide_strided_slice_grad(view: View) -> Decision | None:
 
 
 def decide_slice(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas build a `tf.slice` that keeps all rows."""
+    """Decide how replicas build a `tf.slice` of their rows; `None` if it drops rows."""
     begin, size = view.facts[1].value, view.facts[2].value
     if begin is None or size is None or begin[input_fact.axis] != sizes.ZERO:
         return None

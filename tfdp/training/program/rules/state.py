@@ -97,7 +97,11 @@ _SEEKABLE = frozenset(("StatelessRandomUniformV2", "StatelessRandomNormalV2"))
 
 
 def decide_random(view: View) -> Decision | None:
-    """Decide how replicas build stateless random numbers: each those of its rows."""
+    """Decide how replicas draw stateless random numbers: each those of its own rows.
+
+    Together they are the numbers of one device, unless XLA compiles the step. The
+    decision is `None` if the shape is not known, or has no axis of rows.
+    """
     if view.type not in _STATELESS_RANDOM:
         return None
     shape = view.facts[0].value

@@ -49,7 +49,10 @@ def _rank(view: View) -> np.ndarray | None:
 
 
 def _moved(move: Callable, data: slice = slice(1)) -> Callable:
-    """Return a function of a `View` that evaluates an operation that moves elements.
+    """Return a function that computes what an operation that moves elements returns.
+
+    The function takes the `View` of the operation. It returns an array of `Size`, or
+    `None` if the result is not known before the step runs.
 
     Args:
         move: Callable of the view and the inputs as arrays, which returns the result,
@@ -82,7 +85,10 @@ def _moved(move: Callable, data: slice = slice(1)) -> Callable:
 
 
 def _strided_slice(view: View, data: Any, begin: Any, end: Any, strides: Any) -> Any:
-    """Return a slice such as `x[1:, 0]`, or `None` if unknown."""
+    """Return the elements of a slice such as `x[1:, 0]` of an array of `Size`.
+
+    The result is `None` for a slice with an ellipsis or a new axis.
+    """
     if view.attribute("ellipsis_mask") or view.attribute("new_axis_mask"):
         return None
     index: list[Any] = []
@@ -293,7 +299,11 @@ _VALUES_FROM_VALUES: dict[str, Callable[[View], np.ndarray | None]] = table(
 
 
 def decide_values(view: View) -> Decision | None:
-    """Decide how replicas build an operation whose results are known from sizes."""
+    """Decide how replicas build an operation whose results are known from sizes.
+
+    Results are small arrays of integers, such as shapes. The decision is `None` if they
+    are not known before the step runs.
+    """
     if view.type == "BroadcastGradientArgs":
         return _decide_broadcast_axes(view)
     if view.type == "ShapeN":
