@@ -70,8 +70,8 @@ class MemorySearch:
             of the process.
     """
 
-    # First number of a search: more than any batch has rows, so that replicas compute
-    # their rows one by one.
+    # Number of micro-batches with which a search begins: more than any batch has rows,
+    # so that replicas compute their rows one by one.
     START = 2**30
 
     def __init__(self, num_processes: int) -> None:

@@ -29,8 +29,8 @@ from tfdp.training.reduction.training_group import training_group
 _log = logging.getLogger("tfdp")
 _FILE = "micro_batches.json"
 _FIXED = "`GradientAccumulation(steps=4)` with smaller batches"
-# After these errors, on this worker or another one, the step may succeed with more
-# micro-batches. So it is repeated, while other errors end the `fit`.
+# After these errors, on this worker or another one, a step may succeed with more
+# micro-batches, so the step is repeated. Other errors end the `fit`.
 _OUT_OF_MEMORY = (tf.errors.ResourceExhaustedError, PeerStepFailed)
 
 
@@ -191,8 +191,8 @@ def _can_agree(model: Any) -> bool:
 def _any_worker(strategy: Any, value: bool) -> bool:
     """Return whether a value is true on any worker.
 
-    It is a collective of the replicas, like the one in which the other workers wait for
-    this one: it ends their step, and they call this function, too.
+    The vote is a collective of the replicas. Other workers still wait for this one in a
+    collective of the failed step: the vote ends their step, and they vote, too.
 
     Args:
         strategy: A tfdp strategy.

@@ -15,8 +15,8 @@ from tfdp.ground.plans.buckets import BucketPlan, plan_buckets
 from tfdp.ground.plans.prediction import BucketPrediction, StepPrediction
 from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 
-# The best algorithm of a bucket depends on its size and on the choice, `None` for the
-# default. Such a callable returns the algorithm of each bucket of a plan.
+# The algorithm of a bucket depends on its size and on the choice (`None` for the
+# default), so a `RoutesOf` takes both, and returns the algorithm of each bucket.
 RoutesOf = Callable[[PlanChoice | None, BucketPlan], Sequence[AlgorithmChoice]]
 
 # Largest number of proposals of a trial: each one is measured, which takes many steps.
@@ -27,8 +27,8 @@ _PARTS = (1, 2, 4, 8, 16, 32)
 # Smaller buckets, in bytes, are not tried, because each bucket is a collective with a
 # latency of its own.
 _MIN_BUCKET_BYTES = 2**14
-# A smaller first bucket, of these bytes, is exchanged earlier in the backward pass. It
-# is tried in addition to one of the full size.
+# A first bucket of this smaller size, in bytes, is exchanged earlier in the backward
+# pass, so it is tried in addition to a first bucket of the full size.
 _FIRST_BUCKET_BYTES = 2**20
 # This number of halvings narrows the interval of a bisection to a millionth, which is
 # far less than the noise of measured times.

@@ -27,7 +27,7 @@ DEFAULT = 0
 # of the others contains the median with a probability of 96 %.
 _ROUNDS, _LAST_ROUNDS = 2, 9
 # A block times at least this number of steps, so that its median is not noise. With
-# gradient accumulation only updates communicate, so it times at least 5 updates, too.
+# gradient accumulation only updates communicate, so a block has at least 5 of them.
 BLOCK_STEPS, _MIN_UPDATES = 20, 5
 # Number of updates at the start of a block that are not timed, since caches still hold
 # data of the previous plan. The second number is for the first block of a plan, in
@@ -90,8 +90,8 @@ class Trial:
 
     def __init__(self, num_candidates: int) -> None:
         self._candidates = list(range(1, num_candidates + 1))
-        # For each candidate, its speed relative to the default in each round of this
-        # stage. Both were measured in the same round, since the machine may change.
+        # For each candidate, one ratio for each round of this stage: its speed divided
+        # by that of the default in the same round, since a slower machine affects both.
         self._ratios: dict[int, list[float]] = {}
         self._num_rounds = 0
         self._is_last = num_candidates == 1

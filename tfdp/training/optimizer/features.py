@@ -49,8 +49,9 @@ class Features:
         self.accumulation: AccumulationState | None = None
         self.scale: LossScale | None = None
         self.installed: dict[type[StepFeature], Any] = {}
-        # Some features read the loss of an update, which is a mean over micro-batches.
-        # `loss_sum` is the variable that sums them, `loss` is that of the traced step.
+        # Some features read the loss of an update, a mean over micro-batches.
+        # `loss_sum` is the variable that adds up the losses of the micro-batches, and
+        # `loss` is the loss of the step that is being traced.
         self.loss_sum: Any = None
         self.loss: Any = None
 

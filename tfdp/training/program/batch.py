@@ -186,8 +186,9 @@ def _of_sparse(part: tf.SparseTensor) -> BatchPlaceholder:
     """Create the placeholder of a sparse tensor, which each replica gathers whole."""
     indices = _whole_placeholder(part.indices, FREE)
     values = _whole_placeholder(part.values, FREE)
-    # A plan follows the number of rows only through shapes. So the first element of the
-    # dense shape is read from the shape of a placeholder with one element for each row.
+    # The plan of a step follows the number of rows in the shapes of tensors, not in
+    # values that are fed. So the dense shape begins with the size of a placeholder that
+    # has one element for each row.
     one_per_row = tf.compat.v1.placeholder(tf.bool, [None])
     others = _whole_placeholder(part.dense_shape, FREE)
     shape = [tf.shape(one_per_row, tf.int64)[0]] + [

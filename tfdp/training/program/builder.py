@@ -498,9 +498,9 @@ class Builder:
             return self.get(values), self.get(indices)
         whole = self.get(indices, WHOLE)
         if are_unique(indices):
-            # Optimizers such as Adam do not treat two rows of one index as the row of
-            # their sum. No index occurs twice here, so each replica may pass all
-            # indices with its addends, and the reduction sums rows of equal indices.
+            # Adam treats two rows with one index differently from one row with their
+            # sum. No index occurs twice in this gradient, so each replica may pass all
+            # indices with its own addends, and the reduction sums rows by index.
             return self.get(values, PART), marked_unique(whole)
         whole_values = self.get(values, WHOLE)
         return (

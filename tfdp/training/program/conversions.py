@@ -76,9 +76,9 @@ class Replica:
         self.is_on_cpu = runtime.device_type(self.first_device) == "CPU"
         self._group = group
         self._exchange = loops.exchange()
-        # Whether the first micro-batch is computed: a scalar bool tensor, or `None`
-        # without micro-batches. A whole tensor counts in the first one only, because
-        # the values of all micro-batches are summed.
+        # Whether the running micro-batch is the first one: a scalar bool tensor, or
+        # `None` without micro-batches. A whole tensor counts in the first one only,
+        # because partial sums of all micro-batches are added.
         self.is_first_part: tf.Tensor | None = None
 
     def for_micro_batch(self, rows: Rows, index: tf.Tensor) -> Replica:

@@ -54,8 +54,9 @@ def mark_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
             is_new = tensor.graph is graph and id(tensor) not in plan.needed
             if is_new and not _follows_from_rows(plan.facts.get(id(tensor))):
                 plan.needed.add(id(tensor))
-                # Which variables of a loop are needed is known only after all readers
-                # of its outputs. So loops are inserted at the front, to be popped last.
+                # Which variables of a loop are needed is known only when all readers of
+                # its outputs have been visited. So loops are inserted at the front, to
+                # be popped last.
                 pending.insert(
                     0 if tensor.op.type in LOOPS else len(pending), tensor.op
                 )

@@ -145,7 +145,7 @@ class _Planner:
     def _is_inside(self, op: Any) -> bool:
         """Return whether an operation runs in a loop over micro-batches."""
         decision = self._plan.decisions.get(op)
-        if decision is None or self._couples(decision) or is_output(op):
+        if decision is None or self._communicates(decision) or is_output(op):
             return False
         if op.type in ("Placeholder", "PlaceholderWithDefault"):
             return False
@@ -178,7 +178,7 @@ class _Planner:
         """Return the `Fact` of a tensor, or that of a whole tensor if it has none."""
         return self._plan.facts.get(id(tensor)) or Fact(Form.WHOLE)
 
-    def _couples(self, decision: Decision) -> bool:
+    def _communicates(self, decision: Decision) -> bool:
         """Return whether replicas communicate while the decided operation runs."""
         inner = (converts(plan, self._effects) for plan in decision.plans)
         return decision.has_collective or any(inner)

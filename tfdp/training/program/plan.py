@@ -250,8 +250,8 @@ def _plan_operation(plan: Plan, op: Any, scope: ProgramProperties) -> None:
     for tensor, fact, need in zip(op.inputs, facts, decision.needs, strict=True):
         is_divided = fact.form in (Form.ROWS, Form.PART)
         if tensor.dtype == tf.variant and need.kind is NeededForm.WHOLE and is_divided:
-            # No collective carries lists. The operation that returns this list runs on
-            # the whole batch instead.
+            # No collective can carry a list, so the operation that returns this list
+            # runs on the whole batch.
             scope.whole.add(tensor.op)
     _set_decision(plan, op, decision)
 

@@ -125,7 +125,7 @@ def rows_along(axis: int = 0, *, may_broadcast: bool = False) -> Need:
 
 
 def need_of(fact: Fact) -> Need:
-    """Return the `Need` of an input in the form that a `Fact` has."""
+    """Return the `Need` that a tensor with this `Fact` meets without a conversion."""
     if fact.is_rows:
         return rows_along(fact.axis)
     return {Form.PART: PART, Form.WHOLE: WHOLE}.get(fact.form, AS_IS)

@@ -349,10 +349,9 @@ def _update_if(
         return is_updated, is_updated
 
     def run() -> tuple[tf.Tensor, tf.Tensor]:
-        """Run the update, and return whether it was made, twice.
+        """Run the update; return both results of `_update_if`, as tensors.
 
-        The results are those of `_update_if`, which are equal if an update is due, as
-        scalar bool tensors, which `tf.cond` needs.
+        They are equal: an update that is due was made if it was not skipped.
         """
         is_updated = tf.convert_to_tensor(update())
         return is_updated, is_updated

@@ -45,8 +45,8 @@ ELEMENTWISE = operations(
     StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Substr
     """
 )
-# A gradient operation is linear in the upstream gradient, which is the input with this
-# index.
+# A gradient operation is linear in the upstream gradient, so the input with this index
+# may be a partial sum.
 _UPSTREAM_INPUT = table(
     {
         """

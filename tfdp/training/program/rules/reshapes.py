@@ -128,8 +128,8 @@ def _may_mix_rows(input_fact: Fact, after: Size, inner: Size, size: Size) -> boo
             return False
         return bool(input_fact.multiple * after.number % size.number)
     if inner.kind != "number":
-        # A row of the target shape has an unknown size. It may end within a row of the
-        # tensor, and the reshape would mix rows.
+        # The size of a row in the target shape is not known. Such a row may end within
+        # a row of the tensor, so the reshape may mix rows.
         return True
     if not inner.number:
         return False

@@ -19,8 +19,8 @@ from tfdp.training.program.view import (
     table,
 )
 
-# The operation computes each row of the inputs with these indices separately. Its other
-# inputs, such as kernels, belong to all rows and are needed whole.
+# These operations compute each row of the inputs with the given indices separately.
+# Other inputs, such as kernels, belong to all rows and are needed whole.
 _INPUTS_WITH_ROWS: dict[str, tuple[int, ...]] = table(
     {
         """
@@ -89,7 +89,8 @@ _SHAPE_IS_INPUT = operations(
     """
 )
 # These operations combine entries along the last axis of the logits, that of the
-# classes. The labels, one for each row, have no such axis, so it is checked apart.
+# classes, so rows must lie along another one. The labels, one for each row, have no
+# such axis.
 _WITH_LABELS = frozenset(("InTopKV2", "SparseSoftmaxCrossEntropyWithLogits"))
 # In these operations an input with one row broadcasts to all rows, so such an input is
 # not sliced.
