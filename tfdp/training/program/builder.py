@@ -410,7 +410,7 @@ class Builder:
         return self.copy(op, inputs)
 
     def _assigned_value(self, op: Any, inputs: list) -> Any:
-        """Return the value to assign, which changes nothing if no replica has rows.
+        """Return the value to assign, or one that changes nothing if there are no rows.
 
         Means over no rows are NaN. `inputs` are the handle of the variable and the new
         value.
@@ -640,7 +640,7 @@ class Builder:
 
         Args:
             tensor: Integer tensor of the program.
-            of_all: Bool, whether for the whole batch, and not for this replica's rows.
+            of_all: Bool, true for the whole batch, false for this replica's rows.
         """
         if self.parent is not None and id(tensor) in self.parent[1]:
             builder, sources = self.parent
@@ -665,7 +665,7 @@ class Builder:
         Args:
             fact: `Fact` of the tensor, with known elements.
             tensor: Integer tensor of the program.
-            of_all: Bool, whether for the whole batch, and not for this replica's rows.
+            of_all: Bool, true for the whole batch, false for this replica's rows.
         """
         parts = [
             self._size_from_rows(size, of_all=of_all) for size in fact.value.ravel()
@@ -677,11 +677,11 @@ class Builder:
         return tf.reshape(elements, shape) if shape else elements[0]
 
     def _size_from_rows(self, size: sizes.Size, *, of_all: bool) -> Any:
-        """Return a size for this replica's rows, or for those of all replicas.
+        """Return a size as a number, for the rows of this replica or those of all.
 
         Args:
             size: `Size`, a number or a multiple of the rows.
-            of_all: Bool, whether for the whole batch, and not for this replica's rows.
+            of_all: Bool, true for the whole batch, false for this replica's rows.
         """
         rows = self.replica.rows.total if of_all else self.own_rows
         return rows * size.number if size.kind == "rows" else size.number
@@ -693,7 +693,7 @@ class Builder:
 
         Args:
             op: `tf.Operation` of the program whose outputs are integers.
-            of_all: Bool, whether for the whole batch, and not for this replica's rows.
+            of_all: Bool, true for the whole batch, false for this replica's rows.
         """
         decision = self.plan.decisions[op]
         if op.type in _SHAPE_QUERIES:
@@ -713,7 +713,7 @@ class Builder:
         Args:
             op: `tf.Operation` of the program, such as `Shape`.
             index: Int, index of the input.
-            of_all: Bool, whether for the whole batch, and not for this replica's rows.
+            of_all: Bool, true for the whole batch, false for this replica's rows.
         """
         source, result = op.inputs[index], op.outputs[index]
         fact = self.fact(source)
@@ -750,7 +750,7 @@ class Builder:
             fact: `Fact` of `source`.
             axis: Int, the axis.
             shape: Function that returns the shape of `source` on this replica.
-            of_all: Bool, whether for the whole batch, and not for this replica's rows.
+            of_all: Bool, true for the whole batch, false for this replica's rows.
         """
         assert fact.sizes is not None
         if fact.sizes[axis].number is not None:

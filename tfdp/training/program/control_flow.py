@@ -178,7 +178,12 @@ def _draws(plan: Any) -> bool:
 
 
 def _counts_passes(op: Any, body: Any) -> bool:
-    """Return whether a loop's first variable counts passes, given its body's graph."""
+    """Return whether the first variable of a loop counts its passes: 0, 1, 2 and so on.
+
+    Args:
+        op: `tf.Operation` of the program, the loop.
+        body: `tf.Graph` of the loop's body.
+    """
     before, after = body.inputs[0], body.outputs[0].op
     # In the loop of a gradient, an `Identity` may lie between the addition to the
     # counter and the output, so the search for the addition skips `Identity`.

@@ -211,7 +211,8 @@ class MicroBatchBuilder(Builder):
     def _own_value(self, tensor: Any) -> Any:
         """Return this micro-batch's value of a tensor, without a conversion.
 
-        Of rows that are computed outside of the loop it takes a slice.
+        If the rows of the tensor are computed outside of the loop, it is a slice of
+        them.
         """
         is_here = (
             self.parent is not None

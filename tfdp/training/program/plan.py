@@ -78,7 +78,7 @@ class Plan:
         return decision is None or decision.needs[index] is not NOTHING
 
     def is_loop(self, op: Any) -> bool:
-        """Return whether an operation is a loop with plans of its own."""
+        """Return whether an operation is a loop whose graphs have their own plans."""
         return op.type in LOOPS and bool(self.decisions[op].plans)
 
     def needs(self, op: Any) -> list[tuple[Any, Need]]:
@@ -89,7 +89,10 @@ class Plan:
         return [pair for i, pair in enumerate(pairs) if self.is_needed(op, i)]
 
     def conversions(self) -> Iterator[tuple[Any, Any, Fact]]:
-        """Yield inputs to gather or sum over replicas: operation, input, its `Fact`."""
+        """Yield the inputs of operations that must be gathered or summed over replicas.
+
+        Each item is a tuple of an operation, an input of it, and the input's `Fact`.
+        """
         for op in self.live:
             for tensor, need in self.needs(op):
                 fact = self.facts.get(id(tensor))

@@ -211,9 +211,9 @@ class LocalAccumulation(Accumulator):
         positions: List of ints, the position of each gradient's sum.
         weight: Scalar tensor, the weight of this replica, or `None`.
         num_groups: Int, the number of groups of replicas that update independently.
-            Sums are divided by it, so that adding them up over all gives the global
-            mean, which files contain; a group's update undoes the division. Defaults
-            to 1.
+            Sums are divided by it, so that the sums of all replicas add up to the
+            global mean, which files contain. An update multiplies them by it again.
+            Defaults to 1.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class FlatParameter:
         return self._tensor
 
     def assign(self, value: Any) -> None:
-        """Set the value; the variables change in `write_back`."""
+        """Set the value of all variables together; they change in `write_back`."""
         self._tensor, self._subtrahend = tf.cast(value, self.dtype), None
         self._is_changed = True
 
@@ -69,7 +69,7 @@ class FlatParameter:
         self.assign(self.read_value() + tf.cast(value, self.dtype))
 
     def assign_sub(self, value: Any) -> None:
-        """Subtract from the value, or from the variables if the value was not read."""
+        """Subtract from the value; the variables change in `write_back`."""
         value = tf.cast(value, self.dtype)
         if self._tensor is None and self._subtrahend is None:
             self._subtrahend = value

@@ -180,7 +180,7 @@ class StateLayout:
         decay_without_gradients(group.optimizer, variables, rate, {})
 
     def average(self, group: ParamGroup) -> None:
-        """Move the averages of a group's variables towards their values."""
+        """Update the moving averages (EMA) of a group's variables once."""
         keras_optimizer.update_moving_average(group.optimizer)
 
     def overwrite_with_average(self, group: ParamGroup) -> None:
