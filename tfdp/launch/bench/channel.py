@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, Protocol, TextIO, TypeVar
 
-# Callable that is one measured variant: it takes a number of steps, runs them, and
-# returns the measurement.
+# Every measured program has this form, so one driver can time all of them: it takes a
+# number of steps, runs them, and returns the measurement.
 Variant = Callable[[int], Any]
 
 
@@ -77,9 +77,9 @@ def work(make_variants: Callable[[dict[str, Any]], Variants]) -> None:
     os.dup2(2, 1)
     orders: queue.Queue[dict[str, Any]] = queue.Queue()
     pipe = sys.stdin
-    # `sys.stdin` is replaced, because a forked process, such as a worker of a PyTorch
-    # `DataLoader`, closes it. To close the pipe, the process would wait indefinitely
-    # for the lock of the thread that reads from the pipe.
+    # A forked process, such as a worker of a PyTorch `DataLoader`, closes `sys.stdin`.
+    # If that were the pipe, it would wait indefinitely for the lock that the reading
+    # thread held at the fork.
     sys.stdin = open(os.devnull)  # noqa: SIM115
     threading.Thread(target=_read_orders, args=(pipe, orders), daemon=True).start()
     variants = make_variants(json.loads(sys.argv[1]))
@@ -128,6 +128,6 @@ def _read_orders(pipe: TextIO, orders: queue.Queue[dict[str, Any]]) -> None:
     """Queue the driver's orders from the pipe; end the process when it is closed."""
     for line in pipe:
         orders.put(json.loads(line))
-    # The exit is immediate, without cleanup: a collective that waits for a dead peer
-    # never ends.
+    # The process exits without cleanup, which would wait for running collectives: one
+    # that waits for a dead peer never ends.
     os._exit(0)

@@ -24,10 +24,12 @@ from tfdp.launch.bench.nccl_tests import (
 from tfdp.launch.bench.replicas import ReplicaSettings, ready_replicas
 from tfdp.launch.bench.sides import Runner, alternate_for
 
-# Bytes of an element of each dtype that the benchmark supports.
+# Sizes are given in bytes, so the benchmark supports the dtypes whose bytes per element
+# are listed here; they are the choices of `--dtype`.
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
-# Seconds that a block of the slowest algorithm takes; blocks of the others have the
-# same number of calls.
+# Blocks are short, so a change of the machine's load affects all algorithms alike. A
+# block of the slowest one takes this many seconds; blocks of the others have the same
+# number of calls.
 _BLOCK_SECONDS = 0.1
 _WORKER = "tfdp.launch.bench.collectives_worker"
 COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -116,7 +118,7 @@ class Settings(ReplicaSettings):
             num_replicas: Int, number of replicas, of all workers.
         """
         elements = size // ITEM_BYTES[self.dtype]
-        if self.num_workers is None:  # of a cluster: one here at least
+        if self.num_workers is None:  # a cluster may have only one replica here
             return 2 * size + 8 * elements * num_replicas
         return 2 * size * num_replicas + 8 * elements * num_replicas * self.num_workers
 

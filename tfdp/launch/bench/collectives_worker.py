@@ -21,7 +21,8 @@ from tfdp.launch.bench.nccl_tests import (
 from tfdp.launch.bench.training import make_strategy, timed
 from tfdp.training.reduction.algorithm_selector import AlgorithmChoice
 
-# Prefix of the name of a variant that checks results.
+# Results are checked by separate variants, whose names have this prefix, so checks take
+# no measured time.
 _CHECK = "check "
 
 
@@ -40,8 +41,8 @@ class CollectiveVariants:
     def __init__(self, strategy: Any, dtype: str) -> None:
         self.strategy = strategy
         self._group, self._dtype = strategy.extended.group, tf.as_dtype(dtype)
-        # Cases of one collective and size stay in memory together, since blocks of
-        # their algorithms alternate.
+        # Blocks of the algorithms of one collective and size alternate, so their cases
+        # stay in memory together.
         self._cases = OnDemand(self._make, lambda n: (n.split("/")[0], n.split("/")[2]))
 
     def __getitem__(self, name: str) -> Variant:
@@ -55,8 +56,9 @@ class CollectiveVariants:
         collective, algorithm, size = name.split("/")
         length = int(size) // self._dtype.size
         if collective == "all_gather":
-            # The size of a case is that of its larger side, as in nccl-tests. Here this
-            # is the output, which has the inputs of all replicas.
+            # As in nccl-tests, the size is that of the larger of input and output. The
+            # output of an all-gather is larger, since it has the inputs of all
+            # replicas.
             length //= self._group.size
         call = _call(collective, algorithm)
         return _Case(collective, call, self._group, length, self._dtype)
@@ -90,18 +92,18 @@ class _Case:
         for replica, device in enumerate(group.devices):
             array = input_of(group.position(replica), length)
             with tf.device(device):
-                self._values.append(tf.Variable(tf.cast(array, dtype)))  # [length]
+                self._values.append(tf.Variable(tf.cast(array, dtype)))
         values = self._values
 
         @tf.function(autograph=False)
         def step() -> tuple[tf.Tensor, list[tf.Tensor]]:
-            """Run the collective; return each result's first element, and all."""
+            """Run the collective; return the results' first elements, and the results."""
             results = []
             for replica, device in enumerate(group.devices):
                 with tf.device(device):
                     results.append(call(values[replica].read_value(), group, replica))
-            # One element of each replica's result is cheap to read, and can be read
-            # only after the collective.
+            # Reading one element of each replica's result is cheap, and waits for the
+            # collective.
             return tf.stack([result[0] for result in results]), results
 
         self._step = step
@@ -145,7 +147,7 @@ def make_variants(
     """Create the measured variants of a worker, after a check of the topology.
 
     Args:
-        setup: Dict, the worker's setup from the driver.
+        setup: Dict for `make_strategy`, which also has `dtype`, a string.
         check: Callable that raises `ValueError` for a `Topology` that cannot run the
             benchmark. Defaults to no check.
     """

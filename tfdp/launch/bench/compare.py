@@ -27,12 +27,15 @@ from tfdp.launch.bench.sides import Ratio, alternate_for, paired_ratio, started
 if TYPE_CHECKING:  # matplotlib is an optional dependency
     from matplotlib.axes import Axes
 
-# Seconds that a block of the slowest set-up takes; blocks of the others have the same
-# number of steps.
+# Blocks are short, so a change of the machine's load affects all set-ups alike. A block
+# of the slowest one takes this many seconds; blocks of the others have the same number
+# of steps.
 _BLOCK_SECONDS = 0.4
-# The kinds of set-ups that run tfdp, with their names in the headings of columns.
+# The table has a column of ratios for each kind of set-up that runs tfdp, with its name
+# in the heading.
 OURS = {DEVICES: "devices", WORKERS: "processes"}
-# Dict from the key `side/variant` to seconds per step, one for each block.
+# Ratios are paired block by block, so the seconds per step of each block are kept, by
+# the key `side/variant`.
 Times = dict[str, list[float]]
 
 
@@ -332,7 +335,8 @@ def plot(title: str, rows: Sequence[Row], caption: str, path: Path) -> None:
     """
     figure, panels = output.new_panels(title, len(OURS), caption)
     models = list(dict.fromkeys(row.model for row in rows))
-    # Rows by rival. Rows of tfdp itself are left out: they lack a ratio to themselves.
+    # Rows of tfdp have no ratio to themselves, so only the rows of rivals are plotted,
+    # as bars grouped by rival.
     rivals: dict[str, list[Row]] = {}
     for row in rows:
         if set(row.speed_of_tfdp) == set(OURS):
@@ -378,7 +382,7 @@ def _draw(axes: Axes, ratios: list[Ratio], label: str, place: tuple[int, int]) -
         axes.annotate(
             f"{ratio.median:.2f}",
             (x, 0),
-            (0, 4),  # offset in points: just above the axis, away from the interval
+            (0, 4),  # points above the axis, where no interval covers the text
             textcoords="offset points",
             ha="center",
             color="white",

@@ -13,20 +13,23 @@ from tfdp.launch.bench.sides import Side
 
 DEFAULTS, TUNED = "defaults", "tuned"
 DEVICES, WORKERS, PLAIN, STOCK, DDP = "devices", "workers", "plain", "stock", "ddp"
-# Name of the variant in which the processes of a set-up do not communicate.
+# A variant of this name does not communicate: the difference to the same variant with
+# communication is the cost of communication.
 ALONE = "no communication"
-# Sizes, in MiB, that are tried for the packs of gradients of TensorFlow's own strategy.
+# TensorFlow's own strategy sends gradients in packs: it is tuned by trying these sizes
+# of a pack, in MiB.
 PACKS_MB = (1, 4, 25)
 _GIBIBYTE = str(2**30)
 # Environment variables with which glibc keeps the freed memory of a large tensor for
-# the next one. Otherwise it returns the memory to the system and gets new pages, which
-# the kernel clears.
+# the next one. Otherwise glibc returns the memory to the system and gets new pages,
+# which the kernel clears.
 _KEPT_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": _GIBIBYTE,
     "MALLOC_TRIM_THRESHOLD_": _GIBIBYTE,
 }
 _FIT: dict[str, Any] = {"fit": True}
-# Variants that are tried to tune each kind of set-up, with the settings of each.
+# A tuned set-up is represented by its fastest variant: these are tried for each kind of
+# set-up, with their settings.
 _CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     DEVICES: {
         "no XLA": _FIT,
@@ -93,8 +96,8 @@ class SetUp:
         }
         if self.kind in (DEVICES, PLAIN):
             return variants
-        # The stock strategy computes the same with packs of any size, so that one
-        # variant without communication is enough.
+        # The stock strategy computes the same with packs of any size, so one variant
+        # without communication is enough.
         names = list(variants)[:1] if self.kind == STOCK else list(variants)
         alone = {
             f"{name}, {ALONE}": {**variants[name], "alone": True} for name in names

@@ -20,9 +20,11 @@ from tfdp.launch.bench.models import (
     Model,
 )
 
-# A batch of a benchmark: the array of inputs and that of labels.
+# Batches are NumPy arrays of inputs and labels, which both `fit` and `tf.constant`
+# take.
 Batch = tuple[np.ndarray, np.ndarray]
-# Shape of an input by family of models.
+# Inputs of these families are random numbers of the given shape. A transformer has no
+# entry, since its inputs are token ids.
 _INPUTS = {"mlp": (NUM_INPUTS,), "cnn": (IMAGE_SIDE, IMAGE_SIDE, IMAGE_CHANNELS)}
 
 
@@ -82,7 +84,8 @@ class TokenAndPosition(keras.layers.Layer):
 
     def call(self, ids: Any) -> Any:
         """Embed token ids of shape `[batch, CONTEXT]`."""
-        # [batch, CONTEXT, width] + [CONTEXT, width]: all rows have the same positions.
+        # All rows have the same positions, so the sum is broadcast over the batch:
+        # [batch, CONTEXT, width] + [CONTEXT, width].
         return self.tokens(ids) + self.positions(keras.ops.arange(CONTEXT))
 
 
@@ -182,7 +185,8 @@ def timed_fit(
         size = min(steps, most_steps)
         if size != model.steps_per_execution:
             model.steps_per_execution, model.train_function = size, None
-        # `fit` runs whole executions of `size` steps, and the first one is not timed.
+        # `fit` runs whole executions of `size` steps. The untimed ones, with the first
+        # `skipped + 1` steps, are added to the timed ones.
         num_steps = size * (-(-(skipped + 1) // size) + steps // size)
         x, y = (np.concatenate([part] * num_steps) for part in batch)
         model.fit(

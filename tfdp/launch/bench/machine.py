@@ -15,7 +15,8 @@ from typing import Any
 from tfdp.ground.text import pluralize
 
 _PACKAGES = ("tensorflow", "keras", "numpy", "tfdp")
-# Display names of packages, in the order in which a caption lists them.
+# A caption is a single line, and lists only these packages, in this order, by their
+# display names.
 _NAMES = {
     "tfdp": "tfdp",
     "tensorflow": "TensorFlow",
@@ -45,7 +46,7 @@ def describe(program: str | None = None) -> dict[str, Any]:
     >>> "core" in described["machine"], "tensorflow" in described
     (True, True)
     """
-    # The module is imported late, since it imports TensorFlow, which takes seconds.
+    # `cpu_kernels` is imported late, since it imports TensorFlow, which takes seconds.
     from tfdp.communication.cluster import cpu_kernels
 
     return {

@@ -10,16 +10,20 @@ from collections.abc import Sequence
 from tfdp.ground.text import pluralize
 
 FAMILIES = ("mlp", "cnn", "transformer")
-# Number of inputs and classes of the MLP, as for images of handwritten digits.
+# As in MNIST, images have 28 x 28 = 784 pixels for the MLP, and 10 classes for the MLP
+# and the CNN.
 NUM_INPUTS, NUM_CLASSES = 784, 10
-# Side length and channels of the CNN's images, and the number of its stages.
+# As in CIFAR-10, the CNN's images have 32 x 32 pixels of 3 channels. Each stage halves
+# the side, so three stages leave 4 x 4.
 IMAGE_SIDE, IMAGE_CHANNELS, NUM_STAGES = 32, 3, 3
-# Number of different characters that the transformer reads, and sequence length.
+# The transformer reads sequences of 64 ASCII characters: with only 128 of these, most
+# parameters are in the blocks, not in the embeddings.
 VOCABULARY, CONTEXT = 128, 64
 _BLOCKS, _HEADS = 4, 4
-# Upper end of the search for a width, in units of 8 (of 4 for a CNN).
+# The search for a width ends here, in units of 8 (of 4 for a CNN): a wider model would
+# not fit in any memory.
 _MAX_UNITS = 1 << 24
-_WEIGHT_BYTES = 4  # of a float32
+_WEIGHT_BYTES = 4  # Keras and PyTorch create weights as float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +70,10 @@ class Model:
                 for num_inputs, num_outputs in stages
             )
             return convolutions + (inputs[-1] + 1) * NUM_CLASSES
-        # A transformer's block has two norms, attention (query, key, value, output),
-        # and two dense layers. Outside of the blocks are the embeddings, the last norm
-        # and the linear head.
+        # The number is computed by a formula, since `model_of_size` tries many widths.
+        # A transformer's block has two norms, attention (query, key, value, output) and
+        # two dense layers. Outside of the blocks are the embeddings, the last norm and
+        # the linear head.
         block = 4 * width + 4 * (width + 1) * width + 8 * width * width + 5 * width
         ends = (VOCABULARY + CONTEXT) * width + 2 * width + (width + 1) * VOCABULARY
         return self.num_blocks * block + ends
@@ -110,8 +115,8 @@ def model_of_size(family: str, millions: float) -> Model:
     >>> print(model_of_size("mlp", 5))
     MLP 784-1872-1872-10, 4.99 million parameters
     """
-    # Widths are multiples of 8, which fill vector registers. A CNN has few channels in
-    # its first stage, and multiples of them in later ones.
+    # Widths are multiples of 8, which fill vector registers. The channels of a CNN
+    # double from stage to stage, so 4 in the first stage are enough.
     unit = 4 if family == "cnn" else 8
     requested = millions * 1e6
 
@@ -128,7 +133,8 @@ def model_of_size(family: str, millions: float) -> Model:
             f"The smallest {family} has {least:.2g} million parameters. "
             f"Received: {millions:g}"
         )
-    # The interpreter of another side, which imports this module, may lack psutil.
+    # `free_bytes` needs psutil, which may be missing in the interpreter of another
+    # side, which imports this module, too.
     from tfdp.ground.base.memory import free_bytes
 
     needed, free = _WEIGHT_BYTES * model.num_parameters, free_bytes()

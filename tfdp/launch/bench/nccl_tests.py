@@ -8,14 +8,16 @@ import numpy as np
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
-# Algorithm of the collectives other than all-reduce, which have no choice of it.
+# Only all-reduce has a choice of algorithms; rows of other collectives show this
+# instead of a name.
 NO_ALGORITHM = "-"
-# The variant of this name returns the name of the worker's communication backend.
+# Only workers know which communication backend was chosen: the variant of this name
+# returns it.
 BACKEND = "backend"
-# Period of the inputs. A prime, so that misplaced data is noticed: data is misplaced
-# by multiples of a shard's length, which 7 rarely divides.
+# Inputs repeat with this period, a prime, so misplaced data is noticed: data is
+# misplaced by multiples of a shard's length, which 7 rarely divides.
 _PERIOD = 7
-# Most replicas by type for which sums of the inputs are exact: bfloat16 has exact
+# Sums of the inputs are exact for at most this number of replicas: bfloat16 has exact
 # integers up to 256, float16 up to 2048.
 MAX_REPLICAS_OF = {"bfloat16": 256 // _PERIOD, "float16": 2048 // _PERIOD}
 

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from tfdp.launch.bench.machine import caption, describe, load
 
 if TYPE_CHECKING:
-    # Matplotlib is an optional dependency.
+    # Matplotlib is an optional dependency, so only type checkers import it here.
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -30,10 +30,10 @@ _MIN_WIDTH, _MAX_WIDTH = 120, 1000
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 _INSTALL = "pip install 'tfdp[bench]'"
-# Printed below the results if no plot is drawn since matplotlib is missing.
+# Matplotlib is optional: without it, a run prints this text instead of a plot.
 LEFT_OUT = f"No plot was drawn, since matplotlib is not installed: `{_INSTALL}`"
 _DOTS_PER_INCH = 150
-_WIDTH, _HEIGHT = 7.5, 4.5  # size of a figure in inches
+_WIDTH, _HEIGHT = 7.5, 4.5  # inches, the unit of matplotlib's `figsize`
 _MATPLOTLIB_SETTINGS: Any = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -172,7 +172,7 @@ def has_matplotlib() -> bool:
 
 
 def check_available() -> None:
-    """Check that plots can be drawn.
+    """Check that matplotlib is installed, which plots need.
 
     Raises:
         ValueError: If matplotlib is not installed.
@@ -217,7 +217,7 @@ def new_panels(
     from matplotlib.figure import Figure
 
     width = _WIDTH + (num_panels - 1) * 0.6 * _WIDTH
-    # pyplot is not used: it would change the backend and the style of the caller.
+    # pyplot is not used, since it would change the backend and the style of the caller.
     with mpl.rc_context(_MATPLOTLIB_SETTINGS):
         figure = Figure(figsize=(width, _HEIGHT), layout="constrained")
         FigureCanvasAgg(figure)

@@ -21,7 +21,8 @@ from tfdp.communication.cluster.process_tree import kill_processes
 from tfdp.ground.base.intervals import median_interval
 from tfdp.ground.text import pluralize
 
-# Longest wait in seconds until all workers of a side have replied to an order.
+# A worker may hang in native code, so the wait for the replies of all workers of a side
+# ends after this many seconds.
 DEADLINE_SECONDS = 300.0
 # Program that runs a module in another interpreter. That interpreter has packages of
 # its own, and imports only tfdp and the module's package from this one: other packages
@@ -52,7 +53,8 @@ class Side:
             Defaults to `None`.
     """
 
-    # Longest wait in seconds for the replies of a block; long benchmarks raise it.
+    # A hung worker ends the benchmark after this many seconds; benchmarks whose blocks
+    # take longer raise the limit.
     deadline_seconds = DEADLINE_SECONDS
 
     def __init__(
@@ -111,8 +113,8 @@ class Side:
         """
         for worker in self._workers:
             assert worker.stdin is not None
-            # A worker that has ended has closed its pipe. `_replies` reports the
-            # worker, with its log.
+            # A write to a worker that has ended fails. The error is ignored here, since
+            # `_replies` reports the worker with its log.
             with contextlib.suppress(BrokenPipeError):
                 worker.stdin.write(
                     json.dumps({"variant": variant, "steps": steps}) + "\n"
@@ -242,7 +244,7 @@ def alternate(
     }
     for side, variant in variants:
         if warm_up:
-            side.run(variant, warm_up)  # the warm-up traces functions, and fills caches
+            side.run(variant, warm_up)  # untimed: it traces functions, and fills caches
     for block in range(blocks):
         for side, variant in variants if block % 2 == 0 else reversed(variants):
             times[f"{side.name}/{variant}"].append(slowest(side.run(variant, steps)))

@@ -82,8 +82,8 @@ def _transformer(model: Model) -> Any:
             )
             self.head = nn.Linear(width, VOCABULARY)
 
-        def forward(self, ids: Any) -> Any:  # [batch, CONTEXT], int64
-            """Return the logits of token ids."""
+        def forward(self, ids: Any) -> Any:
+            """Return the logits of token ids, int64 of shape `[batch, CONTEXT]`."""
             x = self.tokens(ids) + self.positions(torch.arange(CONTEXT))
             mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
             return self.head(self.blocks(x, mask=mask, is_causal=True))
