@@ -97,7 +97,12 @@ class _Case:
 
         @tf.function(autograph=False)
         def step() -> tuple[tf.Tensor, list[tf.Tensor]]:
-            """Run the collective; return the results' first elements, and the results."""
+            """Run the collective on the local replicas.
+
+            Returns:
+                Tuple of a tensor `[replicas]`, the first element of each replica's
+                result, and the list of all results.
+            """
             results = []
             for replica, device in enumerate(group.devices):
                 with tf.device(device):

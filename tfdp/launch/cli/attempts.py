@@ -23,10 +23,11 @@ from tfdp.launch.rendezvous.failure import NODE_LOST, Failure
 from tfdp.launch.rendezvous.job_probe import cluster_of_places
 from tfdp.launch.rendezvous.restarts import Restarts
 
-# Seconds between checks for signals and `--timeout` while no worker runs.
+# While no worker runs, the launcher waits for descriptors at most this many seconds,
+# since no descriptor becomes readable when `--timeout` is over.
 _POLL_SECONDS = 0.2
-# Seconds for which a node that leaves the job waits for node 0's answer, in addition to
-# the grace period in which the node's workers exit.
+# Node 0 may not answer a node that leaves the job, so the node waits at most this many
+# seconds, in addition to the grace period in which its workers exit.
 _GOODBYE_SECONDS = 2.0
 
 
@@ -103,8 +104,8 @@ class LocalAttempts(Attempts):
     def _handle_end(self, job: Job, code: int) -> None:
         """Pause if the policy decides that another attempt follows, or end the job."""
         received = self._context.signals.received
-        # A signal determines the exit code also where the job was already ending for
-        # another reason.
+        # A caller who sends a signal expects its exit code, 128 plus its number, even
+        # if the job was already ending for another reason.
         if received and code not in (0, PREEMPTED):
             code = 128 + received[0]
         decision = self._restarts.decide(
@@ -131,7 +132,8 @@ def pause(context: JobContext, seconds: float) -> int | None:
 def _failure_of(job: Job, code: int) -> Failure | None:
     """Return the worker's failure that caused a job's exit code `code`, or `None`."""
     failed, lost = job.failed, job.lost
-    # A worker that failed while the job was being stopped has not caused its end.
+    # A worker that failed while the job was being stopped is not the cause of the job's
+    # end.
     if failed is None or code != shell_code(failed.exit_code or 0):
         return None
     if lost is not None:
@@ -165,11 +167,13 @@ class NodeAttempts(Attempts):
         self._coordinator = coordinator
         self._node_rank, self._ranks = 0, range(0)
         self._attempt_id = ""
-        # Exit code of the last attempt, or of the job once this node has left it; and
-        # number of signals that it had received by then.
+        # Once this node has left the job or lost node 0, the launcher exits with
+        # `_code`. More signals than `_num_handled`, those received when `_code` was
+        # set, end the wait for node 0's answer.
         self._code: int | None = None
         self._num_handled = 0
-        # Time until which this node, after leaving the job, waits for node 0's answer.
+        # After this node has left the job, it waits for node 0's answer until this
+        # time, since node 0 may be lost.
         self._answer_until = math.inf
 
     def _next_job(self) -> Job | int:

@@ -32,7 +32,8 @@ Examples:
   tfdp bench collectives -n 2 --sizes 1MB 16MB
   tfdp bench compare -n 2 --models 1 5
 """
-# Options of local workers. Without `-n`, benchmarks use the cluster of this process.
+# Benchmarks start `-n` local workers, or without `-n` use the cluster of this process,
+# so Slurm or MPI can start the workers.
 workers = types.with_options(
     types.count_option(
         "-n --workers N",
@@ -46,7 +47,6 @@ workers = types.with_options(
         "Logical CPU devices in each local worker. Default: 1.",
     ),
 )
-# Option of the all-reduce algorithms to compare.
 algorithms = types.option(
     "--algorithms NAME...",
     f"Of the all-reduce: {', '.join(NAMES)}.",
@@ -57,7 +57,6 @@ algorithms = types.option(
 node_size = types.count_option(
     "--node-size L", "Replicas of consecutive ranks that count as one node."
 )
-# Options of the models to train.
 models = types.with_options(
     types.option(
         "--models MILLIONS...",
@@ -75,7 +74,8 @@ models = types.with_options(
         default="mlp",
     ),
 )
-# Options of the output files; `checked_files` converts their values to `Files`.
+# Benchmarks do not take the values of these options: `checked_files` converts them to
+# `Files`.
 files = types.with_options(
     types.output_option(
         "--json FILE",
@@ -90,7 +90,8 @@ files = types.with_options(
 )
 
 
-# Context manager that reports expected errors of a benchmark without a traceback.
+# Expected errors of a benchmark, such as too few replicas, are the user's to correct,
+# so this context manager reports them without a traceback.
 errors_in_one_sentence = functools.partial(
     usage_errors, ValueError, RuntimeError, OSError, raises=click.ClickException
 )

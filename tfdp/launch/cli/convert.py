@@ -33,7 +33,7 @@ def convert(directory: str, output: str, force: bool) -> None:
     _check_output(output, force)
     index = _read_index(directory)
     checkpoint = import_without_gpus("tfdp.checkpoint")
-    import_without_gpus("tfdp.optimizers")  # registers `LARS` with Keras
+    import_without_gpus("tfdp.optimizers")  # registers `LARS`, which the model may use
     model = _build_model(index, directory)
     with usage_errors(ValueError, OSError, text_of=first_line):
         checkpoint.restore(model, directory)
@@ -95,12 +95,14 @@ def _build_model(index: Index, directory: str) -> Any:
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
         for layer in keras_model.layers_of(model):
-            # Keras keeps what `adapt` has found in a table, which is no variable.
+            # A checkpoint has only variables. The vocabulary that `adapt` has found is
+            # in a lookup table instead, so the built model may lack it.
             vocabulary = getattr(layer, "get_vocabulary", None)
             if vocabulary and not vocabulary(include_special_tokens=False):
                 raise ValueError(f"{layer.name!r} lacks its vocabulary, from `adapt`")
     except Exception as error:  # a custom class may raise anything
-        # Keras quotes the error of a nested object at the end.
+        # Keras quotes the error of a nested object, which is the cause, at the end of
+        # its own text.
         _, _, cause = str(error).rpartition("Exception encountered: ")
         why = first_line(ValueError(cause)).split(". ")[0]
         raise _cannot_build(why, directory) from error

@@ -39,7 +39,8 @@ from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import Hello
 from tfdp.launch.rendezvous.server import Server
 
-# Seconds between attempts to connect to node 0 again after its loss.
+# The user may start a lost node 0 again at any time, so the other nodes try to connect
+# to it once in this many seconds.
 _REJOIN_SECONDS = 1.0
 
 
@@ -69,7 +70,8 @@ class CoordinatorConnection(Node0Connection):
     def pop_message(self) -> dict[str, Any] | None:
         """Return and remove the next message of node 0, or `None` if there is none.
 
-        Notices are printed, and that a node is done is recorded: neither is returned.
+        Two types are handled here and not returned: notices are printed, and the number
+        of a node that is done is stored as `done_node`.
         """
         while (message := super().pop_message()) is not None:
             match message.get("type"):
@@ -84,8 +86,9 @@ class CoordinatorConnection(Node0Connection):
     def stop_order(self) -> tuple[int, int] | None:
         """Return the exit code and the signal with which the job is to stop, or `None`.
 
-        Any message ends the job, also that node 0 is lost, except the order to stop an
-        earlier attempt. It stays in the queue: `NodeAttempts` handles it after the job.
+        Any message ends the job, including the loss of node 0, except an order to stop
+        an earlier attempt. The message stays in the queue: `NodeAttempts` handles it
+        after the end of the job.
         """
         message = self.pop_message()
         if message is None:
@@ -159,7 +162,8 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
         self.is_job_running: Callable[[], bool] = lambda: False
         self._first_hello: Hello = connection["hello"]
         self._is_waiting_for_node_0 = False
-        # Last, since it starts the thread, which reads these attributes.
+        # `super().__init__` is called last, since it starts the thread, which reads the
+        # attributes above.
         super().__init__(*arguments, **connection)
 
     def pop_message(self) -> dict[str, Any] | None:
@@ -177,8 +181,8 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
                 case "lost" if self.running and (
                     self.has_trained or self.is_job_running()
                 ):
-                    # Node 0 may be lost before it has sent `trains`, so the attribute
-                    # is set here, too.
+                    # `has_trained` is set here, too, since node 0 may be lost before it
+                    # has sent `trains`.
                     self.has_trained = True
                     self.has_lost_node_0 = True
                     self._screen.message(
@@ -202,7 +206,9 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
         return self._first_hello.node_rank == 0
 
     def rejoin_node_0(self, text: str) -> None:
-        """Print that node 0 is lost, and let `_run` join a new one: no worker trains.
+        """Print that node 0 is lost, and let the thread wait for a new one to join.
+
+        Call it only while this node has no workers that train.
 
         Args:
             text: String, how node 0 was lost.
@@ -222,14 +228,14 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
     def _run(self) -> None:
         """Join node 0, and join again after its loss; runs in the connection's thread.
 
-        It ends when the connection is closed or node 0 refuses this node.
+        The method returns when the connection is closed or node 0 refuses this node.
         """
         self._stay_connected()
         while not (self._is_closed.wait(_REJOIN_SECONDS) or self._is_refused):
             if self.running and self.has_trained:
                 self._hello = dataclasses.replace(self._hello, **self.running)
-                # Node 0 does not answer, or another process has its port meanwhile: the
-                # next iteration dials again.
+                # A suppressed error means that node 0 does not answer yet, or that
+                # another process has its port: the next iteration dials again.
                 with contextlib.suppress(ConnectionFailed, UnauthenticatedPeer):
                     link = self._dial()
                     self._put({"type": "found"})
@@ -280,7 +286,8 @@ def join_nodes(
             is_new, secret = secret is None, secret or new_secret()
             hello = dataclasses.replace(hello, node_rank=0)
             address = own_address(listener)
-            # `min_workers` is not set: the number of workers of a node is fixed.
+            # `Restarts` gets no `min_workers`, since the number of workers of a node is
+            # fixed.
             restarts = functools.partial(Restarts, max_restarts=settings.max_restarts)
             options = (hello, where.join_seconds, restarts)
             probe = JobProbe(secret) if where.is_elastic else None
@@ -302,7 +309,7 @@ def join_nodes(
 
 
 def _hello_of(nodes: NodeRange, rank: int | None, settings: RunSettings) -> Hello:
-    """Return what this node tells node 0.
+    """Return the `Hello` by which this node joins the job at node 0.
 
     Args:
         nodes: `NodeRange`, number of nodes of the job.

@@ -37,9 +37,11 @@ from tfdp.launch.cli.topology_tree import (
     port_states,
 )
 
-# Defaults of `--steps`, a number of steps, and of `--timeout`, in seconds.
+# `doctor` applies the defaults of `--steps` and `--timeout` (seconds) itself: it
+# refuses the options without `--input`, so it must know whether they were given.
 _STEPS, _TIMEOUT_SECONDS = 60, 120.0
-# Longest wait in seconds for the other processes of an MPI job.
+# A process of an MPI job may hang or be missing, so the others are awaited for at most
+# this many seconds.
 _MPI_SECONDS = 60.0
 _NO_INPUT = "This is an option of --input, which was not given"
 _PACKAGES = ("tfdp", "tensorflow", "keras", "numpy")
@@ -172,7 +174,7 @@ def _import_tensorflow(console: Console) -> ModuleType | None:
 
     The import takes seconds, and must not delay other commands.
     """
-    # Level 1 keeps warnings, which name a missing CUDA library.
+    # TensorFlow's log level 1 keeps warnings, which name a missing CUDA library.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     try:
         import tensorflow
@@ -193,7 +195,7 @@ def local_devices(tf: Any, cluster: Cluster | None) -> list[str]:
     Returns:
         List of strings, the devices of one worker's replicas.
     """
-    # The module is imported late, since it imports TensorFlow.
+    # `devices` is imported late, since it imports TensorFlow, which takes seconds.
     from tfdp.communication.cluster import devices
 
     gpus = tf.config.list_physical_devices("GPU")
@@ -210,7 +212,7 @@ def local_devices(tf: Any, cluster: Cluster | None) -> list[str]:
 
 def _show_devices(console: Console, tf: Any) -> None:
     """Print physical and logical devices, the CPU kernels, and NCCL's availability."""
-    # The module is imported late, since it imports TensorFlow.
+    # `cpu_kernels` is imported late, since it imports TensorFlow, which takes seconds.
     from tfdp.communication.cluster import cpu_kernels
 
     num_gpus = len(tf.config.list_physical_devices("GPU"))
@@ -265,8 +267,8 @@ def _show_cluster(
             console.print(f"  1 worker, {replicas}: {', '.join(devices)}")
         return
     console.print(f"  from {_source()}; this process is {_describe_task(cluster)}")
-    # Without TensorFlow the list of devices is empty, but the cluster has the number
-    # of devices of a worker.
+    # If TensorFlow cannot be imported, `devices` is empty. The tree still shows the
+    # replicas, since the cluster has the number of devices of a worker.
     devices = devices or [f"CPU:{i}" for i in range(cluster.devices_per_worker or 1)]
     _title(console, "Topology")
     topology = topology_of(cluster.hosts, len(devices))

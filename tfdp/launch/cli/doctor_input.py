@@ -31,7 +31,8 @@ from tfdp.launch.cli.worker import LogFile
 
 # Fewest measured steps for a result; fewer are too noisy.
 _FEWEST_STEPS = 5
-# Seconds between asking the workers to exit and killing them.
+# A script that is only measured saves nothing, so its workers have only this many
+# seconds to exit before they are killed.
 _GRACE_SECONDS = 2.0
 
 
@@ -68,7 +69,8 @@ def check_input(
     ):
         folder, ranks = Path(name), range(num_workers)
         starter = Starter([*module, name, str(num_steps), script, *args])
-        # Nothing is shown: the report quotes the workers' logs if they fail.
+        # The screen is discarded, since the report quotes the workers' logs if they
+        # fail.
         screen = Screen(nowhere, nowhere)
         logs = [LogFile(folder / f"worker-{rank}.log", screen.warn) for rank in ranks]
         with contextlib.closing(SignalPipe(until)) as signals:
@@ -76,7 +78,7 @@ def check_input(
             job = Job(context, clusters, logs)
             code = job.run()
         screen.close(timeout_seconds=1.0)
-        if code > 128:  # the user has ended the job by a signal
+        if code > 128:  # the user has sent a signal, and wants no report
             sys.exit(code)
         paths = [result_path(folder, rank) for rank in ranks]
         results = []

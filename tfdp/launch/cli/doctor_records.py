@@ -15,7 +15,8 @@ from tfdp.features.monitor.trace import chrome_trace
 from tfdp.ground.base.files import read_text
 from tfdp.launch.cli.screen import new_console
 
-# Most bytes of a flight record that is read; usual ones have some hundred kilobytes.
+# A larger file is not a flight record, and must not fill the memory: usual records have
+# some hundred kilobytes.
 _MAX_BYTES = 64 << 20
 
 

@@ -18,12 +18,14 @@ from tfdp.launch.cli.worker import LogFile, Worker, shell_code
 from tfdp.launch.rendezvous.elastic_coordinator import SILENT_SECONDS
 from tfdp.launch.rendezvous.failure import NODE_LOST
 
-# Seconds before a worker whose replacement has failed too is replaced again.
+# A worker whose replacement has failed, too, is replaced again only after this many
+# seconds, since it probably fails at each start.
 _PAUSE_SECONDS = 1.0
-# Seconds between checks whether workers wait for other workers that will not join them,
-# because the others have ended without an error or are lost.
+# Workers may wait for others that have ended or are lost, and will never join. This is
+# checked once in this many seconds, which leaves new workers time to join.
 _CHECK_SECONDS = 15.0
-# Most replacements of all workers together, unless `--max-restarts` is given.
+# A job whose workers fail again and again must end: unless `--max-restarts` is given,
+# this many replacements of all workers together are started.
 DEFAULT_REPLACEMENTS = 10
 
 
@@ -69,13 +71,16 @@ class ElasticJob(SeparateWorkersJob):
         super().__init__(**options)
         self._history = history
         self._most_replacements, self._least = most_replacements, least
-        # Index of the replaced worker, for each replacement so far.
+        # Index of the replaced worker, for each replacement: their number is limited,
+        # and a second one of the same worker starts later.
         self._replaced: list[int] = []
-        # Indices of the workers that were started while others were training.
+        # Indices of the workers that were started while others were training. If the
+        # others end without an error, such a worker that has not joined them yet comes
+        # too late.
         self._late: set[int] = set()
-        # Time of the next check whether workers wait for others that will not join
-        # them, or `None` if no check is due; and time of the last answer of a training
-        # worker, or else the time at which the checks began.
+        # Times for `_check_waits`: that of the next check, or `None` if no check is
+        # due; and that of the last answer of a training worker, or else of the first
+        # check, from which the limit of 60 s counts.
         self._check_at: float | None = None
         self._answered_at = 0.0
 
@@ -127,8 +132,8 @@ class ElasticJob(SeparateWorkersJob):
         if not is_due or (has_success and not self._late.issuperset(running)):
             return
         self._check_at = now + _CHECK_SECONDS
-        # Training continues if any worker of the job answers this launcher's question:
-        # workers that have joined the job answer as long as their processes run.
+        # One answer of any worker shows that training continues: workers that have
+        # joined the job answer as long as their processes run.
         if self.is_job_running():
             self._answered_at = now
         elif has_success:
@@ -160,7 +165,7 @@ class ElasticJob(SeparateWorkersJob):
         """Schedule a replacement of a failed worker, or report why there is none."""
         assert worker.exit_code is not None
         if self._is_stopping:
-            return  # this launcher has stopped it
+            return  # the launcher itself has stopped this worker
         if self._has_success():
             # `PREEMPTED` is not a failure here, since it is the exit code of a
             # replacement that has started too late to join the others.

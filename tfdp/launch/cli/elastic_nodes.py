@@ -58,7 +58,8 @@ class ElasticNodeJob(ElasticJob):
             Int, the exit code of the attempt, or `None` if it continues.
         """
         if self._coordinator.places is not None:
-            # A replacement joins the workers at their present addresses.
+            # Nodes may have joined since the start of the attempt, so a replacement
+            # needs the present addresses of all workers.
             self._clusters = self._clusters_of(self._coordinator.places)
         if self._has_success() or self.is_job_running():
             return super()._after_failure(failed)

@@ -12,7 +12,8 @@ import click
 
 from tfdp.launch.cli.noise import quiet_stderr
 
-# Characters that are kept at each end of the long first line of an error.
+# The first line of an error may be very long, with its cause at either end, so this
+# many characters are kept at each end.
 _MAX_LETTERS = 400
 
 
@@ -56,7 +57,7 @@ def import_without_gpus(name: str) -> Any:
 
             # The GPUs are hidden, since a running training may need them.
             # `RuntimeError` means that TensorFlow has already initialized its devices,
-            # so that GPUs cannot be hidden any more.
+            # so GPUs cannot be hidden any more.
             with contextlib.suppress(RuntimeError):
                 tf.config.set_visible_devices([], "GPU")
             return importlib.import_module(name)
@@ -71,7 +72,7 @@ def first_line(error: BaseException) -> str:
 
     A line of more than 805 characters is cut in the middle.
     """
-    # Lone surrogates cannot be printed, and are escaped.
+    # Lone surrogates cannot be printed, so they are escaped.
     text = str(error).encode("utf-8", "backslashreplace").decode()
     lines = text.strip().splitlines() or [type(error).__name__]
     line = lines[0].strip().rstrip(".:")

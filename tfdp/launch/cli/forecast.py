@@ -19,10 +19,11 @@ from tfdp.ground.plans.topology import Topology
 from tfdp.ground.text import pluralize
 from tfdp.launch.cli.screen import new_console
 
-if TYPE_CHECKING:  # the module imports TensorFlow
+if TYPE_CHECKING:  # its import at run time would load TensorFlow
     from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 
-# Columns of the memory table: attributes of `ReplicaMemory`.
+# Attributes of `ReplicaMemory`, which are also the headings of the memory table, so
+# both must be changed together.
 _SIZES = ("parameters", "gradients", "accumulators", "slots", "gathered", "total")
 
 

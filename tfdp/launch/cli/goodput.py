@@ -81,7 +81,7 @@ def _shares_of(directory: str) -> Shares:
     """Return a job's time by class, summed over the ledgers of its newest launch.
 
     Args:
-        directory: String, see `find`.
+        directory: String, the job's directory of backups, or its folder of logs.
 
     Raises:
         ValueError: If there is no ledger.

@@ -10,7 +10,8 @@ from tfdp.communication.cluster.address import is_local_name
 from tfdp.ground.text import pluralize
 
 _MAX_HOSTS = 1024
-# Most bytes of a hostfile; the rest of a longer one is ignored.
+# A file that is given by mistake may be huge, so only this many bytes of a hostfile are
+# read.
 _MAX_BYTES = 1 << 20
 # Matches `USER@NAME:COUNT`. A name must not begin with a dash, since ssh would take it
 # for an option.
@@ -19,7 +20,7 @@ _HOST = re.compile(
     r"(?P<name>\[[0-9a-fA-F:.]+(?:%\w+)?\]|[A-Za-z0-9_][\w.-]*)"
     r"(?::(?P<count>[0-9]{1,6}))?"
 )
-# Matches `host slots=4`, the format of Open MPI's hostfiles.
+# Matches `host slots=4`, so hostfiles of Open MPI can be used as they are.
 _SLOTS = re.compile(r"(\S+)\s+slots\s*=\s*([0-9]{1,6})")
 
 

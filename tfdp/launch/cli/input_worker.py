@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
     measure_fits(InputProbe(result_path(Path(folder), rank), int(num_steps)))
     sys.argv = [script, *script_arguments]
     # `runpy` adds a folder or an archive that it runs to `sys.path` itself, but not the
-    # folder of a script.
+    # folder of a script, from which the script may import modules.
     if os.path.isfile(script):
         sys.path[0] = os.path.dirname(os.path.abspath(script))
     # The exception is dropped and its frames, which hold the dataset, are collected:

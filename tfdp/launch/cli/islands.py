@@ -34,10 +34,11 @@ from tfdp.launch.rendezvous.failure import RendezvousError
 if TYPE_CHECKING:
     from tfdp.features.islands.hub import Hub
 
-# Seconds between checks whether islands of other machines still need the hub, after the
-# islands of this machine have ended.
+# After this machine's islands have ended, islands of other machines may still need the
+# hub, which is checked once in this many seconds.
 _POLL_SECONDS = 0.2
-# Seconds before a failed island starts again.
+# An island that fails at each start must not use up all restarts at once, so a failed
+# one starts again after this many seconds.
 _PAUSE_SECONDS = 1.0
 
 
@@ -109,7 +110,8 @@ def _address(text: str) -> str:
     return text
 
 
-# Decorator that adds an option for each field of `IslandOptions`.
+# The names of these options are the fields of `IslandOptions`, which `pop_fields`
+# creates from their values.
 island_options = types.with_options(
     types.option(
         "--islands",
@@ -175,7 +177,8 @@ def run_islands(
             f"synchronize at {address}; logs in {folder}"
         )
         warn_of_environment(screen, count, settings.devices_per_worker)
-        # Each island is the only worker of a separate cluster.
+        # Islands exchange weights only through the hub, so each is the only worker of a
+        # separate cluster.
         devices = settings.devices_per_worker or 1
         clusters = [
             Cluster((f"127.0.0.1:{port}",), devices_per_worker=devices)
@@ -220,8 +223,7 @@ def _hub(
         with contextlib.closing(LauncherLink(island, indices)) as link:
             yield options.hub, None, link.ended
         return
-    # The module is imported late, since it imports NumPy, which would delay other
-    # commands.
+    # `hub` is imported late, since it imports NumPy, which would delay other commands.
     from tfdp.features.islands.hub import Hub
 
     host, port = split_address(options.hub) if options.hub else ("127.0.0.1", 0)
@@ -308,7 +310,7 @@ class IslandJob(SeparateWorkersJob):
         """Report successful islands to the hub; return whether all have ended."""
         self._each_turn()
         for worker in self._workers:
-            # A successful island leaves the hub, so that the others do not wait for it.
+            # A successful island leaves the hub, so the others do not wait for it.
             if worker.exit_code == 0 and worker.pid not in self._handled_pids:
                 self._handled_pids.add(worker.pid)
                 self._ended(worker.rank)

@@ -30,18 +30,22 @@ from tfdp.launch.cli.start import Starter
 from tfdp.launch.cli.worker import LogFile, Worker, shell_code
 from tfdp.launch.rendezvous.failure import LOST_EXIT_SECONDS
 
-# Longest wait in seconds for events in one round of the loop.
+# Time limits are checked once in a round of the loop, so a round waits for events at
+# most this many seconds.
 _POLL_SECONDS = 0.1
-# Longest wait in seconds for the flight records that workers write before they are
-# stopped, and largest age in seconds of a record that belongs to the same failure.
+# A worker that hangs writes no flight record, so the wait for records ends after
+# `_RECORD_SECONDS`. A record that is older than `_RECENT_SECONDS` is of an earlier
+# failure.
 _RECORD_SECONDS, _RECENT_SECONDS = 2.0, 5.0
-# Pause of the loop in seconds while the reader of the launcher's output is slower than
-# the workers.
+# While the reader of the launcher's output is slower than the workers, each round of
+# the loop pauses for this many seconds and reads no output, which slows the workers
+# down.
 _BEHIND_SECONDS = 0.01
-# Seconds after which the request to save is repeated, since a worker outside of `fit`
-# does not receive a request.
+# The request to save is repeated after this many seconds, since a worker outside of
+# `fit` does not receive a request.
 _ASK_AGAIN_SECONDS = 5.0
-# Seconds between checks whether workers wait for one that has ended.
+# A check whether workers wait for one that has ended connects to them, so it is made
+# only once in this many seconds.
 _CHECK_SECONDS = 2.0
 
 
@@ -110,10 +114,11 @@ class Job:
         self.failed: Worker | None = None
         self._code = 0
         self._is_stopping = self._has_asked_to_save = False
-        # Time at which workers are asked to save, for the first time or again.
+        # Time of the next request to save, which is repeated, since a worker outside of
+        # `fit` does not receive it.
         self._ask_at = math.inf
-        # Time of the next check whether workers wait for one that has ended, and the
-        # result of the last one.
+        # The job ends if two checks in a row find that workers wait for one that has
+        # ended: time of the next check, and result of the last one.
         self._ask_waiting_at, self._has_waiting = 0.0, False
         self._num_record_requests = 0
         self._selector = selectors.DefaultSelector()
@@ -132,8 +137,8 @@ class Job:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        # Ids of child processes that are not workers: the guard, and any that existed
-        # before this process became the launcher.
+        # The job must not kill or reap these child processes, which are not workers:
+        # the guard, and any from before this process became the launcher.
         self._other_children = process_tree.children()
         return self
 
@@ -151,8 +156,8 @@ class Job:
     def lost(self) -> Worker | None:
         """`Worker` of this machine that the failed worker names as lost, or `None`.
 
-        It may still be alive but suspended, or end at about the same time as the worker
-        that names it, in either order.
+        The lost worker may still be alive but suspended, or end at about the same time
+        as the failed one, before or after it.
         """
         worker, seen = self.failed, []
         while worker is not None and worker not in seen:
@@ -223,7 +228,8 @@ class Job:
             self._ask_to_save()
         return self._code
 
-    # Subclasses override `_is_over`, `_after_failure` and `_environment`.
+    # `_is_over`, `_after_failure` and `_environment` are separate methods so that jobs
+    # that continue after a failure can override them.
 
     def _is_over(self) -> bool:
         """Return whether all workers have ended."""
@@ -300,8 +306,8 @@ class Job:
         for key, _ in ready:
             if key.data is not None and key.data.is_running:
                 self._output.show(key.data, key.data.read())
-                # A worker that has closed its output is not read any more, but may
-                # continue to run.
+                # A pipe that the worker has closed would always be ready, so it is not
+                # watched any more, though the worker may continue to run.
                 if key.data.output.has_ended:
                     self._forget(key.data)
         for worker in self._running():
@@ -316,10 +322,10 @@ class Job:
     def _wait_for_cause(self, failed: Worker) -> Worker:
         """Wait until the worker that explains a failure ends; return the cause.
 
-        That is the worker that `failed` names as lost, or the one with the same error
-        whose traceback is shown. The wait makes the result independent of which of the
-        two ends first. It ends early at a signal, if the other worker is suspended, or
-        after `LOST_EXIT_SECONDS`.
+        The cause is the worker that `failed` names as lost, or the one with the same
+        error whose traceback is shown. The wait makes the result independent of which
+        of the two ends first. The wait ends early at a signal, if the other worker is
+        suspended, or after `LOST_EXIT_SECONDS`.
 
         Args:
             failed: `Worker` that failed first.
@@ -436,7 +442,7 @@ class Job:
         before = self._has_waiting
         has_joined = have_all_joined(self._clusters[0], running)
         self._has_waiting = has_joined is False
-        if has_joined:  # no worker waits after that
+        if has_joined:  # all have joined, so none waits any more
             self._ask_waiting_at = math.inf
         return before and self._has_waiting
 

@@ -28,10 +28,11 @@ from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import num_cores
 from tfdp.launch.cli.screen import Screen
 
-# Most workers for each CPU core.
+# More workers for each CPU core than this are a typing error, and would exhaust the
+# machine.
 _WORKERS_PER_CORE = 64
-# Open files of the launcher: two for each worker (a pipe and a log), and the total of
-# all others.
+# The limit of open files bounds the number of workers: the launcher has two files open
+# for each (a pipe and a log), and some others.
 _FILES_PER_WORKER, _OTHER_FILES = 2, 64
 
 
@@ -118,7 +119,8 @@ def check_num_workers(num_workers: int) -> None:
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     each = f"{_WORKERS_PER_CORE} for each of its {pluralize(num_cores(), 'CPU core')}"
     bounds = [(_WORKERS_PER_CORE * num_cores(), each)]
-    # Without GPUs, tfdp connects the workers; NCCL needs TensorFlow's server instead.
+    # Without GPUs, tfdp connects the workers; with GPUs, NCCL needs TensorFlow's
+    # server, which takes more threads.
     connects = not visible_gpus()
     if open_files != resource.RLIM_INFINITY:
         most = max(1, (open_files - _OTHER_FILES) // _FILES_PER_WORKER)
@@ -233,8 +235,8 @@ def make_log_dir(path: str | None) -> pathlib.Path:
     """
     try:
         if path is not None:
-            # An empty string raises an error here, but as a `Path` it is the current
-            # folder.
+            # The folder is created from the string, since an empty one raises an error,
+            # while `Path("")` is the current folder.
             make_private_folder(path)
             folder = pathlib.Path(path)
         else:

@@ -14,11 +14,14 @@ from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.hosts import Host, parse_hosts, read_hostfile
 from tfdp.launch.rendezvous.address import is_link_local
 
-# Port of the rendezvous if none is specified.
+# All machines must use the same port of the rendezvous, so it has a default: that of
+# torchrun's rendezvous.
 DEFAULT_PORT = 29400
-# Default of `--join-timeout` in seconds.
+# Machines may start minutes apart, so by default they wait for each other this many
+# seconds.
 _JOIN_SECONDS = 300.0
-# Matches `HOST` or `HOST:PORT`, with an IPv6 address in brackets.
+# Matches `HOST` or `HOST:PORT`. An IPv6 address must be in brackets, since it contains
+# colons itself.
 _PLACE = re.compile(r"(\[[0-9a-fA-F:.]+(?:%\w+)?\]|[^\s:/@\[\]]+)(?::([0-9]{1,5}))?")
 
 
@@ -204,7 +207,8 @@ def parse_rendezvous(text: str) -> RendezvousAddress:
     return RendezvousAddress(host, port)
 
 
-# Decorator that adds an option for each field of `NodeOptions`.
+# The names of these options are the fields of `NodeOptions`, which `pop_fields` creates
+# from their values.
 node_options = types.with_options(
     types.option(
         "--nodes N|MIN:MAX",

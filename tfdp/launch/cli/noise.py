@@ -14,16 +14,16 @@ from tfdp.communication.cluster.gpus import visible_gpus
 # Environment variable of TensorFlow's log level. TensorFlow reads the variable only
 # after it has logged some lines, which therefore appear at any level.
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# Matches time, thread and C++ file of a log line. Lines that a script logs by absl come
-# from Python files and do not match.
+# Matches time, thread and C++ file of TensorFlow's log lines. Lines that a script logs
+# by absl come from Python files, so they do not match.
 _PLACE = r"\d{4} [\d:.]+ +\d+ [\w./-]+\.(cc|h):\d+\] "
 _INFO = re.compile(
     rf"I{_PLACE}|WARNING: All log messages before absl::InitializeLog\(\)"
 )
-# Matches a line that TensorFlow logs as an error where there is no GPU: it is harmless.
+# TensorFlow logs this line as an error if there is no GPU, where it is harmless.
 _NO_GPU = re.compile(rf"E{_PLACE}failed call to cuInit")
-# Lines that TensorFlow logs after Ctrl-C about the connections to peers that have
-# exited.
+# After Ctrl-C all workers exit, and TensorFlow logs such lines about the lost
+# connections to peers.
 _PEER_FAILURE = re.compile(
     rf"[WE]{_PLACE}|Additional GRPC error information|:[A-Z]+:Error received from peer|"
     r"The error could be from a previous operation|\s*\[\[\{\{"
@@ -102,8 +102,8 @@ def quiet_stderr() -> Iterator[None]:
     try:
         yield
     finally:
-        # `dup2` closes the last writing end of the pipe, so that the child, which reads
-        # from the pipe, exits.
+        # `dup2` closes the last writing end of the pipe, so the child, which reads from
+        # the pipe, exits.
         os.dup2(stderr, 2)
         os.close(stderr)
         os.waitpid(child, 0)

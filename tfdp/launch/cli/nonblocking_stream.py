@@ -11,11 +11,13 @@ from typing import TextIO
 
 from tfdp.ground.text import pluralize
 
-# Pending bytes above which text is dropped if the reader has stalled.
+# Pending text must not fill the memory, so above this many bytes text is dropped while
+# the reader has stalled.
 _MAX_BYTES = 1 << 20
-# Seconds without progress after which the reader counts as stalled.
+# A reader that is only slow makes some progress within this many seconds; one that
+# makes none has stalled.
 _STALLED_SECONDS = 1.0
-# Bytes of one write: few, so that the progress of a slow reader is noticed.
+# A write has only this many bytes, so even the progress of a slow reader is noticed.
 _CHUNK_BYTES = 4096
 
 
@@ -49,7 +51,7 @@ class NonBlockingStream:
         self._taken_at = time.monotonic()
         self._changed = threading.Condition()
         if self._fd is not None:
-            # The thread is a daemon, so that a blocked write does not keep the process
+            # The thread is a daemon, so a blocked write does not keep the process
             # alive.
             threading.Thread(target=self._serve, args=(self._fd,), daemon=True).start()
 

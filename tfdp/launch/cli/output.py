@@ -21,8 +21,9 @@ class Output:
 
     def __init__(self, screen: Screen) -> None:
         self._screen, self._tracebacks = screen, Tracebacks()
-        # Number of lines printed so far, and the value of this number at each worker's
-        # last line, by rank.
+        # A failed worker's last lines are repeated unless they are still visible, so
+        # lines are counted: all printed ones, and by rank their number at each worker's
+        # last line.
         self._num_lines = 0
         self._last_line: dict[int, int] = {}
 

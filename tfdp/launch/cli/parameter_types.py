@@ -26,8 +26,8 @@ _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 T = TypeVar("T")
 _COUNT = "Give the number of workers with -n"
-# Hints for options of `mpirun`, `torchrun` and `horovodrun`, by a regular expression
-# that matches the option.
+# Users of `mpirun`, `torchrun` and `horovodrun` may type the options of these, so each
+# gets a hint, by a regular expression that matches the option.
 _OTHER_LAUNCHERS = {
     r"-np\d*|--np|--num-proc|--nproc-per-node|-N|--gpus": _COUNT,
     r"-H.*|--host": "Give the machines with --hosts HOST:N,HOST:N",
@@ -215,16 +215,17 @@ def _output_file(text: str) -> Path:
     return path
 
 
-# Type of a number of bytes, such as `4KB` or `64 MB` (units of 1024).
 SIZE = Checked("size", _num_bytes)
-# Types of options with one number, or two: for links inside a node and across nodes.
+# Links inside a node differ from links across nodes, so the values of these types are
+# two numbers, or one for both.
 LATENCIES = Checked("levels", functools.partial(_levels, above_zero=False))
 BANDWIDTHS = Checked("levels", functools.partial(_levels, above_zero=True))
-# Type of an all-reduce algorithm, parsed to the option of `CommunicationOptions`.
 ALGORITHM = Checked("algorithm", _algorithm)
-# Type of a file that can be written: checked before a command runs for minutes.
+# A command may run for minutes before it writes its file, so this type checks first
+# that the file can be written.
 OUTPUT_FILE = Checked("file", _output_file, is_file=True)
-# Type of a path that the shell completes, and that is not checked.
+# Commands check their paths themselves, with errors of their own, so this type only
+# lets the shell complete a path.
 FILE = Checked("path", str, is_file=True)
 
 
@@ -254,7 +255,7 @@ def option(
     return click.option(*names, metavar=metavar, type=type, help=text, **settings)
 
 
-# Functions like `option`, each for options of one frequent type.
+# Many options have one of these types, so each type has a short form of `option`.
 count_option = functools.partial(option, type=COUNT)
 seconds_option = functools.partial(option, type=SECONDS)
 positive_option = functools.partial(option, type=POSITIVE)

@@ -23,7 +23,7 @@ from tfdp.launch.cli import parameter_types as types
 from tfdp.launch.cli.errors import first_line, import_without_gpus, usage_errors
 from tfdp.launch.cli.forecast import Forecast, show
 
-if TYPE_CHECKING:  # the module imports TensorFlow
+if TYPE_CHECKING:  # its import at run time would load TensorFlow
     from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 
 _COMPRESSIONS = (
@@ -31,8 +31,8 @@ _COMPRESSIONS = (
     *(f"{level}{name}" for level in ("", "outer:") for name in COMPRESSIONS),
 )
 _MAX_REPLICAS = 2**20
-# Most owners of shards for which memory is predicted: the plan of a model's shards
-# grows with their number.
+# The plan of a model's shards grows with the number of their owners, so memory is
+# predicted for at most this number of owners.
 _MAX_OWNERS = 2**16
 
 
@@ -135,7 +135,8 @@ def plan(
         raise click.UsageError("--overlap is a share of --step-ms. Give both.")
     topology = _topology(nodes, replicas_per_node)
     links = _links(alpha, beta, DEFAULT_LINKS[backend])
-    # `CommunicationOptions` rejects a compression that the algorithm does not support.
+    # `CommunicationOptions` raises `ValueError` if the algorithm does not support the
+    # compression, which is an error of the user.
     with usage_errors(text_of=first_line):
         options = CommunicationOptions(
             bucket_mb=bucket_mb,
@@ -144,7 +145,7 @@ def plan(
             links=links,
         )
     loaded = _load_model(model)
-    # The module is imported late, since it imports TensorFlow, which takes seconds.
+    # `gathers` is imported late, since it imports TensorFlow, which takes seconds.
     from tfdp.training.program.gathers import gathers_of_model
 
     levels = algorithm.values() if isinstance(algorithm, dict) else (algorithm,)
@@ -329,8 +330,9 @@ def _predict_memory(
     whole = param_group_memory(optimizer, variables, accumulates=accumulates)
     undivided = ReplicaMemory(frozen, 0, 0, 0)
     rows = [("nothing sharded", whole + undivided)]
-    # A whole variable has one owner, and further owners have none, so that they change
-    # no size of the largest. A plan of many would take minutes.
+    # A variable that cannot be divided has one owner, so owners beyond the number of
+    # variables hold nothing and do not change the largest memory. A plan for all of
+    # them would take minutes.
     most = _MAX_OWNERS if is_elementwise(optimizer) else len(variables)
     scopes = {"": topology.num_replicas}
     if topology.num_nodes > 1:
@@ -340,7 +342,8 @@ def _predict_memory(
             continue
         shards = shard_plan(optimizer, variables, min(num_owners, most), options)
         divided = ReplicaMemory(-(-frozen // num_owners), 0, 0, 0, gathered)
-        # Without accumulation stage 2 needs as much memory as stage 1.
+        # Without accumulation, stage 2 needs as much memory as stage 1, so it gets no
+        # row.
         for stage in (1, 2, 3) if accumulates else (1, 3):
             sharding = ShardingOptions(SHARDINGS[stage])
             memory = param_group_memory(

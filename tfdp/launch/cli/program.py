@@ -12,9 +12,10 @@ import zipfile
 
 import click
 
-# Paths of a process's standard input, which is empty for workers.
+# Workers have an empty standard input, so a script cannot be read from these paths of
+# it.
 _STANDARD_INPUT = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
-# Largest size in bytes of a script that is checked; more is a file of something else.
+# A file of more bytes is not a script, and would take long to compile.
 _MAX_BYTES = 2**24
 
 

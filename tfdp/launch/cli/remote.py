@@ -25,7 +25,8 @@ from tfdp.launch.cli.remote_line import BEAT, MAX_BYTES, SILENT_SECONDS, banner
 
 _STDIN = 0
 _CHUNK_BYTES = 4096
-# Seconds that the launcher has to exit after the grace period of its workers.
+# A launcher that hangs is killed this many seconds after the grace period of its
+# workers.
 _END_SECONDS = 15.0
 
 
@@ -62,11 +63,12 @@ def _forward_signals(lines: Iterator[bytes], grace_seconds: float) -> None:
 
 def main() -> None:
     """Run the command `tfdp` with the arguments that arrive on stdin, from ssh."""
-    # The process that started sshd may ignore SIGHUP, and child processes inherit that.
+    # The process that started sshd may ignore SIGHUP, and child processes inherit that,
+    # so the default is restored.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     print(banner(), flush=True)
-    # stdout and stderr become one stream, which keeps the order of the lines of workers
-    # and launcher.
+    # stdout and stderr become one stream, so the lines of workers and launcher keep
+    # their order.
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
     lines = _lines()
     line = next((line for line in lines if line != BEAT.strip()), None)

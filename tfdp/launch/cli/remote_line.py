@@ -18,13 +18,15 @@ from tfdp.launch.cli.launch import AutoCount, RunSettings
 from tfdp.launch.cli.node_options import NodeOptions, RendezvousAddress
 from tfdp.launch.cli.ssh import address_of
 
-# Heartbeat line, and the seconds between heartbeats.
+# A lost connection is noticed by missing heartbeats, so this line is sent once in
+# `BEAT_SECONDS`.
 BEAT = b".\n"
 BEAT_SECONDS = 2.0
 # Seconds of silence after which the connection counts as lost. The connection to a
 # suspended machine, for example, stays open but is silent.
 SILENT_SECONDS = 20.0
-# Most bytes of a line between the launchers, in either direction.
+# The launcher of a host keeps an incomplete line in memory, so a line to it has at most
+# this many bytes.
 MAX_BYTES = 1 << 20
 
 
@@ -98,8 +100,8 @@ def make_orders(
             "install openssh-client, or run the same command with --nodes on each "
             "machine. Received: no ssh in PATH"
         )
-    # The free ports of the first host are not known; a port that is free on this
-    # machine is likely to be free there.
+    # The free ports of the first host are not known from here, but a port that is free
+    # on this machine is likely to be free there.
     place = where.rendezvous or RendezvousAddress(
         address_of(hosts[0]), free_ports(1)[0]
     )

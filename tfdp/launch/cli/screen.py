@@ -21,15 +21,18 @@ from tfdp.launch.cli.lines import only_colours, without_escapes
 from tfdp.launch.cli.nonblocking_stream import NonBlockingStream
 from tfdp.launch.cli.signals import SignalPipe
 
-# Colors of the names of workers, by rank.
+# The names of workers of neighboring ranks have different colors, which separates their
+# lines at a glance.
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
-# Least number of seconds between two drawings of the progress bar.
+# Workers change their progress bars many times a second, so the screen redraws a bar
+# only once in this many seconds.
 _REDRAW_SECONDS = 0.1
-# Seconds that the reader of the output has to read the last lines, after a signal has
-# asked the job to end.
+# A pager may never read the last lines, so after a signal to the launcher they are
+# awaited for at most this many seconds.
 _LAST_LINES_SECONDS = 2.0
 
-# Severity of the launcher's messages, and their styles on a terminal.
+# The severity of a launcher's message is a field of JSON output, and selects the style
+# on a terminal.
 Level = Literal["info", "warning", "error"]
 _STYLES: dict[Level, str] = {"info": "", "warning": "bold yellow", "error": "bold red"}
 
@@ -100,8 +103,8 @@ class Screen:
             and not self._console.is_dumb_terminal
             and not self.is_verbatim
         )
-        # The unfinished line of each worker, by rank. The line that was updated last is
-        # the last entry.
+        # Unfinished lines by rank. A terminal shows only the line of the worker that
+        # drew last, so this entry is kept last.
         self._unfinished: dict[int, str] = {}
         self._bar: tuple[int, str] | None = None
         self._bar_drawn_at = 0.0

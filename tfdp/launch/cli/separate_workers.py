@@ -18,9 +18,11 @@ class SeparateWorkersJob(Job):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # Times at which failed workers start again, by their index.
+        # Failed workers start again after a pause, at these times by index, while the
+        # loop serves the other workers.
         self._starts_at: dict[int, float] = {}
-        # Ids of processes whose end has been handled.
+        # A worker that has ended stays in the list of workers, so the ids of handled
+        # processes are kept, to handle each end once.
         self._handled_pids: set[int] = set()
 
     def _is_over(self) -> bool:

@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 from tfdp.communication.coordination.flight_record import RECORD_SIGNAL
 
-# Exit code after `--timeout`, the same as that of the command `timeout`.
+# Scripts may know 124 from the command `timeout`, so `--timeout` has the same exit
+# code.
 TIMED_OUT = 124
-# Signals that ask the launcher to exit.
+# Ctrl-C, `kill` and a closed terminal send these signals, so each asks the launcher to
+# exit.
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Seconds within which several signals count as one: a single Ctrl-C may arrive both
-# from the terminal and from a parent process.
+# A single Ctrl-C may arrive both from the terminal and from a parent process, so
+# signals within this many seconds count as one.
 _SAME_SIGNAL_SECONDS = 0.5
 
 

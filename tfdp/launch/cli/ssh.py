@@ -9,18 +9,23 @@ from collections.abc import Mapping, Sequence
 
 from tfdp.launch.cli.hosts import Host
 
-# Exit code of ssh if the connection has failed.
+# ssh exits with this code if the connection has failed, otherwise with that of the
+# remote command.
 CONNECTION_LOST = 255
-# Exit code of the remote command if the working directory does not exist on the host.
+# A missing working directory on the host has a separate exit code, which neither ssh
+# nor a shell uses, so the error can name the directory.
 _NO_FOLDER = 96
-# Exit codes of a shell if the command cannot be executed, or does not exist.
+# A shell exits with these codes if a command cannot be executed, or does not exist, so
+# they mean that the host lacks the Python.
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
-# Timeout in seconds of the connection to a host.
+# A host that is switched off does not answer at all, so an attempt to connect ends
+# after this many seconds.
 CONNECT_SECONDS = 10
-# Seconds between ssh's keepalive messages; three unanswered ones end the connection.
+# ssh ends a connection after three unanswered keepalive messages, one in this many
+# seconds, so a lost host is noticed.
 _ALIVE_SECONDS = 5
-# Options of ssh: no prompts, since there is no terminal, and no forwarding, which a
-# user may have configured.
+# ssh must not ask for a password, since there is no terminal, and must not forward
+# ports, which a user may have configured.
 _OPTIONS = {
     "BatchMode": "yes",
     "ConnectTimeout": str(CONNECT_SECONDS),
@@ -29,7 +34,8 @@ _OPTIONS = {
     "ClearAllForwardings": "yes",
     "LogLevel": "ERROR",
 }
-# Descriptions of failed connections, by words of ssh's errors.
+# ssh has the same exit code for all failed connections, so words of its error select
+# the description.
 _CONNECTION_FAILURES = {
     "Permission denied": "{name} requires a password or a key that ssh does not have: "
     "`ssh-copy-id {name}`, or start ssh-agent, until `ssh -o BatchMode=yes {name}` "
@@ -38,7 +44,7 @@ _CONNECTION_FAILURES = {
     "changed: log in once by `ssh {name}` and check it",
     "Could not resolve": "The host name {name} does not resolve here",
 }
-# Module that runs on each host as its launcher.
+# The module is named by a string, since it runs on the hosts, by `python -m`.
 REMOTE_MODULE = "tfdp.launch.cli.remote"
 
 
@@ -64,7 +70,7 @@ def ssh_command(
         f"cd {shlex.quote(folder)} || exit {_NO_FOLDER}; "
         f"{variables}exec {shlex.quote(python)} -m {REMOTE_MODULE}"
     )
-    # The login shell of the host may be any shell, since it only has to start `sh`.
+    # The login shell of the host only has to start `sh`, so it may be any shell.
     remote = f"exec sh -c {shlex.quote(script)}"
     return ["ssh", "-T", *options, host.target, remote]
 

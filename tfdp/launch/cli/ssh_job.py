@@ -20,26 +20,31 @@ from tfdp.launch.cli.ssh_worker import SshWorker
 from tfdp.launch.cli.tracebacks import Tracebacks
 from tfdp.launch.rendezvous.failure import NODE_LOST
 
-# Longest wait in seconds for events in one round of the loop.
+# Time limits are checked once in a round of the loop, so a round waits for events at
+# most this many seconds.
 _POLL_SECONDS = 0.1
-# Longest wait in seconds for the first line of a launcher, whose Python may be read
-# from a network file system.
+# Python may be read from a network file system on a host, so its launcher has this many
+# seconds for its first line.
 _ANSWER_SECONDS = 60.0
-# Seconds after a failure before this process ends the remaining launchers. Normally the
-# launchers notify each other of the reason, and end by themselves.
+# After a failure the launchers notify each other, and normally end by themselves, so
+# this process ends the rest only after this many seconds.
 _DISMISS_SECONDS = 3.0
-# Seconds that launchers and connections have to end after the grace period of the
-# workers.
+# A host may be lost, so the ends of launchers and connections are awaited for at most
+# this many seconds after the grace period of the workers.
 _END_SECONDS = 10.0
-# Seconds within which the same message of several launchers is shown only once.
+# Several launchers report the same event at about the same time, so the same message is
+# shown only once in this many seconds.
 _ECHO_SECONDS = 8.0
-# Seconds before the launcher of a lost host is started again.
+# A host may need a moment until ssh reaches it again, so the launcher of a lost host is
+# started again after this many seconds.
 _RESTART_SECONDS = 2.0
-# Exit codes of ssh after a lost connection, or after ssh itself was killed.
+# With these exit codes ssh has lost the connection, or was killed itself, so that of
+# the launcher is not known.
 _LOST_CODES = (CONNECTION_LOST, -signal.SIGTERM, -signal.SIGKILL)
 _WORKER_LINE = re.compile(r"\[worker (\d+)\] ?(.*)")
 _PREFIX = "tfdp: "
-# Matches a message of a launcher that says why all nodes stop.
+# A message of a launcher that matches says why all nodes stop, so a lost connection is
+# not reported in addition.
 _REASON = re.compile(r"\bwere stopped\b")
 
 
@@ -69,22 +74,25 @@ class SshJob:
         self._python, self._folder = python, os.getcwd()
         self._screen, self._signals = screen, signals
         self._settings = settings
-        # Times at which launchers of lost hosts are restarted, by rank of the node.
+        # Lost hosts may come back only after a pause, so their launchers are restarted
+        # at these times, by rank of the node.
         self._restarts_at: dict[int, float] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
         self._workers: list[SshWorker] = []
         self._tracebacks = Tracebacks()
         self._ranks: set[int] = set()
-        # Time of each printed message, and the nodes whose launchers have sent it.
+        # Other launchers often send the same message, which is not printed again, so
+        # time and nodes of each printed message are kept.
         self._said: dict[str, tuple[float, set[int | None]]] = {}
-        # Message about a lost connection, printed if no launcher reports a reason.
+        # A launcher may still report why a connection was lost, so this message about
+        # the loss is printed only if none does.
         self._lost_text = ""
         self._has_reason = False
         self._num_signals = 0
         self._code: int | None = None
-        # Time at which the remaining launchers are ended, and time after which their
-        # exits are no longer awaited.
+        # After a failure, the remaining launchers are ended at `_dismiss_at`, and no
+        # longer awaited after `_end_at`, since their hosts may be lost.
         self._dismiss_at = self._end_at = float("inf")
         self._beat_at = 0.0
 
@@ -105,8 +113,8 @@ class SshJob:
         try:
             self._wait()
         finally:
-            # Tracebacks that are still held back are printed, and the reason of a lost
-            # connection.
+            # Tracebacks that are still held back, and the reason of a lost connection,
+            # must be printed before this process exits.
             for rank in self._ranks:
                 self._print(rank, self._tracebacks.rest(rank))
             self._report_lost()

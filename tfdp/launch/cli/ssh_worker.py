@@ -13,12 +13,13 @@ from tfdp.launch.cli.lines import MAX_LINE_LENGTH, PipeReader, without_escapes
 from tfdp.launch.cli.remote_line import signal_line, version_of
 from tfdp.launch.cli.worker import TAIL_LINES
 
-# Most characters of the JSON object for a worker's line: JSON has up to six characters
-# for each one of the line, and the object has further fields.
+# JSON has up to six characters for each one of a worker's line, and the object has
+# further fields, so its line may be eight times as long.
 _MAX_LINE_LENGTH = 8 * MAX_LINE_LENGTH
-# Seconds that ssh has to exit before it is killed.
+# ssh may hang on a lost connection, so it is killed after this many seconds.
 _KILL_SECONDS = 2.0
-# Seconds in which the remaining output is read after ssh has exited.
+# A child of ssh may keep the output open, so after the exit of ssh the rest is read for
+# at most this many seconds.
 _LAST_OUTPUT_SECONDS = 1.0
 
 
@@ -118,8 +119,8 @@ class SshWorker:
         now = time.monotonic()
         self._ended_at = self._ended_at or now
         is_read = self.output.has_ended and self.error_output.has_ended
-        # A child of ssh, such as a ProxyCommand, may hold the output open after ssh has
-        # ended.
+        # The output may stay open after ssh has ended, since a child of ssh, such as a
+        # ProxyCommand, has it too.
         if is_read or now - self._ended_at > _LAST_OUTPUT_SECONDS:
             self.exit_code = self._process.returncode
         return not self.is_running

@@ -14,8 +14,8 @@ from tfdp.launch.cli.import_once.script import Imports, imports_of
 from tfdp.launch.cli.launch import RunSettings
 from tfdp.launch.cli.signals import SignalPipe
 
-# Environment variables that make Python do more at its start or exit than a fork does.
-# Workers are not forked if one of the variables is set.
+# These environment variables make Python do more at its start or exit than a fork does,
+# so workers are not forked if one of them is set.
 _INTERPRETER_VARIABLES = (
     *("PYTHONINSPECT", "PYTHONPROFILEIMPORTTIME", "PYTHONVERBOSE", "PYTHONTRACEMALLOC"),
     *("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"),
@@ -80,9 +80,9 @@ class Starter:
                 return self._fork_server.fork(environment, output)
             except OSError:
                 self.close()
-        # stdout and stderr are one stream, which keeps the order of lines. In a session
-        # of its own, Ctrl-C reaches only the launcher, which forwards it, and all
-        # processes that the worker starts can be found.
+        # stdout and stderr are one stream, which keeps the order of lines. In a
+        # separate session, a worker gets Ctrl-C only from the launcher, and all
+        # processes that it starts can be found.
         process = subprocess.Popen(
             self.command,
             env=environment,
@@ -91,8 +91,8 @@ class Starter:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        # `Popen` does not reap a process that has a return code. `Worker` reaps the
-        # process.
+        # `Worker` reaps the process. `Popen`, which would reap it, too, does not do so
+        # if the return code is set.
         process.returncode = 0
         return process.pid
 
@@ -106,8 +106,8 @@ class Starter:
         self, imports: Imports, environment: dict[str, str]
     ) -> ForkServer | None:
         """Start the process that forks workers; return `None` if that fails."""
-        # `TF_CONFIG` contains the id of the job. By this id, `process_tree` finds also
-        # the process that forks workers, when it ends the processes of the job.
+        # When `process_tree` ends the processes of a job, it finds them by the id of
+        # the job in `TF_CONFIG`, so the process that forks workers needs it, too.
         config = {"TF_CONFIG": json.dumps({"tfdp": {"job": self.job}})}
         environment = {**environment, **imports.variables, **config}
         try:

@@ -63,7 +63,8 @@ def draw_topology(
     Returns:
         A `rich.tree.Tree`.
     """
-    # Labels are `Text`: rich would parse an IPv6 address in a plain string as markup.
+    # Labels are `Text`, since rich would parse an IPv6 address in a plain string as
+    # markup.
     tree = Tree(
         Text(
             f"{pluralize(topology.num_nodes, 'node')}, "

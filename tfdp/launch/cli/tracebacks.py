@@ -9,26 +9,28 @@ from collections.abc import Sequence
 
 from tfdp.launch.cli.lines import without_escapes
 
-# First line of a traceback, and beginning of a worker's line after Ctrl-C. A progress
-# bar that was being drawn may precede either on the same line.
+# A progress bar may precede the beginning of a traceback, or of a worker's line after
+# Ctrl-C, on the same line, so these texts are not only sought at its start.
 _BEGIN = "Traceback (most recent call last):"
 _INTERRUPTED = "tfdp: interrupted"
-# Matches the error of a worker whose peer was lost. The frames of such an error are not
-# shown, since its message names the place in the script.
+# The message of this error names the place in the script, so the frames of a worker
+# whose peer was lost are not shown.
 _LOST = re.compile(r"tfdp\.[\w.]+\.WorkerLost: ")
-# Matches a line of a traceback with the file and the line number of a frame.
+# Matches a frame in a file, with its line number. A name such as `<string>` is skipped,
+# since users cannot open it.
 _FRAME = re.compile(r'  File "(?!<)(.+)", line (\d+)')
-# Seconds without a further line after which a traceback is complete: Python writes all
-# its lines at once.
+# Python writes all lines of a traceback at once, so a traceback is complete after this
+# many seconds without a further line.
 _PAUSE_SECONDS = 0.3
-# Largest age in seconds and number of lines of a held-back traceback, after which it is
-# shown as it is.
+# A traceback may never seem complete, so after `_MAX_SECONDS`, or with `_MAX_LINES`
+# lines, it is shown as it is.
 _MAX_SECONDS = 2.0
 _MAX_LINES = 1000
-# Seconds after which a traceback that was already shown for one worker is shown in full
-# for another.
+# Workers fail of one cause at about the same time, so a traceback that was shown longer
+# ago than this many seconds is shown in full again.
 _RECENT_SECONDS = 30.0
-# Matches parts of a line that differ between processes: addresses and task indices.
+# Addresses and task indices differ between processes, so they are ignored when
+# tracebacks of two workers are compared.
 _PROCESS_DETAILS = re.compile(r"(?<=0x)[0-9a-f]+|(?<=/task:)\d+")
 
 
@@ -121,7 +123,8 @@ class Tracebacks:
         block = self._held.pop(rank, None)
         if block is None:
             return []
-        # Index of the first line of the last traceback: chained ones follow each other.
+        # Chained tracebacks follow each other, and only the last one is of the error
+        # that has ended the script.
         begin = max(i for i, line in enumerate(block.lines) if _begins(line))
         if self.is_interrupted and (end := _end_of_ctrl_c(block.lines, begin)):
             said = self._show_interruption_once(f"{_INTERRUPTED}{_place(block.lines)}")
@@ -138,8 +141,8 @@ class Tracebacks:
             return []
         if _begins(line):
             bar = line.rstrip().removesuffix(_BEGIN)
-            # A word and a space before the text, as in "ERROR Traceback", are not a
-            # progress bar.
+            # A text that ends with a space, as in "ERROR Traceback", is a part of a
+            # message, not a progress bar.
             is_bar = bool(bar) and not bar[-1].isspace()
             self._held[rank] = _Block(rank, time.monotonic())
             self._held[rank].add(_BEGIN if is_bar else line)
@@ -181,8 +184,8 @@ class Tracebacks:
             if not rest:
                 self.shown_for[block.rank] = other.rank
                 return [f"tfdp: the same error as on worker {other.rank}"]
-            # The condition is true if the tracebacks have the same frames, and differ
-            # only in the message of the error.
+            # Tracebacks that differ only in the message have the same frames, so only
+            # the message is shown.
             if all(_is_message(lines, size) for lines in (block.lines, other.lines)):
                 return [
                     f"tfdp: the same traceback as on worker {other.rank}, and:",

@@ -25,20 +25,24 @@ from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.signals import signal_name
 from tfdp.launch.rendezvous.failure import Failure
 
-# Number of last lines of a worker that are kept to report its failure.
+# The last lines of a worker show its error, so this number of lines is kept for the
+# report of its failure.
 TAIL_LINES = 20
-# Seconds after which an unfinished line, such as a progress bar, is logged again.
+# A progress bar is one line that ends late, so its state is logged once in this many
+# seconds.
 _SNAPSHOT_SECONDS = 10.0
-# Longest wait in seconds for the end of a killed process.
+# A killed process may be blocked in the kernel, so its end is awaited for at most this
+# many seconds.
 _REAP_SECONDS = 1.0
-# Most bytes to read after a worker's end, which is the capacity of a pipe. The limit
-# ends the reading even if children of the worker continue to write.
+# Children of a worker may continue to write after its end, so at most this many bytes
+# are read then: the largest size of a pipe by default.
 _MAX_PIPE_BYTES = 1 << 20
 # Matches the text of `tfdp.communication.coordination.watch.errors.failure_message`,
 # repeated here since importing that module imports TensorFlow.
 _LOST = re.compile(r"\bWorker (\d+) \([^()\s]+\) was lost\b")
 
-# Flags for opening a log: no symbolic link is followed, and a FIFO does not block.
+# The path of a log may exist as something else, so symbolic links are not followed, and
+# a FIFO does not block.
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 _FLAGS |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -65,7 +69,8 @@ class Worker:
         self.log = log
         self.exit_code: int | None = None
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
-        # Time at which the unfinished line began, or was last logged.
+        # The unfinished line is logged once in an interval, which begins at this time:
+        # that of its first text, or of its last log.
         self._shown_at = time.monotonic()
         reader, writer = os.pipe()
         self.output = PipeReader(open(reader, "rb", buffering=0))  # noqa: SIM115
@@ -100,9 +105,9 @@ class Worker:
         is_new_line = not self.output.unfinished
         lines = self.output.read()
         if is_new_line:
-            # Python writes a line and the end of the line separately. A new unfinished
-            # line is shown only after an interval, since its end probably follows at
-            # once.
+            # Python writes a line and its end separately, so the end of a new
+            # unfinished line probably follows at once. The line is therefore shown only
+            # after an interval.
             self._shown_at = time.monotonic()
         self._record(lines)
         return lines
@@ -288,7 +293,7 @@ class LogFile:
     def write(self, text: str) -> None:
         """Append text to the file."""
         data = text.encode("utf-8", errors="replace")
-        # The error is not raised, since a full disk must not end the training.
+        # A full disk must not end the training, so the error is not raised.
         try:
             while data:
                 data = data[os.write(self._fd, data) :]

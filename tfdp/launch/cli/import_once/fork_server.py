@@ -19,7 +19,8 @@ _IMPORT_SECONDS = 60.0
 # Longest wait in seconds for a fork, which takes milliseconds unless the process that
 # forks is suspended.
 _FORK_SECONDS = 30.0
-# Longest wait in seconds for the end of the process that forks, after it was killed.
+# A killed process may be blocked in the kernel, so `close` waits for the end of the
+# process that forks for at most this many seconds.
 _END_SECONDS = 5.0
 _FOLDER = Path(__file__).parent
 
@@ -47,7 +48,7 @@ class ForkServer:
         self._connection, child_end = socket.socketpair()
         try:
             with child_end, tempfile.TemporaryFile() as output:
-                # The process has its own session, so that Ctrl-C does not reach it.
+                # The process has a separate session, so Ctrl-C does not reach it.
                 self._process = subprocess.Popen(
                     list(command),
                     env={**environment, "PYTHONPATH": python_path},

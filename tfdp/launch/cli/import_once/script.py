@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _PACKAGES = frozenset(["tensorflow", "keras", "tfdp"])
-# Functions that change the environment other than by `os.environ`.
+# A script can change the environment by these functions, too, without `os.environ`, so
+# a use of one prevents early imports.
 _CHANGES_ENVIRONMENT = frozenset(["putenv", "unsetenv", "load_dotenv"])
-# Methods of `os.environ` that only read it.
+# These methods only read `os.environ`, so a script may call them before its imports.
 _READS_ENVIRONMENT = frozenset(["get", "copy", "items", "keys", "values"])
 
 

@@ -24,14 +24,17 @@ import time
 import warnings
 from typing import Any
 
-# Modules that are imported in advance for a script that imports tfdp.
+# `import tfdp` alone does not import TensorFlow, so these modules, which most scripts
+# use, are imported in advance, too.
 _TFDP_MODULES = ("tfdp.training.strategy.strategy", "tfdp.callbacks")
-# Prefixes of environment variables that TensorFlow and its libraries read at import.
+# TensorFlow and its libraries read variables with these prefixes only at their import,
+# so a script that changes one after the early import gets a warning.
 _READ_AT_IMPORT = (
     *("TF_", "KERAS_", "XLA_", "CUDA_", "NVIDIA_", "ONEDNN_", "DNNL_"),
     *("OMP_", "KMP_", "OPENBLAS_", "MKL_"),
 )
-# Answer to the launcher, in place of a process id, once all packages are imported.
+# A process id is positive and an error negative, so 0 is free as the answer to the
+# launcher that all packages are imported.
 _READY = 0
 
 
@@ -40,7 +43,7 @@ def main() -> None:
     folder = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
     _import_user_sitecustomize()
-    connection = socket.socket(fileno=os.dup(0))  # the launcher's socket is stdin
+    connection = socket.socket(fileno=os.dup(0))  # stdin is the launcher's socket
     environment = dict(os.environ)
     try:
         packages = json.loads(_receive(connection)[0])
@@ -148,7 +151,8 @@ def _become_worker(environment: dict[str, str], output: int) -> None:
     os.environ.clear()
     os.environ.update(environment)
     if (numpy := sys.modules.get("numpy")) is not None:
-        # NumPy's generator does not reseed itself in a fork, while `random` does.
+        # NumPy's generator does not reseed itself in a fork, while `random` does:
+        # without this call all workers would draw the same numbers.
         numpy.random.seed()
 
 
