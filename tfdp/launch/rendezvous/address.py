@@ -15,7 +15,8 @@ from tfdp.communication.cluster.own_addresses import (
 from tfdp.communication.cluster.ports import addresses_to_listen_on, listen_at
 from tfdp.launch.rendezvous.failure import RendezvousError
 
-# Loopback addresses of IPv4 and IPv6: a host may have only one of them.
+# A host may have only one of the loopback addresses of IPv4 and IPv6, so both are
+# tried.
 _LOOPBACKS = ("127.0.0.1", "::1")
 
 
@@ -65,7 +66,7 @@ def check_resolves(host: str) -> None:
     """
     try:
         socket.getaddrinfo(host, None)
-    # An empty label of a host name raises `UnicodeError`.
+    # `getaddrinfo` raises `UnicodeError` for a host name with an empty label.
     except (OSError, UnicodeError) as error:
         invalid = "it is not a valid host name"
         reason = error.strerror if isinstance(error, OSError) else invalid
@@ -85,7 +86,8 @@ def own_address(listener: socket.socket) -> tuple[str, int]:
     Returns:
         The IP address and the port.
     """
-    # `getnameinfo` includes the interface of a link-local address.
+    # A link-local address is valid only with the name of its interface, which
+    # `getnameinfo` includes.
     numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
     host = socket.getnameinfo(listener.getsockname(), numeric)[0]
     port = listener.getsockname()[1]

@@ -33,15 +33,17 @@ from tfdp.launch.rendezvous.link import HeartbeatConnection
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Hello, Node, Reports, Roster
 
-# Seconds to wait for a silent node's own report after another node has reported its
-# worker as lost. The wait is short, since a silent node probably sends no report.
+# A node whose worker is reported as lost may report the cause itself. If the node is
+# silent already, the wait for its report is only this many seconds.
 _SETTLE_SECONDS = 1.0
-# Seconds between notices about missing nodes.
+# The notice about missing nodes shows users that the job waits, so it is repeated after
+# this many seconds.
 _NOTICE_SECONDS = 10.0
-# Seconds that a node has to stop its workers, in addition to two grace periods: one to
-# save, and one to exit.
+# A node that has not stopped its workers is dropped after this many seconds, in
+# addition to two grace periods: one to save, and one to exit.
 _STOP_SECONDS = 30.0
-# Addresses of all workers: IP address and worker ports of each node, by rank.
+# The workers of a node share its IP address, so the addresses of all workers are an IP
+# address and a list of ports for each node, by rank.
 NodeAddresses: TypeAlias = list[tuple[str, list[int]]]
 
 
@@ -86,21 +88,26 @@ class Coordinator:
         self._clock = clock
         self._roster = Roster(node_0)
         self._attempt = 0
-        # Id of the attempt, from which the secret of its workers is derived.
+        # The secret of the workers is derived from this id of the attempt, so workers
+        # of different attempts cannot connect.
         self._id = ""
         self._has_started = False
         self._started_at = self._noticed_at = self._stopped_at = clock()
-        # Time at which the wait for nodes, or the pause before a restart, ends.
+        # Nodes may never join or report their ports, so the wait for them ends at this
+        # time; so does the pause before a restart.
         self._until = clock() + join_seconds
         self._reports = Reports(self._roster)
         self._decide_at: float | None = None
-        # Exit code of the job if it is not started again, and the failure that stopped
-        # all workers. The failure is `None` if the job was asked to end.
+        # The failure that stopped all workers determines whether the job starts again.
+        # It does not if the job was asked to end, with the failure `None`, and then
+        # exits with `_code`.
         self._code = 0
         self._failure: Failure | None = None
-        # Exit code of workers that have saved a checkpoint because of a signal.
+        # Workers that save a checkpoint because of a signal exit with this code, and
+        # the job exits with the same, so the caller can start it again.
         self._saved_code: int | None = None
-        # The method that `tick` calls in each phase; it may begin the next phase.
+        # `tick` calls the method of the present phase, which may begin the next one.
+        # `ENDED` has none, since a job that is over does nothing.
         self._phase_steps = {
             Phase.GATHERING: self._advance_gathering,
             Phase.PREPARING: self._advance_preparing,
@@ -140,7 +147,7 @@ class Coordinator:
     def receive(self, link: HeartbeatConnection, message: Mapping[str, Any]) -> None:
         """Handle a message of a node, such as its ports or the failure of a worker.
 
-        If its workers have ended without an error, `"done"` is sent to all nodes.
+        When a node's workers have ended without an error, all nodes receive `"done"`.
 
         Args:
             link: `HeartbeatConnection` to the node.
@@ -222,7 +229,8 @@ class Coordinator:
         if all(node.ports is not None for node in self._roster.nodes):
             places = self._places()
             addresses = [(host, port) for host, ports in places for port in ports]
-            # Two nodes on one machine may report the same free port.
+            # Two nodes on one machine may report the same free port, so all nodes are
+            # then asked again.
             is_unique = len(set(addresses)) == len(addresses)
             self._start(places) if is_unique else self._prepare()
         elif clock_seconds >= self._until:
@@ -293,7 +301,7 @@ class Coordinator:
             self._roster.revoke_ranks()
         self.phase = Phase.GATHERING
         self._until = self._clock() + self._join_seconds
-        # The time of the last notice is set to the past, so that the next tick sends a
+        # The time of the last notice is set to the past, so the next tick sends a
         # notice about the missing nodes.
         self._noticed_at = self._clock() - _NOTICE_SECONDS
 

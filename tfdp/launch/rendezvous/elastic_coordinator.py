@@ -26,11 +26,11 @@ from tfdp.launch.rendezvous.link import HeartbeatConnection
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Hello, Node
 
-# Seconds since the last node has joined, after which a job starts with fewer nodes than
-# the maximum.
+# Nodes often join within seconds of each other, so a job starts with fewer than the
+# maximum only if none has joined for this many seconds.
 _GRACE_SECONDS = 5.0
-# Seconds without an answer of any worker after which the job counts as no longer
-# training.
+# Workers that train answer every request, so the job counts as no longer training if
+# none has answered for this many seconds.
 SILENT_SECONDS = 60.0
 
 
@@ -56,11 +56,14 @@ class ElasticCoordinator(Coordinator):
         super().__init__(node_0, join_seconds, make_restarts, clock)
         self._probe = probe
         self._joined_at = clock()
-        # IP address and worker ports of each node by rank, also of lost nodes.
+        # Lost nodes stay in this dict from rank to IP address and worker ports, so the
+        # ranks of the other nodes' workers do not change.
         self._by_rank: dict[int, tuple[str, list[int]]] = {}
-        # Exit code of the node that has ended last.
+        # A job without success exits with this code, that of the node that has ended
+        # last.
         self._last_code = 0
-        # Id of the last attempt whose workers have begun to train.
+        # `trains` is sent to the nodes once in each attempt, so the id of the last
+        # attempt in which it was sent is kept.
         self._known_id = ""
 
     @property
@@ -117,8 +120,8 @@ class ElasticCoordinator(Coordinator):
     def receive(self, link: HeartbeatConnection, message: Mapping[str, Any]) -> None:
         """Handle a message of a node, including the end of its workers.
 
-        Unless they have ended without an error, the node is removed from the job; but
-        node 0 only if it is leaving.
+        A node whose workers have ended with an error is removed from the job; node 0
+        only if it is leaving.
 
         Args:
             link: `HeartbeatConnection` to the node.
@@ -138,7 +141,7 @@ class ElasticCoordinator(Coordinator):
                 self._dismiss(node, self._last_code)
 
     def _advance_gathering(self, clock_seconds: float) -> None:
-        """Begin an attempt once all nodes have joined, or enough and none for 5 s."""
+        """Begin an attempt once all nodes have joined, or enough, the last 5 s ago."""
         if len(self._roster.nodes) < self._roster.least:
             super()._advance_gathering(clock_seconds)
         elif (
@@ -150,7 +153,7 @@ class ElasticCoordinator(Coordinator):
     def _advance_running(self, clock_seconds: float) -> None:
         """Admit nodes that have joined; end the job when no connected node has workers.
 
-        A node has none before it starts them, and after it has reported their end.
+        A node has no workers before it starts them, and after it has reported their end.
         While no node is connected, the job continues: after a suspension of node 0 all
         nodes come back.
 
@@ -180,8 +183,8 @@ class ElasticCoordinator(Coordinator):
     def _check_silence(self, clock_seconds: float) -> None:
         """Stop all workers if none has answered the probe for `SILENT_SECONDS`."""
         # If this process was suspended, the probe has not asked the workers for a
-        # while. The workers' silence is therefore checked only once the nodes have had
-        # time to connect again.
+        # while, so their silence is checked only once the nodes have had time to
+        # connect again.
         is_new = clock_seconds < self._joined_at + _GRACE_SECONDS
         if is_new or not self._roster.nodes:
             return
@@ -247,8 +250,8 @@ class ElasticCoordinator(Coordinator):
         super()._gather()
         self._roster.revoke_ranks()
         for node in self._roster.nodes:
-            # A node that has reconnected has a rank of the previous attempt. Node 0
-            # keeps its rank.
+            # A node that has reconnected requested its rank of the previous attempt,
+            # which is no longer valid. Only node 0 keeps its rank.
             if node.rank:
                 node.rank = None
         self._joined_at = self._clock()

@@ -10,12 +10,12 @@ from tfdp.ground.base.json_fields import from_fields
 
 T = TypeVar("T")
 
-# Exit code of a job that has lost a node: EX_UNAVAILABLE of sysexits.h, which is also
-# the exit code of a worker that has lost a peer.
+# A job that has lost a node exits with the same code as a worker that has lost a peer:
+# EX_UNAVAILABLE of sysexits.h.
 NODE_LOST = 69
-# Seconds to wait for the exit of a worker that its peers report as lost. Such a worker
-# gives its main thread 4 s before it exits. Its peers may exit earlier, but its own
-# exit code tells more about the cause than theirs.
+# The exit code of a worker that its peers report as lost tells more about the cause
+# than theirs, so its exit is awaited for this many seconds. Such a worker gives its
+# main thread 4 s before it exits.
 LOST_EXIT_SECONDS = 6.0
 
 

@@ -12,7 +12,8 @@ from tfdp.communication.store import ask_workers
 from tfdp.ground.base.threads import start_thread
 from tfdp.launch.rendezvous.coordinator import NodeAddresses
 
-# Seconds between two requests to the workers.
+# Node 0 learns that workers train from their answers, so it asks them again after this
+# many seconds.
 _ASK_SECONDS = 1.0
 
 

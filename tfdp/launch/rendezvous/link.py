@@ -14,16 +14,19 @@ from tfdp.communication.connection.handshake import Authenticated, ConnectionFai
 from tfdp.communication.connection.messages import MessageConnection, encode
 from tfdp.ground.text import pluralize
 
-# Name of the service in the handshake of `tfdp.communication.connection`.
+# Both ends check this name in the handshake, so a launcher does not connect to another
+# server of tfdp.
 SERVICE = "rendezvous"
-# Maximum bytes of a message: node 0 sends the addresses of all workers in one.
+# Node 0 sends the addresses of all workers in one message, so a message may have this
+# many bytes.
 MAX_BYTES = 1 << 19
-# Maximum bytes of a message to node 0, which receives only short reports.
+# Node 0 receives only short reports, so a message to it may have only this many bytes.
 MAX_REPORT_BYTES = 1 << 16
-# Seconds between two heartbeats.
+# An idle connection is distinguished from a lost one by heartbeats, one in this many
+# seconds.
 BEAT_SECONDS = 1.0
-# Seconds of silence after which a node counts as lost: an overloaded machine may be
-# silent for some seconds.
+# An overloaded machine may be silent for some seconds, so a node counts as lost only
+# after this many.
 SILENT_SECONDS = 15.0
 _BEAT = {"type": "beat"}
 

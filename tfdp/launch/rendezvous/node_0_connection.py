@@ -26,15 +26,20 @@ from tfdp.launch.rendezvous.failure import RendezvousError
 from tfdp.launch.rendezvous.link import MAX_BYTES, SERVICE, HeartbeatConnection
 from tfdp.launch.rendezvous.roster import Hello
 
-# Timeout in seconds of one attempt to connect.
+# A host behind a firewall may never answer, so one attempt to connect ends after this
+# many seconds.
 _DIAL_SECONDS = 5.0
-# Timeout in seconds of the handshake of a new connection.
+# The process at the port may not be node 0, and send nothing, so the handshake ends
+# after this many seconds.
 _HANDSHAKE_SECONDS = 10.0
-# Seconds between attempts to connect, which double from the first to the longest.
+# Node 0 may start at the same moment or minutes later, so the pauses between attempts
+# to connect double from the first to the longest, in seconds.
 _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 1.0
-# Longest wait of the thread for messages in seconds; it bounds the delay of `close`.
+# The thread sees a call of `close` only between two waits for messages, so a wait lasts
+# at most this many seconds.
 _POLL_SECONDS = 0.05
-# Longest wait of `close`, in seconds, until all pending messages are sent.
+# Node 0 may not read any more, so `close` sends pending messages for at most this many
+# seconds.
 _CLOSING_SECONDS = 2.0
 
 
@@ -109,7 +114,8 @@ class Node0Connection:
         Args:
             message: Mapping of JSON values.
         """
-        # `_link` is read once, since the thread may set it to `None` at any time.
+        # The thread may set `_link` to `None` at any time, so the attribute is read
+        # once.
         if (link := self._link) is not None:
             link.send(message)
 

@@ -8,13 +8,14 @@ from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.ground.text import pluralize
 from tfdp.launch.rendezvous.failure import Failure
 
-# Duration, in seconds, from which an attempt counts as stable: its failure was not
-# caused by its start.
+# The failure of an attempt that has lasted this many seconds was not caused by its
+# start, so the attempt counts as stable.
 _STABLE_SECONDS = 60.0
-# Consecutive attempts that a worker must fail to be left out.
+# One failure of a worker may be chance, so a worker is left out only after it has
+# failed this number of consecutive attempts.
 _TOLERATED = 2
-# Pauses before restarts grow by this factor from the first to the longest: one failure
-# costs little time, and a job that keeps failing is not started again at once.
+# One failure should cost little time, and a job that keeps failing must not start again
+# at once, so pauses before restarts grow by this factor from the first to the longest.
 _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS, _GROWTH = 0.1, 30.0, 4
 
 
@@ -77,7 +78,8 @@ class Restarts:
         self._consecutive_failures = 0
         self._pause = _FIRST_PAUSE_SECONDS
         self._wait = self._first_wait = grow_after_seconds
-        # Left-out slots that the current attempt tries again.
+        # A worker of a left-out slot that this attempt tries again may fail soon, so
+        # these slots are kept: such a failure does not count as a restart.
         self._on_trial: frozenset[int] = frozenset()
 
     @property

@@ -12,19 +12,22 @@ from tfdp.ground.text import pluralize
 from tfdp.launch.rendezvous.failure import Failure, MalformedMessage, from_message
 from tfdp.launch.rendezvous.link import HeartbeatConnection
 
-# Maximum number of nodes, and of workers of a node, that a `Hello` may have.
+# A `Hello` with a larger number of nodes or workers, or a larger rank, is malformed:
+# the job could not hold them.
 _MAX_OF_NODE = 1 << 16
-# Silence, in seconds, up to which a node counts as connected: heartbeats come each
-# second.
+# Heartbeats come each second, so a node that is silent for longer than this many
+# seconds may be lost.
 DOUBTFUL_SECONDS = 3.5
-# Maximum number of workers of a job, whose addresses are sent in one message.
+# The addresses of all workers are sent in one message of limited size, so a job has at
+# most this number of workers.
 _MAX_WORKERS = 8192
-# Maximum number of nodes that a sentence names; further ones are only counted.
+# A sentence with hundreds of names is hard to read, so it names at most this number of
+# nodes, and counts the others.
 _MAX_NAMES = 8
 
-# Sentences about a field of `Hello` that must be the same on all nodes. The
-# placeholders are node 0's value, the name of a host that differs, and the value of
-# that host.
+# Nodes that differ in one of these fields of `Hello` cannot run one job. The
+# placeholders of the sentences are node 0's value, the name of the host that differs,
+# and its value.
 _SAME_ON_ALL = {
     "version": "Node 0 has tfdp {0}, {1} has tfdp {2}. Install the same version on all "
     "machines.",
@@ -208,8 +211,9 @@ class Roster:
         self._node_0, self._num_nodes = node_0, node_0.nodes
         self._is_elastic = node_0.min_nodes is not None
         self.least = node_0.min_nodes or node_0.nodes
-        # Number of workers and name of each node, by rank; kept when a node is lost, so
-        # that ranks of workers do not change and messages can name the node.
+        # Number of workers and name of each node, by rank. The entries of a lost node
+        # are kept, so the ranks of workers do not change and messages can name the
+        # node.
         self._sizes: list[int] = []
         self._names: list[str] = []
 

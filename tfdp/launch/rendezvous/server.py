@@ -22,10 +22,12 @@ from tfdp.launch.rendezvous.roster import Hello
 
 _logger = logging.getLogger("tfdp.rendezvous")
 
-# Longest wait in seconds for the first message of a new connection.
+# A peer may connect and then send nothing, so a connection without a first message is
+# closed after this many seconds.
 _HELLO_SECONDS = 5.0
-# Longest wait in seconds until all nodes have received the end of the job and have
-# disconnected, and until pending messages are sent if the job has not ended.
+# A node may be lost at the end, so `close` waits at most this many seconds: for all
+# nodes to disconnect once they know the end of the job, or else only for pending
+# messages.
 _GOODBYE_SECONDS, _CLOSING_SECONDS = 3.0, 2.0
 _POLL_SECONDS = 0.01
 
@@ -43,7 +45,8 @@ class Server(Acceptor):
         self, listener: socket.socket, secret: str, coordinator: Coordinator
     ) -> None:
         self._coordinator = coordinator
-        # Dict from each connection to whether its first message has arrived.
+        # The first message of a connection adds its node to the job, so the dict has
+        # for each connection whether that message has arrived.
         self._links: dict[HeartbeatConnection, bool] = {}
         self._is_ending = False
         super().__init__(
@@ -59,7 +62,8 @@ class Server(Acceptor):
     def close(self) -> None:
         """Send pending messages for a limited time, and end the server's thread."""
         self._is_ending = True
-        # Nodes close their connections themselves once they know that the job is over.
+        # Nodes close their connections themselves once they know that the job is over,
+        # so the server only waits.
         is_over = self._coordinator.is_over
         seconds = _GOODBYE_SECONDS if is_over else _CLOSING_SECONDS
         deadline = time.monotonic() + seconds
