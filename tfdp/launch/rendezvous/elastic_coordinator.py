@@ -153,7 +153,7 @@ class ElasticCoordinator(Coordinator):
     def _advance_running(self, clock_seconds: float) -> None:
         """Admit nodes that have joined; end the job when no connected node has workers.
 
-        A node has no workers before it starts them, and after it has reported their end.
+        A node has no workers before it starts them and after it has reported their end.
         While no node is connected, the job continues: after a suspension of node 0 all
         nodes come back.
 
