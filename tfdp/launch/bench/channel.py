@@ -78,9 +78,9 @@ def work(make_variants: Callable[[dict[str, Any]], Variants]) -> None:
     orders: queue.Queue[dict[str, Any]] = queue.Queue()
     pipe = sys.stdin
     # A forked process, such as a worker of a PyTorch `DataLoader`, closes `sys.stdin`.
-    # If that were the pipe, it would wait indefinitely for the lock that the reading
-    # thread held at the fork.
-    sys.stdin = open(os.devnull)  # noqa: SIM115
+    # Closing the pipe would block it indefinitely, on the lock that the reading thread
+    # held at the fork.
+    sys.stdin = open(os.devnull)  # noqa: SIM115  (open until the process exits)
     threading.Thread(target=_read_orders, args=(pipe, orders), daemon=True).start()
     variants = make_variants(json.loads(sys.argv[1]))
     print(json.dumps({"ready": True}), file=replies)

@@ -13,8 +13,8 @@ from tfdp.launch.bench.sides import Side
 
 DEFAULTS, TUNED = "defaults", "tuned"
 DEVICES, WORKERS, PLAIN, STOCK, DDP = "devices", "workers", "plain", "stock", "ddp"
-# A variant of this name does not communicate: the difference to the same variant with
-# communication is the cost of communication.
+# A variant with this suffix runs without communication. Its time is subtracted from
+# that of the full variant, which leaves the cost of communication.
 ALONE = "no communication"
 # TensorFlow's own strategy sends gradients in packs: it is tuned by trying these sizes
 # of a pack, in MiB.
@@ -28,8 +28,8 @@ _KEPT_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": _GIBIBYTE,
 }
 _FIT: dict[str, Any] = {"fit": True}
-# A tuned set-up is represented by its fastest variant: these are tried for each kind of
-# set-up, with their settings.
+# A tuned set-up is represented by its fastest variant: these variants are tried for
+# each kind of set-up, with their settings.
 _CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     DEVICES: {
         "no XLA": _FIT,

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from tfdp.ground.text import pluralize
 
 FAMILIES = ("mlp", "cnn", "transformer")
-# As in MNIST, images have 28 x 28 = 784 pixels for the MLP, and 10 classes for the MLP
-# and the CNN.
+# The MLP's inputs have the size of MNIST's images, 28 x 28 pixels. The MLP and the CNN
+# have 10 classes, like MNIST and CIFAR-10.
 NUM_INPUTS, NUM_CLASSES = 784, 10
 # As in CIFAR-10, the CNN's images have 32 x 32 pixels of 3 channels. Each stage halves
 # the side, so three stages leave 4 x 4.
@@ -70,10 +70,10 @@ class Model:
                 for num_inputs, num_outputs in stages
             )
             return convolutions + (inputs[-1] + 1) * NUM_CLASSES
-        # The number is computed by a formula, since `model_of_size` tries many widths.
-        # A transformer's block has two norms, attention (query, key, value, output) and
-        # two dense layers. Outside of the blocks are the embeddings, the last norm and
-        # the linear head.
+        # The parameters are counted by a formula, since `model_of_size` tries many
+        # widths. A transformer's block has two norms, attention (query, key, value,
+        # output) and two dense layers. Outside of the blocks are the embeddings, the
+        # last norm and the linear head.
         block = 4 * width + 4 * (width + 1) * width + 8 * width * width + 5 * width
         ends = (VOCABULARY + CONTEXT) * width + 2 * width + (width + 1) * VOCABULARY
         return self.num_blocks * block + ends
@@ -133,8 +133,8 @@ def model_of_size(family: str, millions: float) -> Model:
             f"The smallest {family} has {least:.2g} million parameters. "
             f"Received: {millions:g}"
         )
-    # `free_bytes` needs psutil, which may be missing in the interpreter of another
-    # side, which imports this module, too.
+    # `free_bytes` needs psutil, and is imported late: the interpreter of another side
+    # also imports this module, and may lack psutil.
     from tfdp.ground.base.memory import free_bytes
 
     needed, free = _WEIGHT_BYTES * model.num_parameters, free_bytes()

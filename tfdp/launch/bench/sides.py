@@ -244,7 +244,7 @@ def alternate(
     }
     for side, variant in variants:
         if warm_up:
-            side.run(variant, warm_up)  # untimed: it traces functions, and fills caches
+            side.run(variant, warm_up)  # untimed: warm-up steps trace functions
     for block in range(blocks):
         for side, variant in variants if block % 2 == 0 else reversed(variants):
             times[f"{side.name}/{variant}"].append(slowest(side.run(variant, steps)))

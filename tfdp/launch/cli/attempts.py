@@ -104,8 +104,8 @@ class LocalAttempts(Attempts):
     def _handle_end(self, job: Job, code: int) -> None:
         """Pause if the policy decides that another attempt follows, or end the job."""
         received = self._context.signals.received
-        # A caller who sends a signal expects its exit code, 128 plus its number, even
-        # if the job was already ending for another reason.
+        # A caller that sends a signal expects the exit code 128 plus the signal's
+        # number, even if the job was already ending for another reason.
         if received and code not in (0, PREEMPTED):
             code = 128 + received[0]
         decision = self._restarts.decide(

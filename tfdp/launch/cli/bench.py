@@ -74,8 +74,8 @@ models = types.with_options(
         default="mlp",
     ),
 )
-# Benchmarks do not take the values of these options: `checked_files` converts them to
-# `Files`.
+# The `Settings` of a benchmark have no fields for these options: `checked_files`
+# converts their values to `Files`.
 files = types.with_options(
     types.output_option(
         "--json FILE",

@@ -95,8 +95,8 @@ def _build_model(index: Index, directory: str) -> Any:
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
         for layer in keras_model.layers_of(model):
-            # A checkpoint has only variables. The vocabulary that `adapt` has found is
-            # in a lookup table instead, so the built model may lack it.
+            # A checkpoint stores the values of variables. The vocabulary that `adapt`
+            # has found is in a lookup table instead, so the built model may lack it.
             vocabulary = getattr(layer, "get_vocabulary", None)
             if vocabulary and not vocabulary(include_special_tokens=False):
                 raise ValueError(f"{layer.name!r} lacks its vocabulary, from `adapt`")

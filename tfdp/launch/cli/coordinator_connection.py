@@ -40,7 +40,7 @@ from tfdp.launch.rendezvous.roster import Hello
 from tfdp.launch.rendezvous.server import Server
 
 # The user may start a lost node 0 again at any time, so the other nodes try to connect
-# to it once in this many seconds.
+# to it at this interval in seconds.
 _REJOIN_SECONDS = 1.0
 
 

@@ -40,8 +40,8 @@ from tfdp.launch.cli.topology_tree import (
 # `doctor` applies the defaults of `--steps` and `--timeout` (seconds) itself: it
 # refuses the options without `--input`, so it must know whether they were given.
 _STEPS, _TIMEOUT_SECONDS = 60, 120.0
-# A process of an MPI job may hang or be missing, so the others are awaited for at most
-# this many seconds.
+# A process of an MPI job may hang or be missing, so `tfdp doctor` waits for the others
+# at most this many seconds.
 _MPI_SECONDS = 60.0
 _NO_INPUT = "This is an option of --input, which was not given"
 _PACKAGES = ("tfdp", "tensorflow", "keras", "numpy")

@@ -22,7 +22,7 @@ from tfdp.launch.rendezvous.failure import NODE_LOST
 # seconds, since it probably fails at each start.
 _PAUSE_SECONDS = 1.0
 # Workers may wait for others that have ended or are lost, and will never join. This is
-# checked once in this many seconds, which leaves new workers time to join.
+# checked at this interval in seconds, which leaves new workers time to join.
 _CHECK_SECONDS = 15.0
 # A job whose workers fail again and again must end: unless `--max-restarts` is given,
 # this many replacements of all workers together are started.
@@ -71,16 +71,16 @@ class ElasticJob(SeparateWorkersJob):
         super().__init__(**options)
         self._history = history
         self._most_replacements, self._least = most_replacements, least
-        # Index of the replaced worker, for each replacement: their number is limited,
-        # and a second one of the same worker starts later.
+        # The index of the replaced worker is kept for each replacement, since
+        # replacements are limited, and a second one of the same worker starts later.
         self._replaced: list[int] = []
         # Indices of the workers that were started while others were training. If the
         # others end without an error, such a worker that has not joined them yet comes
         # too late.
         self._late: set[int] = set()
-        # Times for `_check_waits`: that of the next check, or `None` if no check is
-        # due; and that of the last answer of a training worker, or else of the first
-        # check, from which the limit of 60 s counts.
+        # `_check_waits` makes its next check at `_check_at`, or none if that is `None`.
+        # If no worker has answered for 60 s since `_answered_at`, the last answer or
+        # the start of the checks, it ends the job.
         self._check_at: float | None = None
         self._answered_at = 0.0
 

@@ -19,7 +19,7 @@ from tfdp.ground.plans.topology import Topology
 from tfdp.ground.text import pluralize
 from tfdp.launch.cli.screen import new_console
 
-if TYPE_CHECKING:  # its import at run time would load TensorFlow
+if TYPE_CHECKING:  # `algorithm_choice` imports TensorFlow, which takes seconds
     from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 
 # Attributes of `ReplicaMemory`, which are also the headings of the memory table, so

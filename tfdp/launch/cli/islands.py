@@ -34,8 +34,8 @@ from tfdp.launch.rendezvous.failure import RendezvousError
 if TYPE_CHECKING:
     from tfdp.features.islands.hub import Hub
 
-# After this machine's islands have ended, islands of other machines may still need the
-# hub, which is checked once in this many seconds.
+# Islands of other machines may still need the hub after this machine's islands have
+# ended. Whether they do is checked at this interval in seconds.
 _POLL_SECONDS = 0.2
 # An island that fails at each start must not use up all restarts at once, so a failed
 # one starts again after this many seconds.

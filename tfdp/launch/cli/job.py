@@ -45,7 +45,7 @@ _BEHIND_SECONDS = 0.01
 # `fit` does not receive a request.
 _ASK_AGAIN_SECONDS = 5.0
 # A check whether workers wait for one that has ended connects to them, so it is made
-# only once in this many seconds.
+# only at this interval in seconds.
 _CHECK_SECONDS = 2.0
 
 
@@ -357,8 +357,8 @@ class Job:
         if failed.exit_code != PREEMPTED:
             self._output.repeat_last_lines(cause)
         because = "" if cause is failed else f" since worker {cause.rank} was lost"
-        # In a job on several nodes, node 0 names the worker instead, in a message to
-        # all nodes.
+        # In a job on several nodes, node 0 names the failed worker to all nodes, so
+        # this node does so only if node 0 is lost.
         if self._coordinator is None or self._coordinator.has_lost_node_0:
             self._screen.message(
                 f"tfdp: worker {failed.rank} {failed.describe_end()}{because}{rest}. "

@@ -28,8 +28,8 @@ from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import num_cores
 from tfdp.launch.cli.screen import Screen
 
-# More workers for each CPU core than this are a typing error, and would exhaust the
-# machine.
+# More workers for each CPU core than this are probably a typing error, and would
+# exhaust the machine.
 _WORKERS_PER_CORE = 64
 # The limit of open files bounds the number of workers: the launcher has two files open
 # for each (a pipe and a log), and some others.
@@ -183,8 +183,8 @@ def worker_environment(
     defaults = {
         "TF_NUM_INTRAOP_THREADS": num_threads,
         "OMP_NUM_THREADS": num_threads,
-        # Level 1 keeps warnings and errors. TensorFlow writes some lines despite the
-        # level, which `tfdp.launch.cli.noise` filters.
+        # TensorFlow's log level 1 keeps warnings and errors. TensorFlow writes some
+        # lines despite the level, which `tfdp.launch.cli.noise` filters.
         "TF_CPP_MIN_LOG_LEVEL": "1",
         # The launcher reads UTF-8 in any locale, since progress bars are not ASCII.
         "PYTHONIOENCODING": "utf-8",

@@ -9,7 +9,7 @@ from typing import IO
 
 # Characters after which a line without end is cut, to bound the memory.
 MAX_LINE_LENGTH = 1 << 16
-# A pipe of Linux holds this many bytes by default, so one read can empty it.
+# A Linux pipe holds this many bytes by default, so one read can empty it.
 CHUNK_BYTES = 1 << 16
 
 _ESCAPE = re.compile(

@@ -20,7 +20,7 @@ _PLACE = r"\d{4} [\d:.]+ +\d+ [\w./-]+\.(cc|h):\d+\] "
 _INFO = re.compile(
     rf"I{_PLACE}|WARNING: All log messages before absl::InitializeLog\(\)"
 )
-# TensorFlow logs this line as an error if there is no GPU, where it is harmless.
+# TensorFlow logs this line as an error on a machine without GPUs, where it is harmless.
 _NO_GPU = re.compile(rf"E{_PLACE}failed call to cuInit")
 # After Ctrl-C all workers exit, and TensorFlow logs such lines about the lost
 # connections to peers.

@@ -22,8 +22,8 @@ class Output:
     def __init__(self, screen: Screen) -> None:
         self._screen, self._tracebacks = screen, Tracebacks()
         # A failed worker's last lines are repeated unless they are still visible, so
-        # lines are counted: all printed ones, and by rank their number at each worker's
-        # last line.
+        # printed lines are counted: `_num_lines` in all, and by rank the number of
+        # lines up to each worker's last one.
         self._num_lines = 0
         self._last_line: dict[int, int] = {}
 

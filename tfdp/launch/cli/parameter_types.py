@@ -26,8 +26,8 @@ _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 T = TypeVar("T")
 _COUNT = "Give the number of workers with -n"
-# Users of `mpirun`, `torchrun` and `horovodrun` may type the options of these, so each
-# gets a hint, by a regular expression that matches the option.
+# Users of `mpirun`, `torchrun` and `horovodrun` may type options of these commands, so
+# each such option, matched by a regular expression, gets a hint.
 _OTHER_LAUNCHERS = {
     r"-np\d*|--np|--num-proc|--nproc-per-node|-N|--gpus": _COUNT,
     r"-H.*|--host": "Give the machines with --hosts HOST:N,HOST:N",
@@ -224,7 +224,7 @@ ALGORITHM = Checked("algorithm", _algorithm)
 # A command may run for minutes before it writes its file, so this type checks first
 # that the file can be written.
 OUTPUT_FILE = Checked("file", _output_file, is_file=True)
-# Commands check their paths themselves, with errors of their own, so this type only
+# Each command checks its paths itself, with more specific errors, so this type only
 # lets the shell complete a path.
 FILE = Checked("path", str, is_file=True)
 

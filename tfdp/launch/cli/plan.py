@@ -23,7 +23,7 @@ from tfdp.launch.cli import parameter_types as types
 from tfdp.launch.cli.errors import first_line, import_without_gpus, usage_errors
 from tfdp.launch.cli.forecast import Forecast, show
 
-if TYPE_CHECKING:  # its import at run time would load TensorFlow
+if TYPE_CHECKING:  # `algorithm_choice` imports TensorFlow, which takes seconds
     from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 
 _COMPRESSIONS = (
@@ -330,9 +330,9 @@ def _predict_memory(
     whole = param_group_memory(optimizer, variables, accumulates=accumulates)
     undivided = ReplicaMemory(frozen, 0, 0, 0)
     rows = [("nothing sharded", whole + undivided)]
-    # A variable that cannot be divided has one owner, so owners beyond the number of
-    # variables hold nothing and do not change the largest memory. A plan for all of
-    # them would take minutes.
+    # If variables are not divided, each has one owner, so owners beyond the number of
+    # variables hold nothing and do not change the largest memory. A plan for all owners
+    # would take minutes.
     most = _MAX_OWNERS if is_elementwise(optimizer) else len(variables)
     scopes = {"": topology.num_replicas}
     if topology.num_nodes > 1:

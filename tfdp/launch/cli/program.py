@@ -12,8 +12,8 @@ import zipfile
 
 import click
 
-# Workers have an empty standard input, so a script cannot be read from these paths of
-# it.
+# These paths mean the standard input, which is empty for workers, so no script can be
+# read from them.
 _STANDARD_INPUT = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 # A file of more bytes is not a script, and would take long to compile.
 _MAX_BYTES = 2**24

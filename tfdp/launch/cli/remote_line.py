@@ -18,7 +18,7 @@ from tfdp.launch.cli.launch import AutoCount, RunSettings
 from tfdp.launch.cli.node_options import NodeOptions, RendezvousAddress
 from tfdp.launch.cli.ssh import address_of
 
-# A lost connection is noticed by missing heartbeats, so this line is sent once in
+# A lost connection is noticed by missing heartbeats, so this line is sent every
 # `BEAT_SECONDS`.
 BEAT = b".\n"
 BEAT_SECONDS = 2.0

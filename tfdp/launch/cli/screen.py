@@ -25,10 +25,10 @@ from tfdp.launch.cli.signals import SignalPipe
 # lines at a glance.
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 # Workers change their progress bars many times a second, so the screen redraws a bar
-# only once in this many seconds.
+# only at this interval in seconds.
 _REDRAW_SECONDS = 0.1
-# A pager may never read the last lines, so after a signal to the launcher they are
-# awaited for at most this many seconds.
+# A pager may never read the last lines, so after a signal the launcher waits for the
+# reader at most this many seconds.
 _LAST_LINES_SECONDS = 2.0
 
 # The severity of a launcher's message is a field of JSON output, and selects the style

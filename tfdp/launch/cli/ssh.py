@@ -16,7 +16,7 @@ CONNECTION_LOST = 255
 # nor a shell uses, so the error can name the directory.
 _NO_FOLDER = 96
 # A shell exits with these codes if a command cannot be executed, or does not exist, so
-# they mean that the host lacks the Python.
+# on a host they mean that Python is missing.
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 # A host that is switched off does not answer at all, so an attempt to connect ends
 # after this many seconds.

@@ -33,13 +33,13 @@ _DISMISS_SECONDS = 3.0
 # this many seconds after the grace period of the workers.
 _END_SECONDS = 10.0
 # Several launchers report the same event at about the same time, so the same message is
-# shown only once in this many seconds.
+# shown only once within this many seconds.
 _ECHO_SECONDS = 8.0
 # A host may need a moment until ssh reaches it again, so the launcher of a lost host is
 # started again after this many seconds.
 _RESTART_SECONDS = 2.0
-# With these exit codes ssh has lost the connection, or was killed itself, so that of
-# the launcher is not known.
+# ssh exits with these codes if it has lost the connection, or was killed itself, so the
+# launcher's own exit code is unknown.
 _LOST_CODES = (CONNECTION_LOST, -signal.SIGTERM, -signal.SIGKILL)
 _WORKER_LINE = re.compile(r"\[worker (\d+)\] ?(.*)")
 _PREFIX = "tfdp: "

@@ -119,8 +119,8 @@ class SshWorker:
         now = time.monotonic()
         self._ended_at = self._ended_at or now
         is_read = self.output.has_ended and self.error_output.has_ended
-        # The output may stay open after ssh has ended, since a child of ssh, such as a
-        # ProxyCommand, has it too.
+        # A child of ssh, such as a ProxyCommand, may keep the output open after ssh has
+        # ended, so the wait for the end of the output is limited.
         if is_read or now - self._ended_at > _LAST_OUTPUT_SECONDS:
             self.exit_code = self._process.returncode
         return not self.is_running

@@ -91,8 +91,8 @@ class Starter:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        # `Worker` reaps the process. `Popen`, which would reap it, too, does not do so
-        # if the return code is set.
+        # `Worker` reaps the process, so `Popen` must not: it does not reap a process
+        # that has a return code.
         process.returncode = 0
         return process.pid
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from tfdp.launch.cli.lines import without_escapes
 
-# A progress bar may precede the beginning of a traceback, or of a worker's line after
-# Ctrl-C, on the same line, so these texts are not only sought at its start.
+# A progress bar may be on the same line before a traceback, or before the message after
+# Ctrl-C, so these texts need not be at the start of a line.
 _BEGIN = "Traceback (most recent call last):"
 _INTERRUPTED = "tfdp: interrupted"
-# The message of this error names the place in the script, so the frames of a worker
-# whose peer was lost are not shown.
+# The message of a `WorkerLost` error names the place in the script, so the frames of a
+# worker whose peer was lost are not shown.
 _LOST = re.compile(r"tfdp\.[\w.]+\.WorkerLost: ")
 # Matches a frame in a file, with its line number. A name such as `<string>` is skipped,
 # since users cannot open it.
@@ -26,8 +26,8 @@ _PAUSE_SECONDS = 0.3
 # lines, it is shown as it is.
 _MAX_SECONDS = 2.0
 _MAX_LINES = 1000
-# Workers fail of one cause at about the same time, so a traceback that was shown longer
-# ago than this many seconds is shown in full again.
+# Workers fail from one cause at about the same time, so a traceback that was shown
+# longer ago than this many seconds is shown in full again.
 _RECENT_SECONDS = 30.0
 # Addresses and task indices differ between processes, so they are ignored when
 # tracebacks of two workers are compared.
@@ -123,8 +123,8 @@ class Tracebacks:
         block = self._held.pop(rank, None)
         if block is None:
             return []
-        # Chained tracebacks follow each other, and only the last one is of the error
-        # that has ended the script.
+        # Chained tracebacks follow each other, and only the last one is that of the
+        # error that has ended the script.
         begin = max(i for i, line in enumerate(block.lines) if _begins(line))
         if self.is_interrupted and (end := _end_of_ctrl_c(block.lines, begin)):
             said = self._show_interruption_once(f"{_INTERRUPTED}{_place(block.lines)}")

@@ -28,7 +28,7 @@ from tfdp.launch.rendezvous.failure import Failure
 # The last lines of a worker show its error, so this number of lines is kept for the
 # report of its failure.
 TAIL_LINES = 20
-# A progress bar is one line that ends late, so its state is logged once in this many
+# A progress bar is one line that ends late, so its state is logged at this interval in
 # seconds.
 _SNAPSHOT_SECONDS = 10.0
 # A killed process may be blocked in the kernel, so its end is awaited for at most this

@@ -98,9 +98,9 @@ class Coordinator:
         self._until = clock() + join_seconds
         self._reports = Reports(self._roster)
         self._decide_at: float | None = None
-        # The failure that stopped all workers determines whether the job starts again.
-        # It does not if the job was asked to end, with the failure `None`, and then
-        # exits with `_code`.
+        # The failure that stopped all workers determines whether the job starts again;
+        # otherwise the job exits with `_code`. The failure is `None` if the job was
+        # asked to end.
         self._code = 0
         self._failure: Failure | None = None
         # Workers that save a checkpoint because of a signal exit with this code, and

@@ -26,7 +26,7 @@ MAX_REPORT_BYTES = 1 << 16
 # seconds.
 BEAT_SECONDS = 1.0
 # An overloaded machine may be silent for some seconds, so a node counts as lost only
-# after this many.
+# after this many seconds of silence.
 SILENT_SECONDS = 15.0
 _BEAT = {"type": "beat"}
 

@@ -78,8 +78,8 @@ class Restarts:
         self._consecutive_failures = 0
         self._pause = _FIRST_PAUSE_SECONDS
         self._wait = self._first_wait = grow_after_seconds
-        # A worker of a left-out slot that this attempt tries again may fail soon, so
-        # these slots are kept: such a failure does not count as a restart.
+        # These slots were left out, and are tried again in this attempt. If one fails
+        # soon, it is left out again without counting a restart.
         self._on_trial: frozenset[int] = frozenset()
 
     @property

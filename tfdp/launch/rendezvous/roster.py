@@ -12,8 +12,8 @@ from tfdp.ground.text import pluralize
 from tfdp.launch.rendezvous.failure import Failure, MalformedMessage, from_message
 from tfdp.launch.rendezvous.link import HeartbeatConnection
 
-# A `Hello` with a larger number of nodes or workers, or a larger rank, is malformed:
-# the job could not hold them.
+# The numbers in a `Hello` come from another machine, so a `Hello` with more nodes, or
+# more workers, than this is rejected as malformed.
 _MAX_OF_NODE = 1 << 16
 # Heartbeats come each second, so a node that is silent for longer than this many
 # seconds may be lost.

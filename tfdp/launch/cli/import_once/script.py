@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _PACKAGES = frozenset(["tensorflow", "keras", "tfdp"])
-# A script can change the environment by these functions, too, without `os.environ`, so
-# a use of one prevents early imports.
+# These functions change the environment without `os.environ`, so the imports of a
+# script that uses one cannot be done early.
 _CHANGES_ENVIRONMENT = frozenset(["putenv", "unsetenv", "load_dotenv"])
 # These methods only read `os.environ`, so a script may call them before its imports.
 _READS_ENVIRONMENT = frozenset(["get", "copy", "items", "keys", "values"])

@@ -33,8 +33,8 @@ _READ_AT_IMPORT = (
     *("TF_", "KERAS_", "XLA_", "CUDA_", "NVIDIA_", "ONEDNN_", "DNNL_"),
     *("OMP_", "KMP_", "OPENBLAS_", "MKL_"),
 )
-# A process id is positive and an error negative, so 0 is free as the answer to the
-# launcher that all packages are imported.
+# A process id is positive and an error negative, so 0 is free to report to the launcher
+# that all packages are imported.
 _READY = 0
 
 
@@ -130,7 +130,7 @@ def _quiet_fork() -> int:
     """Fork without the warning about threads, and return as `os.fork` does."""
     with warnings.catch_warnings():
         # Python 3.12 warns of a fork with several threads. NumPy's BLAS has some, but
-        # recreates them in the fork.
+        # recreates them in the fork, so the warning is suppressed.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
@@ -168,9 +168,9 @@ class _Preloaded:
     """
 
     def __init__(self, packages: list[str], environment: dict[str, str]) -> None:
-        # The keys are only packages, without their modules. Python imports `keras`
-        # first, also for `from keras.layers import Dense`, and the import of `keras`
-        # puts all of its modules back.
+        # The keys of `_modules` are only packages, without their modules. Python
+        # imports `keras` first, also for `from keras.layers import Dense`, and the
+        # import of `keras` puts all of its modules back.
         self._modules: dict[str, dict[str, Any]] = {name: {} for name in packages}
         for name, module in sys.modules.items():
             if (package := name.partition(".")[0]) in self._modules:
