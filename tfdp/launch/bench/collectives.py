@@ -108,7 +108,7 @@ class Settings(ReplicaSettings):
             )
 
     def _needed_bytes(self, size: int, num_replicas: int) -> int:
-        """Return the least memory that the replicas of this machine need.
+        """Return the least bytes of memory that the replicas of this machine need.
 
         A worker that checks a result computes it from the inputs of all replicas, as
         integers of 64 bits.

@@ -262,7 +262,7 @@ def rows_of(
 
 
 def _fastest(model: str, set_up: SetUp, times: Times) -> str:
-    """Return the variant of a set-up that is fastest in every other block.
+    """Return the variant of a set-up with the least median over every other block.
 
     Args:
         model: String, name of the model.

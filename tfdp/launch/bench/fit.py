@@ -153,7 +153,7 @@ class Clock(keras.callbacks.Callback):
 
     @property
     def seconds(self) -> float:
-        """Float, seconds per step: the mean, which includes occasional work."""
+        """Float, mean seconds per step after the skipped ones, until the last one."""
         timed = [end for end in self._ends if end[0] >= self._skipped]
         (first, begin), (last, end) = timed[0], timed[-1]
         return (end - begin) / (last - first)

@@ -337,7 +337,7 @@ def _serving_node_0(
     options: tuple[Hello, float, Callable[[int], Restarts]],
     probe: JobProbe | None,
 ) -> Iterator[None]:
-    """Run the server of node 0 in this process.
+    """Run the server of node 0 in a thread until the context ends.
 
     Args:
         listener: Listening socket at the rendezvous.
@@ -359,7 +359,7 @@ def _serving_node_0(
 def _announce_node_0(
     screen: Screen, nodes: NodeRange, place: str, secret: str | None
 ) -> None:
-    """Print which nodes node 0 waits for, and how they get a generated secret.
+    """Print which nodes node 0 waits for, and how users give them a new secret.
 
     Args:
         screen: `Screen` for the messages.

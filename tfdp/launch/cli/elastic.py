@@ -142,7 +142,7 @@ class ElasticJob(SeparateWorkersJob):
             self._end_wait(now - self._answered_at)
 
     def _end_wait(self, seconds: float) -> None:
-        """End the job, since no worker has trained for `seconds`, and print that."""
+        """End the job, and print that no worker has trained for `seconds`."""
         self._starts_at.clear()
         self._stop(signal.SIGTERM)
         self._code = NODE_LOST
@@ -192,7 +192,7 @@ class ElasticJob(SeparateWorkersJob):
             self._stop(signal.SIGTERM)
 
     def _report(self, worker: Worker, follows: str) -> None:
-        """Print how a worker has ended, and `follows`, a clause on what happens."""
+        """Print and log how a worker has ended; `follows` is a clause on what is done."""
         line = f"worker {worker.rank} {worker.describe_end()}; {follows}"
         for log in self._history:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")

@@ -67,7 +67,7 @@ class ElasticNodeJob(ElasticJob):
 
 
 class ElasticAttempts(NodeAttempts):
-    """Runs the workers of this node of an elastic job, which may outlive node 0."""
+    """This node's part of an elastic job, whose workers may outlive node 0."""
 
     _coordinator: ElasticCoordinatorConnection
 

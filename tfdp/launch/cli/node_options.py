@@ -176,7 +176,7 @@ class NodeOptions:
 
 
 def _parse_nodes(text: str) -> NodeRange:
-    """Parse `N`, the most, or `MIN:MAX`; raise `ValueError` if it is malformed."""
+    """Parse the value of `--nodes`, `N` or `MIN:MAX`, or raise `ValueError`."""
     least, colon, most = text.rpartition(":")
     try:
         nodes = NodeRange(int(most), int(least) if colon else None)

@@ -71,10 +71,13 @@ class Output:
             self._screen.repeat_lines(failed.rank, failed.tail)
 
     def shown_for(self, rank: int) -> int:
-        """Return the worker, by rank, whose traceback was shown in place of another's.
+        """Return the rank of the worker whose traceback was shown for that of `rank`.
+
+        The result is `rank` itself, unless the same traceback of another worker was
+        shown in its place.
 
         Args:
-            rank: Int, rank of that other worker, returned if its own was shown.
+            rank: Int, rank of a worker.
         """
         return self._tracebacks.shown_for.get(rank, rank)
 

@@ -141,7 +141,10 @@ class ElasticCoordinator(Coordinator):
                 self._dismiss(node, self._last_code)
 
     def _advance_gathering(self, clock_seconds: float) -> None:
-        """Begin an attempt once all nodes have joined, or enough, the last 5 s ago."""
+        """Begin an attempt once all nodes have joined.
+
+        If enough nodes have joined, and none for 5 s, it begins without the others.
+        """
         if len(self._roster.nodes) < self._roster.least:
             super()._advance_gathering(clock_seconds)
         elif (

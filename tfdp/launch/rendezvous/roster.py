@@ -157,7 +157,7 @@ class Hello:
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """A connected node.
+    """A node whose launcher is connected to node 0, with its state in the job.
 
     Args:
         link: `HeartbeatConnection` to the node.
