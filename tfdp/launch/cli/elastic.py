@@ -192,7 +192,7 @@ class ElasticJob(SeparateWorkersJob):
             self._stop(signal.SIGTERM)
 
     def _report(self, worker: Worker, follows: str) -> None:
-        """Print and log how a worker has ended; `follows` is a clause on what is done."""
+        """Print and log how a worker ended, with `follows`, the clause after it."""
         line = f"worker {worker.rank} {worker.describe_end()}; {follows}"
         for log in self._history:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
