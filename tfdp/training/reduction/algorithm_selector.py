@@ -16,10 +16,11 @@ from tfdp.ground.plans.traffic import HIERARCHICAL, RING, Algorithm
 from tfdp.training.compression.algorithm_choice import AlgorithmChoice, WireFormat
 from tfdp.training.reduction.compressor_choice import LevelFormats, best_choice
 
-# Least fraction of the predicted time that compression must save to be chosen. It makes
-# up for two casts, which the cost model does not include.
+# Compression is chosen only if it saves this fraction of the predicted time: the cost
+# model does not include the two casts of a compressed bucket.
 _MIN_SAVED_FRACTION = 0.1
-# Dtypes of buckets that may be compressed; half precision is sent as it is.
+# Dtypes of buckets that may be compressed. Half precision is left out: its elements
+# already have the two bytes that a 16-bit wire format sends.
 _COMPRESSIBLE_DTYPES = ("float32", "float64")
 
 
@@ -211,7 +212,7 @@ class AlgorithmSelector:
         )
         if not algorithm.is_hierarchical and inner != outer:
             # A flat algorithm has one dtype for all messages, so it cannot compress
-            # those of one level only.
+            # only the messages inside nodes or only those across nodes.
             inner = outer = None
         wire_formats = WireFormat(dtype_name=inner), WireFormat(dtype_name=outer)
         return AlgorithmChoice(algorithm, *wire_formats, seconds)
@@ -223,8 +224,8 @@ class AlgorithmSelector:
         candidates = candidates_for(self.topology)
         if self.are_links_known:
             return candidates
-        # The links are assumed, not measured. Assumed links suffice to choose between
-        # algorithms by their bytes between nodes, but not by the latency of messages.
+        # Default links, which are not measured, suffice to compare algorithms by the
+        # bytes that they send across nodes, but not by the latency of their messages.
         safe = (RING, HIERARCHICAL)
         return tuple(algorithm for algorithm in candidates if algorithm in safe)
 

@@ -17,7 +17,8 @@ import platformdirs
 from tfdp.ground.base.files import read_text, replaced
 from tfdp.ground.links import Links
 
-# Largest size of a cache file that is read, in bytes.
+# A cache file with more bytes is damaged or was written by another program. It counts
+# as empty and is not read, so that it costs no memory.
 _MAX_FILE_BYTES = 2**20
 
 

@@ -23,7 +23,8 @@ from tfdp.ground.text import pluralize
 from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 from tfdp.training.reduction.fusion import make_plan, wide_dtype
 
-# Columns of a printed communication plan, and the side that they are aligned to.
+# Columns of a printed communication plan. Sizes and times are aligned to the right, so
+# that their magnitudes can be compared.
 _COLUMNS: dict[str, Literal["left", "right"]] = {
     "order": "left",
     "dtype": "left",
@@ -142,8 +143,8 @@ class CommunicationPlan:
         factor += outer * route.outer.byte_ratio(itemsize)
         if not self._sharding.shards_state:
             return 2 * factor * bucket.num_bytes
-        # With sharded state, gradients are sent in wire formats once, and the updated
-        # parameters are gathered without rounding.
+        # A reduce-scatter of gradients sends half the bytes of an all-reduce, which
+        # Adasum still needs. Wire formats do not apply to the gathers of parameters.
         scatter = factor * (2 if route.algorithm.is_adasum else 1)
         gathers = num_gathers * self.gather_ratio * (inner + outer)
         return (scatter + gathers) * bucket.num_bytes
@@ -252,8 +253,8 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
     others: dict[str, Any] = {}
     sparse: list[str] = []
     if is_sharded(optimizer):
-        # A step of a sharded optimizer may skip buckets of variables without gradients.
-        # The plan shows all buckets.
+        # The plan shows every bucket of the shards, since they do not record which
+        # buckets a step skips because no variable in them has a gradient.
         plan, traced = BucketPlan(optimizer.shards.buckets), optimizer.was_traced
         routes = reducer.routes_of(plan)
         others["sharding"] = optimizer.sharding

@@ -49,7 +49,7 @@ class LevelFormats:
             _format_of_option(option) for option in options.compression_levels
         )
         # On a single node, or with one replica per node, one of the two formats is
-        # never used. Both are set to the same one, which flat algorithms can apply.
+        # never used. It is set to the other one, since a flat algorithm has only one.
         if topology.num_nodes == 1:
             outer = inner
         elif topology.replicas_per_node == 1:
@@ -124,7 +124,7 @@ def _carriers(
         is_hierarchical = algorithm.is_hierarchical and topology.supports_hierarchy
         if levels.is_uniform and not levels.cuts_buckets:
             # A compressor that needs whole buckets sums small tensors, for example the
-            # factors of a low-rank approximation, by any algorithm.
+            # factors of a low-rank approximation, so any algorithm can carry it.
             carriers[algorithm] = None
         elif is_hierarchical and levels.can_combine_formats:
             carriers[HIERARCHICAL] = None

@@ -21,7 +21,8 @@ class GradientReducer:
     It is also the base class, and the reducer of a replica that updates alone.
     """
 
-    # Number of replicas whose gradients are summed: a single device sums nothing.
+    # Gradients are summed over this number of replicas: one, since this base class is
+    # the reducer of a single device.
     num_replicas = 1
 
     def reduce_gradients(
@@ -134,9 +135,9 @@ class ReplicaReducer(GradientReducer):
         elif any(isinstance(item, tf.IndexedSlices) for item in gradients):
             reducer.warn_of_momentum("rows of sparse gradients are not compressed")
         if reducer.combines_means:
-            # The gradients are shares of the global mean, but Adasum combines the means
-            # of replicas or nodes. A share times the number of these means is such a
-            # mean.
+            # Adasum combines whole means of replicas or nodes, but each gradient is
+            # only a share of the global mean: multiplied by the number of means, the
+            # share becomes a mean.
             members = tf.constant(reducer.num_means, tf.float64)
             weight = members if weight is None else weight * members
         return reducer.all_reduce(
@@ -232,8 +233,8 @@ class ReplicaReducer(GradientReducer):
 
         It is so if the step is eager and this process has several replicas.
         """
-        # Eager replicas of a process run one after the other: a collective would wait
-        # for a replica that has not started.
+        # Eager replicas of a process run one after another, so a collective of one
+        # replica would wait for a replica that has not started.
         return tf.executing_eagerly() and len(self._reducer.group.devices) > 1
 
 

@@ -14,22 +14,25 @@ from tfdp.ground.plans.cost_model import num_serial_messages, predict_seconds
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm, transfers_of
 
-# The maximum number of rounds. In each round the constants are fitted, and then decide
-# whether the links inside or across nodes are slower in the next round.
+# The number of rounds is limited: each round fits constants for the slower links and
+# the weights of the previous fit, and the fits may never repeat exactly.
 _MAX_ROUNDS = 20
-# Relative and absolute difference below which the losses of two fits count as equal.
+# Fits whose losses differ by less, relatively or absolutely, count as equally good:
+# noise decides between them, so the more plausible fit is chosen.
 _RELATIVE_TIE, _ABSOLUTE_TIE = 0.01, 1e-12
-# The error of a sample is the logarithm of its predicted over its measured time. Errors
-# up to this one enter the loss by their squares, larger ones linearly. A burst on a
-# link, or a late worker, causes errors whose squares would dominate the fit.
+# A sample's error is the logarithm of its predicted over its measured time. Errors up
+# to this size enter the loss squared, larger errors linearly: a burst on a link or a
+# late worker causes errors whose squares would dominate the fit.
 _OUTLIER = 0.1
-# The fitted link of a level that no sample depends on: it takes no time.
+# No sample depends on the links of a level without messages, so the fit of such a level
+# is a link that takes no time. The default link replaces it.
 _ZERO_LINK = Link(0.0, 0.0)
-# Least ratio of predicted to measured time. A fit may predict no time at all, which has
-# no logarithm.
+# Smaller ratios of predicted to measured time are raised to this one: a fit may predict
+# no time at all, and a ratio of zero has no logarithm.
 _MIN_RATIO = 1e-6
-# The constants are the latency (alpha) and the seconds per byte (beta) of the links
-# inside nodes, those of the links across nodes, and the seconds of an operation.
+# Five constants are fitted: the latency (alpha) and the seconds per byte (beta) of the
+# links inside nodes, the same two of the links across nodes, and the seconds of an
+# operation.
 _NUM_CONSTANTS = 5
 
 
@@ -149,7 +152,7 @@ def _fit_alternately(samples: Sequence[Sample], links: Links) -> list[Links]:
         List of the `Links` of all fits, in order; empty if there was none.
     """
     fits: list[Links] = []
-    weights = np.ones(len(samples))  # shape [num_samples]
+    weights = np.ones(len(samples))
     for _ in range(_MAX_ROUNDS):
         rows = np.array([_design_row(sample, links) for sample in samples])
         constants = _fit_constants(rows.reshape(-1, _NUM_CONSTANTS), weights)
@@ -243,7 +246,7 @@ def _non_negative_least_squares(
         unique.
     """
     weighted = rows * weights[:, np.newaxis]
-    scale = np.linalg.norm(weighted, axis=0)  # shape [num_constants]
+    scale = np.linalg.norm(weighted, axis=0)
     (used,) = np.nonzero(scale)
     scaled = weighted[:, used] / scale[used]
     if not len(used) or np.linalg.matrix_rank(scaled, tol=1e-6) < len(used):
@@ -278,12 +281,21 @@ def _with_default(links: Links, default: Links) -> Links:
 
 
 def _ratios(samples: Sequence[Sample], links: Links) -> np.ndarray:
-    """Return the ratios of predicted to measured times, at least `_MIN_RATIO`."""
+    """Return each sample's ratio of predicted to measured time, raised above 0.
+
+    Args:
+        samples: Sequence of `Sample`.
+        links: `Links`, from which times are predicted.
+
+    Returns:
+        Array of shape `[num_samples]`; smaller ratios are raised to `_MIN_RATIO`, so
+        that all have a logarithm.
+    """
     ratios = [
         predict_seconds(s.algorithm, s.num_bytes, s.topology, links) / s.seconds
         for s in samples
     ]
-    return np.maximum(ratios, _MIN_RATIO)  # shape [num_samples]
+    return np.maximum(ratios, _MIN_RATIO)
 
 
 def _loss(ratios: np.ndarray) -> float:
@@ -303,12 +315,12 @@ def _weights(ratios: np.ndarray) -> np.ndarray:
         Array of shape `[num_samples]`.
     """
     differences, errors = ratios - 1, np.log(ratios)
-    # Near 1 the logarithm of a ratio is approximately the ratio minus 1. Their quotient
-    # is set to 1 there, because it is computed as 0 / 0 for a ratio of exactly 1.
+    # For a ratio r near 1, log(r) / (r - 1) is nearly 1. It is replaced by 1 there,
+    # since r = 1 would give 0 / 0.
     is_near = np.abs(differences) < 1e-6
     slopes = errors / (ratios * np.where(is_near, 1.0, differences))
     outliers = _OUTLIER / np.maximum(np.abs(errors), _OUTLIER)
-    return np.sqrt(np.where(is_near, 1.0, slopes) * outliers)  # shape [num_samples]
+    return np.sqrt(np.where(is_near, 1.0, slopes) * outliers)
 
 
 def _plausibility(links: Links, default: Links) -> tuple[bool, bool]:

@@ -24,14 +24,17 @@ from tfdp.training.reduction.algorithm_selector import (
 from tfdp.training.reduction.cache_file import load_links, store_links
 from tfdp.training.reduction.link_fit import Sample, fit_links
 
-# Least number of steps of a run that measures links. A measurement takes a second or
-# two, which shorter runs would not regain.
+# Only runs of at least this number of steps measure links: a measurement takes a second
+# or two, which a shorter run would not regain.
 LONG_RUN_STEPS = 500
-# Bytes of the tensors in timed all-reduces: small ones show latency, large bandwidth.
+# Bytes of the tensors in timed all-reduces: small tensors show the latency of links,
+# large tensors the bandwidth.
 _SIZES_BYTES = (2**12, 2**18, 2**22)
-# Number of all-reduces in one timing, and number of timings, whose median is used.
+# Each timing covers several all-reduces, which share the cost of one call, and the
+# median of several timings is used, so that a single slow one does not count.
 _CALLS_PER_REPEAT, _REPEATS = 2, 3
-# Version of the cost model. Links that were fitted to another version are not used.
+# Version of the cost model, a part of the key in the cache: links that were fitted to
+# another version are not used, since its constants may mean something else.
 _MODEL_VERSION = 2
 
 
@@ -70,8 +73,8 @@ def load_or_measure_links(
         algorithm_selector.set_links(Links.from_dict(kept))
     elif is_long:
         samples = _measure_samples(algorithm_selector, group)
-        # Each worker has measured other times, but all must choose the same algorithms.
-        # The links of the chief apply.
+        # Workers measure different times but must choose the same algorithms, so all of
+        # them use the links that the chief has fitted.
         own_fit = _try_fit(samples, group.backend) if worker_group.is_chief else None
         fitted = worker_group.all_gather("measured links", own_fit)[0]
         if fitted:
@@ -203,7 +206,7 @@ def _trace(
         results = []
         for replica, device in enumerate(group.devices):
             with tf.device(device):
-                value = tf.zeros([length])  # shape [length]
+                value = tf.zeros([length])
                 for _ in range(_CALLS_PER_REPEAT):
                     value = all_reduce(value, group, replica)
                 results.append(value[0])

@@ -72,7 +72,8 @@ class Reducer:
         self.options = options
         self._worker_group = worker_group
         self.plans = TrainedPlans()
-        # Tuned options of each model, by the `id`s of its variables.
+        # A model is found by the `id`s of its variables, since two models may have
+        # variables of the same path.
         self._tuned: dict[frozenset[int], Tuned] = {}
         self.residuals = residuals or ResidualStore(group.devices)
         self._kind = kind
@@ -184,13 +185,13 @@ class Reducer:
         """
         tensors = [flat[index] for index in dense]
         if variables is not None:
-            # Gradients may have unknown sizes if the size of the batch is unknown, but
-            # their variables have static shapes.
+            # A gradient may have an unknown shape if the size of the batch is unknown.
+            # It takes the static shape of its variable, which bucket plans need.
             for tensor, index in zip(tensors, dense, strict=True):
                 tensor.set_shape(variables[index].shape)
         if not all(tensor.shape.is_fully_defined() for tensor in tensors):
-            # A bucket plan needs static shapes. Tensors without them are not gradients
-            # of variables, and are reduced one by one.
+            # A bucket plan needs static shapes. If tensors other than gradients have
+            # none, all tensors are reduced one by one instead.
             sums = [all_reduce_any_shape(t, self.group, replica) for t in tensors]
             return sums, [(index,) for index in dense]
         if variables is None:
@@ -201,8 +202,9 @@ class Reducer:
         plan = make_plan(tensors, names, options, in_list_order=variables is None)
         known = self.plans.plan_of(variables, options) if variables else None
         if known is not None and known.entries == plan.entries:
-            # A replica may trace the step again by itself, for another number of rows,
-            # and then compute the gradients in another order than the other replicas.
+            # One replica may trace the step again, for another number of rows, and
+            # compute gradients in a new order. Its buckets must still be those of the
+            # other replicas, so it keeps the first plan.
             plan = known
         routes = self.routes_of(
             plan, are_gradients=variables is not None, variables=variables
@@ -211,8 +213,8 @@ class Reducer:
             self.warn_of_momentum("some gradients are sent whole")
         if variables is not None and replica == 0:
             self._warn_of_own_loop()
-            # Only a new plan is compared. A batch of another size may make only some of
-            # the workers trace again, and a comparison needs all of them.
+            # Only a new plan is compared: a comparison needs all workers, and for a
+            # batch of another size perhaps only some of them trace the step again.
             if plan and not known and self._compares:
                 check_same_plan(self._worker_group, plan)
             self.plans.remember(variables, plan, routes, options)

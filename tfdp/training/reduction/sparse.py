@@ -49,8 +49,8 @@ def reduce_indexed_slices(
         indices, values = slices.indices, slices.values
         if may_sum:
             indices, values = sum_duplicates(indices, values)
-        num_rows = tf.size(indices, out_type=tf.int32)[tf.newaxis]  # shape [1]
-        counts = Member(group, replica).all_gather(num_rows)  # shape [group.size]
+        num_rows = tf.size(indices, out_type=tf.int32)[tf.newaxis]
+        counts = Member(group, replica).all_gather(num_rows)
 
         def gathered() -> tuple[tf.Tensor, tf.Tensor]:
             """Return indices and values of the rows of all replicas."""
@@ -64,9 +64,9 @@ def reduce_indexed_slices(
             indices, values = gathered()
             return tf.IndexedSlices(values, indices, slices.dense_shape)
         table_rows = tf.cast(slices.dense_shape[0], tf.int32)
-        # An all-gather receives (size - 1) x the largest count of rows, an all-reduce
-        # sends and receives 2 (size - 1) / size x the rows of the table. All replicas
-        # have gathered the same counts, so they take the same branch.
+        # An all-gather moves (size - 1) times the largest count of rows, an all-reduce
+        # 2 (size - 1) / size times the rows of the table: the smaller one runs. All
+        # replicas have gathered the same counts, so they take the same branch.
         rows_are_fewer = group.size * tf.reduce_max(counts) <= 2 * table_rows
         indices, values = tf.cond(rows_are_fewer, gathered, dense)
         return tf.IndexedSlices(values, indices, slices.dense_shape)
@@ -98,12 +98,13 @@ def marked_unique(indices: tf.Tensor) -> tf.Tensor:
     return programs.marked(indices, _UNIQUE)
 
 
-# Marker by which `are_unique` recognizes an operation with unique indices.
+# `are_unique` recognizes an operation whose result has no duplicates by this marker,
+# since most graphs of indices do not show whether they are unique.
 _UNIQUE = "unique"
-# Operations whose first result has no duplicates.
+# The first result of these operations has no duplicates, whatever their inputs.
 _UNIQUE_OPS = ("Range", "Unique", "UniqueV2")
-# Operations whose result has elements of the first input, each at most as often as
-# the input has it.
+# The result of these operations has elements of their first input, each at most as
+# often as the input, so it has no duplicates if the input has none.
 _SELECTING_OPS = (
     *("Reshape", "Identity", "Cast", "ExpandDims", "Squeeze"),
     *("StridedSlice", "Slice"),
@@ -189,7 +190,8 @@ def _gather_rows(
     member = Member(group, replica)
     all_values = member.all_gather(tf.pad(values, padding), size=size)
     all_indices = member.all_gather(tf.pad(indices, [[0, missing]]), size=size)
-    valid = tf.reshape(tf.sequence_mask(counts, length), [-1])  # shape [size * length]
+    # Of the `length` rows of each replica, those beyond its count are padding.
+    valid = tf.reshape(tf.sequence_mask(counts, length), [-1])
     return tf.boolean_mask(all_indices, valid), tf.boolean_mask(all_values, valid)
 
 
@@ -215,7 +217,7 @@ def _reduce_table(
         Tuple of the indices and the values of the rows that any replica has.
     """
     row_size = tf.reduce_prod(tf.shape(values)[1:])
-    flat = tf.reshape(values, [-1, row_size])  # shape [rows, row_size]
+    flat = tf.reshape(values, [-1, row_size])
     touched = tf.concat([flat, tf.ones_like(flat[:, :1])], axis=1)
     table = tf.math.unsorted_segment_sum(touched, indices, table_rows)
     total = all_reduce_any_shape(tf.reshape(table, [-1]), group, replica)

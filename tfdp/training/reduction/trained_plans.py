@@ -64,8 +64,8 @@ class TrainedPlans:
                 follows from none. Defaults to `None`.
         """
         key = tuple(map(id, variables)), repr(options)
-        # A dict keeps the position of a key that is assigned again. So the key is
-        # removed first, and the latest plan is the last one.
+        # The latest plan must be the last one, but a dict keeps the position of a key
+        # that is assigned again. So the key is removed first.
         self._plans.pop(key, None)
         refs = [weakref.ref(variable) for variable in variables]
         self._plans[key] = _TrainedSet(refs, plan, routes)
