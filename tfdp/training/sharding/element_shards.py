@@ -29,7 +29,8 @@ from tfdp.training.sharding.sharded_param_group import OptimizerShard
 from tfdp.training.step.flat_params import FlatParameterRange, TensorView
 from tfdp.training.step.grouped_update import gains_from_xla
 
-# Segment of a variable, and the positions in a bucket's slice where it begins and ends.
+# Segment of a variable, and the positions in a bucket's slice where the segment begins
+# and ends: an item of `ShardBucket.places`.
 Place = tuple[Segment, int, int]
 
 
@@ -134,8 +135,8 @@ class ElementShards(OptimizerShard):
             assert piece is not None
             is_all = (start, stop) == (0, piece.shape[0])
             gradient = piece if is_all else piece[start:stop]
-        # Without the dependency, TensorFlow would pack all owned elements when the step
-        # begins, and hold the copies until the gradients arrive.
+        # Without the dependency on the gradient, TensorFlow would pack all owned
+        # elements when the step begins, and hold the copies until gradients arrive.
         with tf.control_dependencies([getattr(gradient, "values", gradient)]):
             values = pack(
                 [_decayed_segment(optimizer, s, variables, rate) for s in segments]

@@ -126,7 +126,7 @@ def _redistribute_sum(
         for part in parts:
             part.scatter_update(tf.IndexedSlices(value, rows))
     for part in parts:
-        # TensorFlow copies a variable on every read after it was written in pieces. An
+        # TensorFlow copies a variable that was written in pieces on every read. An
         # assignment of the whole value ends these copies.
         part.assign(part.read_value())
 

@@ -224,9 +224,9 @@ class _FlatBuffer:
     def __init__(self, variable: Any) -> None:
         self._variable = variable
         self._data: np.ndarray | None = None
-        # The positions where ranges of the variable begin, of all ranges and of those
-        # that are not written yet. Once all ranges are written, the buffer drops its
-        # reference to the variable's memory.
+        # Positions where ranges begin, of all ranges and of those not written yet:
+        # after the last range is written, the buffer drops its reference to the
+        # variable's memory.
         self.begins: set[int] = set()
         self._unwritten: set[int] = set()
         self._is_copied = False
@@ -275,8 +275,9 @@ class _FlatBuffer:
             self._data[begin : begin + len(values)] = values
             variable.assign(from_bytes(tensor, dtype))
         self._unwritten = set(self.begins)
-        # If steps write to slices of the variable, TensorFlow copies an assigned
-        # tensor, so that the variable does not have the memory of the buffer.
+        # If steps write to slices of the variable, TensorFlow copies a tensor that is
+        # assigned to it. Writes to the buffer's memory would then be lost, so later
+        # ranges are assigned as slices.
         self._is_copied = not self._is_of_variable()
 
 
@@ -322,8 +323,8 @@ def _range_shard(
             return
         is_whole = not getattr(variable, "had_slice_assigned", False)
         if is_whole and np.array_equal(read(0, size), values):
-            # An assignment to a slice makes later reads slow. So equal values, such as
-            # the zeros of a new optimizer, are not assigned.
+            # An assignment to a slice makes later reads slow, so values that the slice
+            # already has, such as the zeros of a new optimizer, are not assigned.
             return
         variable[begin : begin + size].assign(values)
         variable.had_slice_assigned = True

@@ -19,7 +19,8 @@ from tfdp.training.reduction.fusion import weighted
 from tfdp.training.reduction.gradient_reducer import ReplicaReducer
 from tfdp.training.sharding.sharded_param_group import ShardedParamGroup
 
-# A tensor of shape `[slice_size]` for each bucket, or `None` for a bucket without one.
+# One replica's slice of each bucket, a tensor of shape `[slice_size]`, or `None` for a
+# bucket in which no variable has a gradient.
 Slices = list[tf.Tensor | None]
 
 

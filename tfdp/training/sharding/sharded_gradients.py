@@ -146,8 +146,9 @@ class ShardedGradientStatistics(GradientStatistics):
     ) -> None:
         super().__init__(sums, None if loss is None else loss.total)
         self._groups = groups
-        # For each group, two tensors `[num_variables]`: the squared norm of each
-        # variable's gradient, and the number of its non-finite elements.
+        # One collective sums the measures of all groups, so they are in one list: for
+        # each group two tensors `[num_variables]`, the squared norms of the gradients
+        # and the numbers of their non-finite elements.
         self._measured: list[tf.Tensor] = []
         is_waiting = loss is not None and loss.total is None
         if is_needed or is_waiting:
@@ -176,9 +177,9 @@ class ShardedGradientStatistics(GradientStatistics):
         norms = [tf.reduce_sum(squares) for squares in self._measured[::2]]
         total = tf.cast(tf.add_n(norms), tf.float32)
         for rows in [rows for sums in self.sums for rows in sums.sparse.values()]:
-            # Rows of a sparse gradient may have the same index. `_measured`, which is
-            # for clipping, squares such rows separately. The norm of all gradients
-            # squares their sum, so the difference is added.
+            # Several rows of a sparse gradient may have the same index. `_measured`,
+            # which is for clipping, squares such rows separately, but the norm of all
+            # gradients squares the sum of such rows: the difference is added.
             one_by_one = tf.cast(_sum_of_squares(rows.values), tf.float32)
             total += squared_norm([rows]) - one_by_one
         return total

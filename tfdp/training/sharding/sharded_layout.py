@@ -38,8 +38,8 @@ class ShardedLayout(StateLayout):
         super().__init__(collectives.reducer)
         self._groups = groups
         self._collectives = collectives
-        # Dict from the `id` of an inner optimizer to the index of its first bucket
-        # among the buckets of all groups.
+        # Accumulated slices have one numbering over the buckets of all groups, so each
+        # group needs the number of its first bucket, found by its optimizer's `id`.
         sizes = [len(group.plan.buckets) for group in groups.values()]
         firsts = itertools.accumulate(sizes, initial=0)
         self._first_slices = dict(zip(groups, firsts, strict=False))
@@ -200,19 +200,21 @@ class ShardedLayout(StateLayout):
             return sums.map(lambda values: tf.clip_by_value(values, -limit, limit))
         sharded_group = self._sharded(group)
         owner = self._collectives.owner
-        norms = statistics.squared_norms(sharded_group)  # shape [num_variables]
+        norms = statistics.squared_norms(sharded_group)
         if optimizer.clipnorm and optimizer.clipnorm > 0:
-            # Each gradient gets the factor by which `tf.clip_by_norm` would scale it.
+            # A replica has only slices of a gradient, so it cannot call
+            # `tf.clip_by_norm`. It multiplies the slices by the same factor.
             bound = tf.constant(optimizer.clipnorm, norms.dtype)
             factors = bound / tf.maximum(tf.sqrt(norms), bound)
             return sums.scaled_by(factors, sharded_group.plan, owner)
         norm = tf.sqrt(tf.reduce_sum(norms))
-        # `tf.cast` would round the float to float32 first; `tf.constant` does not.
+        # `tf.cast` would round the Python float to float32 before it converts the
+        # limit to the dtype of the norm; `tf.constant` does not.
         limit = tf.constant(optimizer.global_clipnorm, norm.dtype)
         # `norm - norm` makes the factor NaN for an infinite norm, as in Keras.
         factor = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-        # A product with a scalar makes a sparse gradient dense in Keras, too, so sparse
-        # gradients are added to the slices first.
+        # In Keras, too, the product with the factor makes a sparse gradient dense, so
+        # sparse gradients are added to the slices first.
         whole = sums.without_rows(sharded_group.plan, owner)
         return whole.map(lambda values: values * tf.cast(factor, values.dtype))
 

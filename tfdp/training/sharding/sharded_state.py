@@ -104,8 +104,8 @@ class ShardedState:
         if not was_built:
             optimizer_state.build_without_state(optimizer, variables)
         plans = {id(part): self._plan_of(part) for part in _trained_parts(optimizer)}
-        # Workers with different variables would run different collectives below, and
-        # wait for each other indefinitely.
+        # Variables are compared first: workers with different ones would run different
+        # collectives, and wait for each other indefinitely.
         how = self._layout_fact(options, _trained_parts(optimizer), plans)
         facts = [variables_fact(every, "shards"), how]
         compare(extended.worker_group, "sharding the optimizer", facts)
@@ -147,8 +147,8 @@ class ShardedState:
             state: Sequence of the optimizer's own variables; empty before it is built.
         """
         if tf.executing_eagerly() and not in_replica_thread():
-            # Scalars are left out: they are counters and rates, which a worker may set
-            # on its own.
+            # Scalar state is not compared: it consists of counters and rates, which a
+            # worker may set on its own.
             slots = [v for v in state if len(v.shape) and hasattr(v, "value")]
             when = "before the optimizer is sharded"
             topic = "sharding the optimizer: values"

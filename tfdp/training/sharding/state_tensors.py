@@ -15,8 +15,8 @@ import tensorflow as tf
 from tfdp.ground._compat import optimizer_state
 from tfdp.ground.base.param_groups import path_of
 
-# The maximum number of elements of a shard that are read at a time, if a read makes a
-# copy. The copy has a few megabytes, so that a save needs little memory.
+# If reading a shard makes a copy, at most this number of elements is read at a time:
+# the copy then has a few megabytes, so that a save needs little memory.
 READ_ELEMENTS = 2**20
 
 
@@ -116,7 +116,8 @@ def renamed(tensor: StateTensor, name: str) -> StateTensor:
     return dataclasses.replace(tensor, name=name)
 
 
-# The suffix by which Keras makes a layer's name unique. It may differ between runs.
+# Keras makes the name of a layer unique by a numeric suffix. The suffix may differ
+# between runs, so the names of state tensors do not have it.
 _NUMBER = re.compile(r"_\d+$")
 
 

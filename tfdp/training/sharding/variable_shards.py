@@ -42,11 +42,11 @@ class VariableShards(OptimizerShard):
     def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
         """Build a clone of the optimizer on the variables that the replica owns."""
         self.owned = self._plan.owned(self.owner)
-        # Copies of the owned variables on the device of the update, by position; empty
-        # if the variables themselves are on this device.
+        # An update changes variables on its own device, so it needs copies of owned
+        # variables that are on another device. The keys are their positions.
         self._copies: dict[int, Any] = {}
-        # Owned variables that are sharded parameters, by position: this replica holds
-        # all their elements.
+        # The owner of a sharded parameter holds all its elements, so the update changes
+        # this part itself. The keys are the positions of the parameters.
         self._parts: dict[int, Any] = {}
         values = (variables[i] for i in self.owned)
         owned = [optimizer_views.with_local_value(v, replica) for v in values]
@@ -57,7 +57,7 @@ class VariableShards(OptimizerShard):
             self._copies = dict(zip(self.owned, owned, strict=True))
         self.clone = optimizer_views.plain_clone(optimizer)
         # A clone is created from the optimizer's config, which lacks the variables that
-        # the user has excluded from the trust ratio of `LARS`.
+        # the user has excluded from the trust ratio of `LARS`: they are excluded again.
         if hasattr(optimizer, "exclude_alike"):
             wholes = [variables[index] for index in self.owned]
             optimizer.exclude_alike(self.clone, wholes, owned)
@@ -67,9 +67,9 @@ class VariableShards(OptimizerShard):
         if owned:
             self.clone.build(owned)
         built = _settings_of(self.clone)
-        # Names of attributes that hold state or that `build` sets. The clone keeps its
-        # own values of them: the user's optimizer may never be built, and has `None` in
-        # place of state that was freed.
+        # Of attributes that hold state or that `build` sets, the clone keeps its own
+        # values: the user's optimizer may never be built, and has `None` in place of
+        # state that was freed.
         self._kept = {
             name
             for name in vars(self.clone)
@@ -98,8 +98,8 @@ class VariableShards(OptimizerShard):
             self._updated_variable(index, variables) for index in updated_indices
         ]
         if self.owned:
-            # The update also runs without gradients: state that belongs to no variable,
-            # such as a product of momenta, advances in every step.
+            # The update also runs if no owned variable has a gradient: state that
+            # belongs to no variable, such as a product of momenta, advances each step.
             with tf.device(self.device), _drawing_nothing(optimizer):
                 keras_optimizer.apply_weight_decay(clone, updated)
                 update_gradients = [whole[index] for index in updated_indices]
