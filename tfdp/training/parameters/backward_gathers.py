@@ -85,11 +85,12 @@ class BackwardGathers:
         )
         self._begin = passes[0][0] if passes else 0
         self._done = 0
-        # Operations that compute the results of the latest gather, for which the next
-        # gather waits.
+        # A unit needs memory twice while it is gathered, packed and unpacked. So the
+        # next gather waits for these operations, the results of the latest one.
         self._previous: list[tf.Operation] = []
-        # Operations that have reduced gradients, in the order of the trace, and the
-        # number of those that a gather already waits for.
+        # Gathers wait for earlier reductions of gradients, so that the backward pass
+        # does not run ahead of slow communication. The first `_num_awaited` reductions
+        # already have a gather that waits for them.
         self._reduced: list[tf.Operation] = []
         self._num_awaited = 0
 
@@ -130,8 +131,8 @@ class BackwardGathers:
         for number in range(self._done, min(count, len(self._waiting))):
             gathered, uses = self._waiting[number]
             unit = gathered.unit
-            # So that parameters are not gathered too early, the gather waits until the
-            # backward pass is about to use an earlier unit, or else to begin.
+            # The gather waits until the backward pass is about to use an earlier unit,
+            # or else to begin: parameters gathered too early would only take memory.
             before = number - 1 - self._prefetch(number)
             age = self._begin
             if before >= 0:

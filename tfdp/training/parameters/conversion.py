@@ -35,7 +35,7 @@ from tfdp.training.parameters.sharded_parameter import (
 from tfdp.training.replicas.synchronized_scope import broadcast_bytes
 
 # Number of conversions in this process. A function that was traced before the latest
-# conversion uses variables that are no longer the parameters of the model.
+# conversion uses variables that the model no longer has, so it is traced again.
 _num_conversions = 0
 
 
@@ -306,8 +306,8 @@ def deferred_parameter(strategy: Any, arguments: dict[str, Any]) -> ShardedParam
         )
         for replica, device in enumerate(extended.group.devices)
     ]
-    # The Keras variable, which says whether reads are cast, does not exist yet.
-    # `_adopt` sets `casts` later.
+    # The Keras variable, which determines whether reads are cast, does not exist yet,
+    # so `_adopt` sets `casts` later.
     return ShardedParameter(strategy, parts, whole.shape, ranges, gathers, casts=False)
 
 

@@ -43,8 +43,9 @@ class Gathers:
         self._units: list[weakref.ref[Unit]] = []
         self._host_group = extended.host_group
         self._worker_group = extended.worker_group
-        # By the `id` of a parameter: a function that announces to the other workers
-        # that this worker reads the parameter. It has entries only in `reading_alone`.
+        # While one worker reads parameters alone, in `reading_alone`, the other workers
+        # must learn which parameter to gather with it: these functions announce the
+        # read of a parameter, found by its `id`.
         self.announcements: dict[int, Callable[[], None]] = {}
         self._owners = self._owners_of_all(extended.num_local)
 
@@ -166,8 +167,8 @@ class Gathers:
         if replica_context() is None:
             self._announce_read(parameter)
             return self.gather_on_hosts(parameter)
-        # Local replicas of an eager step run one after another. The first one gathers
-        # the parameter for all of them.
+        # Local replicas of an eager step run one after another, so the first replica
+        # gathers the parameter for all of them.
         run = tensor_reads.shared_run_object()
         if parameter.eager_value is None or parameter.eager_value[0] is not run:
             whole = self.gather_on_hosts(parameter)

@@ -21,7 +21,8 @@ from tfdp.training.parameters.sharded_parameter import (
 )
 from tfdp.training.replicas.synchronized_scope import MESSAGE_BYTES
 
-# Value that worker 0 sends after its last read, instead of a parameter's position.
+# Worker 0 sends this value after its last read, instead of the position of a parameter,
+# so that the other workers stop waiting for reads.
 _END = -1
 
 
@@ -93,8 +94,8 @@ def _messages(
             yield _columns_of_one(parameter, rank, begin, end, host_group)
         else:
             local = [_columns(part, begin, end) for part in parameter.values]
-            # The shape is `[local replicas, columns]`, or `[replicas, columns]` after a
-            # gather over workers.
+            # There is one row for each replica, local ones before the gather and all
+            # after it, in the order of `owners`, by which the owners' rows are found.
             rows = tf.stack(local)
             if host_group.size > 1:
                 rows = Member(host_group, 0).all_gather(rows)

@@ -23,7 +23,8 @@ from tfdp.ground.plans.units import UnitOptions
 from tfdp.training.compression.block_code import WORD_BYTES, BlockCode
 from tfdp.training.parameters.sharded_parameter import ShardedParameter
 
-# The quantization of all compressed gathers, with 8 bits and the default block size.
+# All compressed gathers use one code, with 8 bits and the default block size, since
+# each replica decodes what the others have encoded.
 _CODE = BlockCode()
 
 

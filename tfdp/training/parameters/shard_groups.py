@@ -39,9 +39,9 @@ class ShardGroups:
         has_nodes = len(group.nodes) > 1
         self._is_copied = scope == "node" and has_nodes
         self.has_two_levels = has_nodes and is_hierarchical and not self._is_copied
-        # The process groups of each local replica. With two levels, the inner group is
-        # the replica's node, and the outer group reaches across nodes. With one level,
-        # the inner group has all replicas.
+        # For each local replica, its inner and outer process group. If nodes have their
+        # own level or their own copy of the state, the inner group is the node, and the
+        # outer group reaches across nodes; else the inner group has all replicas.
         self._inner: Sequence[ProcessGroup] = (group,) * len(group.devices)
         self._outer: Sequence[ProcessGroup | None] = (None,) * len(group.devices)
         if has_nodes and (is_hierarchical or self._is_copied):
@@ -175,8 +175,8 @@ class ShardGroups:
         if not bucket.is_lopsided:
             piece = self.gather_across_nodes(piece, replica, channel=channel)
             return self.gather_in_node(piece, replica, channel=channel)
-        # If each node holds the whole state, the replicas of a node gather among
-        # themselves.
+        # If each node holds the whole state, its replicas gather among themselves, so
+        # that no parameter crosses a node's link.
         group = self._inner[replica] if self._is_copied else self.group
         placed = place_row(bucket, self.owner(replica), piece)
         return ring(placed, group, replica, channel=channel, is_alone=False)

@@ -51,9 +51,9 @@ class ShardedParameter(MirroredVariable):
         self.ranges = ranges
         self.reader = reader
         self.casts = casts
-        # The `Unit` with which the parameter is gathered. In eager mode also the
-        # gathered value, with the object of the `strategy.run` that has gathered it,
-        # and the tensor that stands for the parameter on gradient tapes.
+        # `unit` is set when an optimizer plans which parameters are gathered together.
+        # Eager mode keeps the gathered value, for all local replicas of a
+        # `strategy.run`, and the tensor that gradient tapes see for the parameter.
         self.unit: Any = None
         self.eager_value: tuple[Any, tf.Tensor] | None = None
         self.eager_source: tf.Tensor | None = None
@@ -71,7 +71,8 @@ class ShardedParameter(MirroredVariable):
         self.ranges = ranges
         self.reader.forget(self)
 
-    # Methods through which TensorFlow and Keras see the whole parameter.
+    # TensorFlow and Keras must see the whole parameter, not this process's parts, so
+    # the inherited methods for shape, value and assignment are overridden.
 
     @property
     def trainable(self) -> bool:
@@ -203,7 +204,7 @@ def check_reader(variables: Sequence[Any], reader: Any) -> None:
             continue
         if parameter.unit is None and reader is not None:
             # No optimizer has planned a unit with this parameter yet, so the optimizer
-            # of `reader` may do it.
+            # of `reader` may plan one.
             continue
         if parameter.unit is None:
             raise ValueError(

@@ -115,14 +115,15 @@ class UnitGatherer:
         self.groups = groups
         self.replica = replica
         self.order = ComputeOrder(graph)
-        # All gathers in order, and the latest gather of each parameter, by its `id` and
-        # the name of the dtype in which it is read.
+        # All gathers are kept in order, since a gather waits for earlier ones. A read
+        # finds the latest gather of a parameter by the parameter's `id` and the name of
+        # the dtype in which it is read.
         self.gathered: list[GatheredUnit] = []
         self._current: dict[tuple[int, str], GatheredUnit] = {}
         self._sources: dict[int, tf.Tensor] = {}
         self._backward_passes: list[tuple[int, int]] = []
-        # For each backward pass that is being traced, the age of the last operation
-        # before it. The age of an operation is its position in the graph.
+        # Backward passes are nested where layers are computed again. For each open one,
+        # the age (position in the graph) of the last operation before it.
         self._open_passes: list[int] = []
 
     def source(self, parameter: ShardedParameter) -> tf.Tensor:
@@ -200,8 +201,8 @@ class UnitGatherer:
         """Gather a unit, and keep its values as the current ones."""
         dtypes = tuple(map(read_dtype, unit.parameters))
         age = self.order.newest()
-        # So that few parameters are in memory, the gather waits until an earlier unit
-        # is about to compute.
+        # The gather waits until an earlier unit is about to compute, so that only a few
+        # units are in memory at a time.
         before = len(self.gathered) - 1 - unit.options.prefetch
         gate = [] if before < 0 else self.order.last_until(self.gathered[before].age)
         if self.gathered:
@@ -370,8 +371,8 @@ class ComputeOrder:
         self._graph = graph
         self._num_scanned = len(graph.get_operations())
         self._dependent: set[tf.Operation] = set()
-        # Ages, which are positions in the graph, of the operations that depend on
-        # gathered parameters and take time to compute, and these operations.
+        # Operations that depend on gathered parameters and take time to compute, with
+        # their ages (positions in the graph) in ascending order for a binary search.
         self._ages: list[int] = []
         self._computing: list[tf.Operation] = []
 
