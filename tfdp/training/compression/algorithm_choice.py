@@ -60,7 +60,7 @@ class WireFormat:
         return 1.0 if math.isnan(self.ratio) else self.ratio
 
 
-# Wire format without a compressor: elements are sent in their own dtype.
+# The default wire format: without a compressor, elements are sent in their own dtype.
 _PLAIN = WireFormat()
 
 

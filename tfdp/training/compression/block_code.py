@@ -63,9 +63,9 @@ class BlockCode:
         num_rows, row_size = rows.shape
         blocks = tf.reshape(rows, [num_rows, row_size // self.block, self.block])
         largest = tf.reduce_max(tf.abs(blocks), axis=2, keepdims=True)
-        # These operations round alike in eager mode and in a graph. In a graph,
-        # TensorFlow would replace a division by a constant with a product, and a
-        # reciprocal with an approximation.
+        # The product makes eager mode and graphs round alike: in a graph, TensorFlow
+        # would replace a division by a constant with a product, and a reciprocal with
+        # an approximation.
         scales = largest * (1.0 / self._largest_code)  # shape [num_rows, num_blocks, 1]
         codes = blocks / tf.where(scales > _MIN_SCALE, scales, np.inf)
         if noise is None:

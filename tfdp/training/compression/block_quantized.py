@@ -102,12 +102,12 @@ class BlockQuantized(Compressor):
         if not self.stochastic:
             state["residual"] = state["residual"][: bucket.size]
             piece += state["sum_residual"]
-        wide = tf.cast(piece, tf.float32)[tf.newaxis]  # shape [1, slice_size]
+        wide = tf.cast(piece, tf.float32)[tf.newaxis]
         noise = self._noise(state, group.position, 1, wide.shape)
         words, rounded = self._code.encode(wide, noise)
         if not self.stochastic:
             state["sum_residual"] = piece - tf.cast(rounded[0], piece.dtype)
-        total = self._code.decode(group.all_gather(words))  # shape [size, slice_size]
+        total = self._code.decode(group.all_gather(words))  # [group.size, slice_size]
         flat = tf.reshape(total, [-1])[: bucket.size]
         return tf.cast(flat, bucket.dtype), state
 
@@ -122,7 +122,8 @@ class BlockQuantized(Compressor):
         flat = bucket.flat
         if not self.stochastic:
             flat += state["residual"]
-        rows = tf.reshape(flat, [group.size, -1])  # shape [size, slice_size]
+        # Row i is the slice that the replica at position i sums.
+        rows = tf.reshape(flat, [group.size, -1])
         slice_size = rows.shape[1]
         wide = tf.cast(rows, tf.float32)
         missing = -slice_size % self.block

@@ -88,11 +88,11 @@ class Compressor:
     """
 
     # Whether a bucket may be cut anywhere, because elements are compressed one by one
-    # or in blocks. If so, each level of a hierarchical reduction compresses its own
-    # slices.
+    # or in blocks. Then each level of a hierarchical reduction compresses its own
+    # slices; otherwise a compressor always gets a whole bucket.
     cuts_buckets = False
-    # Whether `all_gather` compresses, too. If so, a hierarchical reduction compresses
-    # on both levels; otherwise all replicas reduce in one level.
+    # Whether `all_gather` compresses, too. Then a hierarchical reduction can use the
+    # same compressor on both levels; otherwise all replicas reduce in one level.
     compresses_gathers = False
 
     def state(self, bucket: GradientBucket) -> State:
@@ -177,7 +177,7 @@ class Compressor:
         return None
 
     def __repr__(self) -> str:
-        # Workers compare their options by this string.
+        # Workers compare their options by this string, so it has all settings.
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({settings})"
 

@@ -14,10 +14,10 @@ from tfdp.ground.arguments import checked_integer
 from tfdp.training.compression.compressor import Compressor, GradientBucket, State
 from tfdp.training.compression.replica_group import ReplicaGroup
 
-# Largest ratio of the number of elements in a matrix's factors to that in the matrix.
-# Matrices with larger factors are not compressed.
+# A matrix is compressed only if its two factors have at most this share of its
+# elements, so that compression saves at least half of the matrix's bytes.
 _LARGEST_SHARE = 0.5
-# Seed of the initial factors, which must be equal on all replicas.
+# All replicas draw the initial factors with this seed, since the factors must be equal.
 _SEED = 0
 
 
@@ -130,7 +130,8 @@ class PowerSGD(Compressor):
             return _reduce(bucket, matrices, residual, factors, group)
 
         if self.start_step:
-            # The number of updates is equal on all replicas, so all take one branch.
+            # The number of updates is equal on all replicas, so all of them take the
+            # same branch and run the same collectives.
             flat, residual, factors = tf.cond(
                 steps < self.start_step, plain, compressed
             )

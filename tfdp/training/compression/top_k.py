@@ -82,12 +82,13 @@ class TopK(Compressor):
         count = self._num_sent(bucket)
         places = tf.math.top_k(tf.abs(waiting), count, sorted=False).indices
         values = tf.gather(waiting, places)
-        # The sum of `waiting * 0.0` is zero, or NaN if any element is infinite or NaN.
-        # Added to the values that are sent, NaN shows the overflow to all replicas.
+        # An infinite or NaN element that is not sent must still show the overflow to
+        # all replicas: it makes the sum of `waiting * 0.0` NaN instead of zero, and
+        # this sum is added to the values that are sent.
         values += tf.reduce_sum(waiting * 0.0)
         sent = tf.cast(values, tf.float32)
         words = tf.concat([tf.bitcast(sent, tf.int32), places], axis=0)
-        rows = group.all_gather(words[tf.newaxis])  # shape [size, 2 * count]
+        rows = group.all_gather(words[tf.newaxis])  # [group.size, 2 * count]
         total = _sum_of(rows, group.size, count, bucket)
         left = values - tf.cast(sent, values.dtype)
         new = {"residual": _set_at(waiting, places, left)}
