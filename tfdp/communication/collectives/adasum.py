@@ -160,8 +160,8 @@ def _create_groups(caller: Member, members: Partition) -> _Groups:
         firsts = range(0, core, 2 * distance)
         block_positions = [sum(members[f : f + 2 * distance], ()) for f in firsts]
         blocks[distance] = group.split(block_positions)
-    # Members beyond the largest power of two first send their tensors to a partner, and
-    # receive the result from it.
+    # Recursive halving needs a power of two. Members beyond the largest one first send
+    # their tensors to a partner, and receive the result from it.
     positions = _position_pairs(members, range(len(members) - core), core)
     pairs[core] = group.split(positions)
     is_swapped[core] = any(position in p and p[0] > p[1] for p in positions)
@@ -304,7 +304,7 @@ def _combine_pair(
     rows = [tf.zeros([3], tf.float64)] * len(sizes)
     for index, a, b in zip(present, first, second, strict=True):
         rows[index] = _dot_products(a, b)
-    totals = block.all_reduce(tf.stack(rows), is_alone=False)  # [num_gradients, 3]
+    totals = block.all_reduce(tf.stack(rows), is_alone=False)
     first_factors, second_factors = (tf.cast(x, wide) for x in _coefficients(totals))
     parts = [
         first_factors[index] * a + second_factors[index] * b

@@ -23,8 +23,9 @@ import tensorflow as tf
 from tfdp.communication.collectives.groups import ProcessGroup
 from tfdp.communication.collectives.primitives import Member
 
-# The two phases of an algorithm: `Scatter` maps a flat tensor to the calling replica's
-# shard of the sum, or to `None` if it has none; `Gather` maps shards to the sum.
+# The two phases of an all-reduce. `Scatter` maps a flat tensor to the calling replica's
+# shard of the sum, or to `None` for a replica without a shard. `Gather` maps the shard,
+# and a flat tensor of the sum's shape, to the whole sum.
 Scatter = Callable[[tf.Tensor, Member], tf.Tensor | None]
 Gather = Callable[[tf.Tensor | None, tf.Tensor, Member], tf.Tensor]
 # Groups of two that exchange data at one distance between positions: for each local
@@ -49,7 +50,7 @@ def in_two_phases(
     if tensor.shape.num_elements() == 0:
         return tf.identity(tensor)
     with tf.device(member.group.devices[member.replica]):
-        flat = tf.reshape(tensor, [-1])  # [length]
+        flat = tf.reshape(tensor, [-1])
         length = flat.shape.num_elements()
         # The padding suits all algorithms: the ring needs a shard per replica, and
         # halving-doubling a number of shards that is a power of two.
@@ -185,7 +186,8 @@ def pairs_of(algorithm: str, group: ProcessGroup) -> dict[int, Pairs]:
         for distance in powers_below(core):
             lower = [p for p in range(core) if not p & distance]
             distances[distance] = [(p, p + distance) for p in lower]
-        # Positions beyond the largest power of two send their tensors to a partner.
+        # Halving needs a power of two of positions. Positions beyond the largest one
+        # send their tensors to a partner.
         distances[core] = [(extra - core, extra) for extra in range(core, size)]
     return {distance: group.split(pairs) for distance, pairs in distances.items()}
 
@@ -346,8 +348,8 @@ def hierarchical(
     dtype = inner.wire_dtype
     rings = inner == outer == Level("ring", dtype)
     if dtype is not None and rings and _rounds_sums_once(group):
-        # Elements are cast only once, for both levels: more rounding would lose
-        # precision.
+        # Elements are cast once for both levels, since a second rounding between the
+        # levels would lose precision.
         with tf.device(group.devices[replica]):
             sent = tf.cast(tensor, dtype)
         total = hierarchical(sent, group, replica, channel=channel, is_alone=is_alone)
@@ -389,7 +391,8 @@ def node_levels(group: ProcessGroup, replica: int) -> tuple[ProcessGroup, Proces
         has the replicas with the same index in their nodes.
     """
     node = group.split(group.nodes)[replica]
-    # Each group across nodes has one replica of every node, with the same index.
+    # Replicas with the same index in their nodes hold the same slice of a tensor, so
+    # they form a group across nodes.
     ordered = [sorted(positions) for positions in group.nodes]
     across = group.split(tuple(zip(*ordered, strict=True)))[replica]
     assert node is not None

@@ -25,16 +25,17 @@ from tfdp.ground.base.finalizers import finalizers
 from tfdp.ground.base.threads import start_thread
 
 _CLOSE_SECONDS = 2.0
-# Capacity of a queue: the next call may be launched before results are collected.
+# A queue has room for two calls, so that a step can launch the next call before the
+# results of the last one are collected.
 _CAPACITY = 2
-# Number in the results of a failed call. No call has this number, so that a step that
-# collects these results fails.
+# The results of a failed call have this number, which no call has, so that the check of
+# the number fails in the step that collects them.
 _FAILED = tf.int64.max
 
 _backgrounds: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
 
 # Function that takes a list of tensors of each local replica, and returns a list of
-# results for each.
+# results for each local replica.
 Function = Callable[[list[list[tf.Tensor]]], Sequence[Sequence[tf.Tensor]]]
 
 
@@ -196,7 +197,8 @@ def new_queue(device: str, specs: Sequence[tf.TensorSpec]) -> tf.queue.FIFOQueue
         device: String, the CPU that holds the queue.
         specs: Sequence of `tf.TensorSpec`, of the tensors.
     """
-    # A TensorFlow queue declares the shapes of all components of its elements, or none.
+    # A TensorFlow queue declares the shapes of all components of its elements or none,
+    # so a single unknown shape means that it declares none.
     is_known = all(spec.shape.is_fully_defined() for spec in specs)
     with tf.device(device):
         return tf.queue.FIFOQueue(
@@ -216,8 +218,8 @@ def _serve(
         function: `Function`.
         num_served: `_CallCount`, updated after each call.
     """
-    # `CancelledError` and `OutOfRangeError` mean that the queues are closed, and no
-    # step waits any more.
+    # `CancelledError` and `OutOfRangeError` mean that the queues are closed. No step
+    # waits any more, so the thread ends without an error.
     closed = tf.errors.CancelledError, tf.errors.OutOfRangeError
     with contextlib.suppress(*closed), calls.beside_others():
         failure: Failure | None = None

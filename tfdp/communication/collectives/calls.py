@@ -25,7 +25,8 @@ from tfdp.communication.coordination.flight_steps import (
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.worker_group import latest_group
 
-# Handles of the resources that all functions with collectives have as inputs, by `id`.
+# A function with collectives is recognized by its inputs: each such function has one of
+# these handles of resources among them. The keys are the handles' `id`s.
 _handles: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _running = threading.RLock()
 _num_calls = itertools.count()

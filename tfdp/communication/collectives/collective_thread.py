@@ -32,20 +32,21 @@ from tfdp.communication.coordination.watch import COLLECTIVE_FAILED, NotConnecte
 from tfdp.ground._compat import runtime
 
 _CLOSE_SECONDS = 2.0
-# Capacity of a queue: one pending collective, and elements left by cancelled steps.
+# A queue has room for one pending collective besides the elements that cancelled steps
+# have left, which must not block the next step.
 _CAPACITY = 4
-# An element of a queue has two components: the data as bytes, and a head of two
-# numbers, those of the traced collective and of the request.
+# An element of a queue has two components: the data as bytes, and a head with the
+# numbers of the traced collective and of the request, by which results are checked.
 _COMPONENTS = [tf.uint8, tf.int64]
-# Number of the lower bits of a request's number, which count requests. The bits above
-# them are its generation.
+# A request's number has its generation above this number of bits, and a count of
+# requests in them, so that requests of an earlier generation have smaller numbers.
 _COUNT_BITS = 32
 _OUTDATED_REQUEST = (
     "An earlier step ended with an error on some replicas of a worker only"
 )
 _log = logging.getLogger("tfdp.transport")
-# Queues between graphs and threads, by the id of the handle of their counter, which is
-# an input of every function that uses the queues.
+# The queues that a failed call has used are found by its inputs: every function that
+# uses queues has the handle of their counter as an input. The keys are the `id`s.
 _queues_by_handle: weakref.WeakValueDictionary[int, Queues] = (
     weakref.WeakValueDictionary()
 )
@@ -194,8 +195,8 @@ class CollectiveThread:
 
     def _serve(self) -> None:
         """Answer requests until the queues are closed."""
-        # `CancelledError` and `OutOfRangeError` mean that the queues are closed, and no
-        # step waits any more.
+        # `CancelledError` and `OutOfRangeError` mean that the queues are closed. No
+        # step waits any more, so the thread ends without an error.
         with contextlib.suppress(tf.errors.CancelledError, tf.errors.OutOfRangeError):
             while not self._is_closed:
                 self._serve_requests()
@@ -273,9 +274,11 @@ class Queues:
         self, device: str, requests: tf.queue.FIFOQueue, results: tf.queue.FIFOQueue
     ) -> None:
         self._requests, self._results = requests, results
-        # Counter of requests. All local replicas count alike, as their programs agree.
+        # Requests are counted, so that each result is matched with its request. Local
+        # replicas run the same program, so their counts agree.
         self._number = runtime.plain_variable(0, tf.int64, device)
-        # Failure that ends this replica's step with an error, or `None`.
+        # TensorFlow's error says only that a collective has failed, so the failure is
+        # kept here, with its reason, until the call has ended.
         self._failure: Failure | None = None
         # `end_call` finds the queues of a failed graph call by this handle, since every
         # function that uses the queues has the counter as an input.
@@ -329,7 +332,7 @@ class _CollectiveQueues(Queues):
             operation_index: Scalar int64 tensor, number of the traced collective.
         """
         number = self._number.assign_add(1, read_value=True)
-        head = tf.stack([operation_index, tf.convert_to_tensor(number)])  # [2], int64
+        head = tf.stack([operation_index, tf.convert_to_tensor(number)])
         with tf.control_dependencies([self._requests.enqueue([data, head])]):
             result, answered = self._results.dequeue()
         is_answer = tf.reduce_all(tf.equal(answered, head))
@@ -341,7 +344,7 @@ class _CollectiveQueues(Queues):
 
     def take(self) -> _Request:
         """Wait for the replica's next request."""
-        # Raw operations take half the time of the queue's methods.
+        # A raw operation takes half the time of the queue's `dequeue`.
         data, head = tf.raw_ops.QueueDequeueV2(
             handle=self._requests.queue_ref, component_types=_COMPONENTS
         )
@@ -387,8 +390,8 @@ def array_of(tensor: tf.Tensor) -> np.ndarray:
 
 def new_tensor(num_bytes: int) -> tuple[tf.Tensor, np.ndarray]:
     """Create an uninitialized eager tensor of bytes; return it and a writable view."""
-    # Without a device, TensorFlow would place it on a GPU that the process sees, and
-    # the view would be that of a copy.
+    # Without a device, TensorFlow would place the tensor on a GPU that the process
+    # sees, and `array_of` would return a view of a copy.
     with tf.device("CPU:0"):
         shape = _shape_of(num_bytes)
         tensor = tf.raw_ops.Empty(shape=shape, dtype=tf.uint8, init=False)

@@ -9,7 +9,8 @@ import tensorflow as tf
 from tfdp.communication.collectives import Member, ProcessGroup, padded_length
 from tfdp.communication.coordination.progress import progress
 
-# Dtypes that collectives do not support, and the wider dtypes that are sent instead.
+# Collectives do not support the first dtype of each pair, so its elements are sent in
+# the second one, a wider dtype that has all their values.
 _COLLECTIVE_DTYPES = {
     tf.bool: tf.int32,
     tf.int8: tf.int32,
@@ -67,8 +68,8 @@ def gather_first_axis(
         )
         # TensorFlow orders the members of a group by device name, with task 10 before
         # task 2, so ranks are gathered along with the lengths.
-        own = tf.stack([rank, tf.size(flat)])[tf.newaxis]  # [1, 2], int32
-        table = member.all_gather(own)  # [group.size, 2]
+        own = tf.stack([rank, tf.size(flat)])[tf.newaxis]
+        table = member.all_gather(own)  # [group.size, 2]: rank and length of a replica
         counts = table[:, 1]
         length, size = padded_length(tf.reduce_max(counts))
         sent = tf.pad(flat, [[0, length - tf.size(flat)]])

@@ -26,13 +26,15 @@ from tfdp.ground.text import pluralize
 # The first group key is far above TensorFlow's own, which count sets of devices from 1.
 _FIRST_GROUP_KEY = 1 << 24
 _KEYS_PER_STRATEGY = 1 << 18
-# The index of the next strategy, in a list so that functions can change it.
+# The index of the next strategy, in a list so that functions can change it without a
+# `global` statement.
 _next_index = [0]
 
-# Partition of a group into subgroups: the positions of the members of each.
+# Partition of a group into subgroups: for each subgroup, the positions of its members.
 Partition = tuple[tuple[int, ...], ...]
 
-# Name scope prefix of the function call that is one collective of `ProcessTransport`.
+# A collective of `ProcessTransport` is a function call in a graph. `is_collective`
+# recognizes it by this prefix of its name scope.
 SCOPE = "Collective"
 
 
@@ -341,7 +343,8 @@ class ProcessGroup:
         self._positions = positions
         self._splits: dict[Partition, tuple[ProcessGroup | None, ...]] = {}
         local = [p for p in self.local_positions if p is not None]
-        # Whether all members are replicas of this process.
+        # If all members are replicas of this process, no other worker has to agree on
+        # instance keys, so each traced function gets keys of its own.
         self.is_local = len(local) == size
         self.instance_keys = InstanceKeys(is_local=self.is_local)
         self._split_lock = threading.Lock()
@@ -421,8 +424,8 @@ class ProcessGroup:
         groups: list[ProcessGroup | None] = [None] * len(local)
         for index, part in enumerate(parts):
             split_id = self._split_id.of_subgroup(parts, index)
-            # Group keys are taken for every part, even without local replicas, so that
-            # all workers count the same keys.
+            # Group keys are taken even for a part without local replicas, so that all
+            # workers count the same number of keys.
             self.launch_order.group_keys(split_id.path, split_id.count)
             positions = [part.index(p) if p in part else None for p in local]
             if positions.count(None) == len(local):

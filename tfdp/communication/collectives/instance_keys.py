@@ -51,7 +51,8 @@ def _sizes() -> tuple[int, ...]:
     return tuple(size for size in sizes if size < 2**31)
 
 
-# Lengths to which a tensor is padded if its length is known only at run time.
+# TensorFlow remembers the shape of an instance key, so there is a key for each of these
+# lengths, to which a tensor is padded if its length is known only at run time.
 SIZES = _sizes()
 
 
@@ -66,7 +67,7 @@ class InstanceKeys:
 
     def __init__(self, *, is_local: bool = False) -> None:
         self._is_local = is_local
-        # Numbers of the graphs that are alive.
+        # The keys are weak references: the number of a deleted graph can be used again.
         self._numbers: weakref.WeakKeyDictionary[Any, int]
         self._numbers = weakref.WeakKeyDictionary()
         self._counters: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -94,7 +95,7 @@ class InstanceKeys:
         signature: tuple = (kind, tensor.dtype.name, str(tensor.shape))
         with self._lock:
             ordinal = 0
-            # Eager collectives of a device never overlap, so that they may share a key.
+            # Eager collectives of a device never overlap, so they can share one key.
             if not tf.executing_eagerly():
                 graph = graphs.root_graph()
                 counter = self._counters.setdefault(graph, collections.Counter())

@@ -137,11 +137,11 @@ class Member:
         ):
             total = self._run("reduce_scatter", tf.cast(tensor, wire_dtype))
             return tf.cast(total, tensor.dtype)
-        # An all-to-all and a local sum move the same bytes, and can sum in the tensor's
-        # dtype after elements were sent in `wire_dtype`.
+        # An all-to-all and a local sum send as many bytes as a reduce-scatter, and can
+        # sum in the tensor's dtype although elements are sent in `wire_dtype`.
         sent = tf.cast(tf.reshape(tensor, _split_shape(tensor, group.size)), wire_dtype)
-        received = self.all_to_all(sent)  # [group.size, n, ...]
-        return _sum_of_rows(received, tensor.dtype)  # [n, ...]
+        received = self.all_to_all(sent)  # [group.size, n, ...], a row of each replica
+        return _sum_of_rows(received, tensor.dtype)
 
     def broadcast(self, tensor: tf.Tensor, source: int = 0) -> tf.Tensor:
         """Broadcast: copy the source's tensor to every replica.

@@ -47,8 +47,8 @@ from tfdp.communication.transport import (
 )
 from tfdp.ground.base.finalizers import finalizers
 
-# Number of channels. Collectives on one channel run one after another, and gradient
-# buckets on different channels are reduced concurrently.
+# Collectives on one channel run one after another. Several channels let gradient
+# buckets be reduced concurrently.
 _CHANNELS = 4
 
 
@@ -71,7 +71,7 @@ def end_failed_call(inputs: Sequence[Any], error: tf.errors.OpError) -> Exceptio
     if not failure.has_connected:
         return NotConnected(None, None, failure.reason)
     kind = PeerStepFailed if failure.ends_step_only else tf.errors.UnavailableError
-    # The text of TensorFlow's error is kept, since it names the operation.
+    # TensorFlow's own message is appended to the reason, since it names the operation.
     return kind(None, None, f"{failure.reason}\n\n{error}")
 
 
@@ -159,7 +159,8 @@ class ProcessTransport:
         key_kind = f"{kind} from {source}" if kind == "broadcast" else kind
         key = dataclasses.replace(call, size=None).key(key_kind, tensor)
         dtype = np.dtype(tensor.dtype.as_numpy_dtype)
-        # The name scope identifies a collective in errors, and to `is_collective`.
+        # The name scope shows the collective in TensorFlow's errors, and by its name
+        # `is_collective` recognizes the collective.
         name = f"{SCOPE}_{kind}_{dtype.name}_{call.group.key}"
         with tf.name_scope(name) as scope:
             shape = _shape_of_result(kind, tensor, call.group.size)
@@ -196,8 +197,8 @@ class ProcessTransport:
                 name = f"{group.key}/{channel}"
                 lane = _Lane(name, group, self._rank, self.new_communicator)
                 lanes[channel] = lane
-                # The thread of a lane keeps the lane alive, so a finalizer of the group
-                # has to end the lane.
+                # A running thread keeps its lane alive, so the lane cannot end itself:
+                # a finalizer of the group ends it.
                 finalizers.register(group, lane.end, waits=False)
             return lanes[channel]
 
@@ -222,12 +223,14 @@ class _Lane:
         assert group.workers is not None
         self._collectives = ProcessCollectives(group.workers, rank)
         positions = enumerate(group.local_positions)
-        # Local replicas are sorted by position, as the parts of a tensor are.
+        # Collectives concatenate and split tensors by position, so the thread takes the
+        # tensors of the local replicas in the order of their positions.
         local = sorted((p, replica) for replica, p in positions if p is not None)
         self._index = {replica: index for index, (_, replica) in enumerate(local)}
         self._name = name
         self._new_communicator = new_communicator
-        # Number of communicators that were discarded after failed steps.
+        # Discarded communicators are counted, since each new one needs a new name, the
+        # same on all workers.
         self._num_discarded = 0
         self._end_reason: str | None = None
         self._operations: list[_Operation] = []

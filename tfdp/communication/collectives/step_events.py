@@ -17,10 +17,13 @@ from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.context import in_replica_thread
 from tfdp.ground.base.step_context import ActiveHooks
 
-# Names of `Mark`s, which are defined in `tfdp.communication.collectives.timing`.
-TIMES = "times"  # a replica's mark: begin of its step, end of its forward pass
-BATCH = "batch"  # a worker's mark: samples of the global batch, number of steps
-NORM = "norm"  # a replica's mark: its part of the squared norm, and the step
+# A monitor finds the two measurements of a `Mark` (in `timing`) by the mark's name:
+# - TIMES, of each replica: when its step begins, and when its forward pass ends;
+# - BATCH, of a worker: samples of the global batch, and the number of steps;
+# - NORM, of each replica: its part of the gradient's squared norm, and the step.
+TIMES = "times"
+BATCH = "batch"
+NORM = "norm"
 
 
 class StepDataWaits:
@@ -35,8 +38,8 @@ class StepDataWaits:
 
     def __init__(self) -> None:
         self.num_traces = 0
-        # Variables: the begin of the last step, which Python does not read, and the sum
-        # of the waits for data.
+        # Python reads only the sum of waits. The begin of the last step is a variable
+        # because TensorFlow orders the function that assigns it only by this variable.
         self._begin = runtime.plain_variable(0.0, tf.float64, "CPU:0")
         self._sum = runtime.plain_variable(0.0, tf.float64, "CPU:0")
 
@@ -171,7 +174,8 @@ def record_squared_norm(compute: Callable[[], tf.Tensor]) -> None:
     def record() -> None:
         """Add this optimizer's part of the squared norm to those of the same step."""
         squares = tf.cast(compute(), tf.float64)
-        # Another optimizer of the same step may have recorded its part of the norm.
+        # Another optimizer of the same step may have recorded its part of the norm, to
+        # which this part is added.
         before = tf.where(tf.equal(values[1], step), values[0], 0.0)
         values.assign(tf.stack([before + squares, step, 0.0]))
 

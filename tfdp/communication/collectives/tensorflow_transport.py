@@ -144,15 +144,17 @@ class TensorFlowTransport:
             return sent, lambda received: tf.bitcast(received, dtype)
         moves_bits = is_nccl_of_halves or kind in ("all_gather", "broadcast")
         if dtype == tf.bfloat16 and moves_bits and not is_sum:
-            # TensorFlow does not gather or broadcast bfloat16, and its NCCL does not
-            # know it at all (`kValidDataTypes` of 2.21.0): the bits are sent.
+            # TensorFlow does not gather or broadcast bfloat16, and over NCCL it has no
+            # collective of bfloat16 (`kValidDataTypes` of 2.21.0), so the bits are sent
+            # as float16.
             sent = tf.bitcast(tensor, tf.float16)
             return sent, lambda received: tf.bitcast(received, dtype)
         wide = dtype
         if is_nccl_of_halves:
             wide = tf.float32
         if dtype == tf.int32 and self.name == "ring" and is_sum:
-            # On GPUs TensorFlow adds int32 on the host, also tensors of the device.
+            # TensorFlow adds int32 on the host, also for tensors on a GPU, so these are
+            # added as int64.
             is_on_gpu = "GPU:" in call.group.devices[call.replica]
             wide = tf.int64 if is_on_gpu else dtype
         return tf.cast(tensor, wide), lambda received: tf.cast(received, dtype)

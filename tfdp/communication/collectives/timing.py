@@ -20,11 +20,11 @@ from tfdp.ground._compat import runtime
 from tfdp.ground.base import step_context
 from tfdp.ground.base.step_context import ActiveHooks
 
-# Prefixes of the labels of recorded collectives that carry a gradient bucket,
-# parameters, or rows of sparse gradients.
+# Monitors tell recorded collectives apart by the first word of their labels: a bucket
+# of gradients, parameters, or rows of sparse gradients.
 GRADIENTS, PARAMETERS, ROWS = "bucket", "parameters", "rows"
-# Prefixes of the labels of all-gathers of a unit, sharded parameters that are gathered
-# together: for the forward pass, and again for the backward pass.
+# First words of the labels of a unit's all-gathers. A unit, sharded parameters that are
+# gathered together, is gathered for the forward and again for the backward pass.
 UNIT, UNIT_AGAIN = "unit", "unit_again"
 
 
@@ -96,8 +96,8 @@ class Mark:
     values: tf.Variable
 
 
-# Item that a `Recorder` records; `Recorder.gather` copies the values of each into one
-# row of a variable.
+# An item that a `Recorder` records is called a row, since `Recorder.gather` copies the
+# values of each item into one row of a variable.
 Row = Collective | Mark
 
 
