@@ -64,19 +64,20 @@ class AlgorithmSelector:
 
     @property
     def depends_on_links(self) -> bool:
-        """Bool, whether the algorithm is chosen by predicted times, from the links.
+        """Bool, whether measured links would change the choice of algorithms.
 
-        With NCCL it is chosen from default links. To measure them would create a
-        communicator for each pair of GPUs, which take memory of the GPUs for good.
+        They would if algorithms are chosen by predicted times. NCCL always uses default
+        links: a measurement would create a communicator for each pair of GPUs, and its
+        memory is never freed.
         """
         is_chosen = self._fixed is None and self._backend != "nccl"
         return is_chosen and self.topology.num_replicas > 2
 
     @property
     def needs_whole_buckets(self) -> bool:
-        """Bool, whether parts of a bucket cannot be reduced on their own.
+        """Bool, whether each bucket must be reduced as a whole, not in slices.
 
-        Adasum and some compressors need whole buckets.
+        It is true for Adasum and for compressors that cannot compress a slice alone.
         """
         if not self._formats.has_compressors:
             return self.combines_means
@@ -84,7 +85,10 @@ class AlgorithmSelector:
 
     @property
     def is_hierarchical(self) -> bool:
-        """Bool, whether buckets are reduced inside nodes first and then across."""
+        """Bool, whether buckets are reduced inside nodes first, then across nodes.
+
+        With `algorithm="auto"`, it is whether the topology allows this.
+        """
         is_flat = self._fixed is not None and not self._fixed.is_hierarchical
         return self.topology.supports_hierarchy and not is_flat
 
@@ -224,8 +228,8 @@ class AlgorithmSelector:
         candidates = candidates_for(self.topology)
         if self.are_links_known:
             return candidates
-        # Default links, which are not measured, suffice to compare algorithms by the
-        # bytes that they send across nodes, but not by the latency of their messages.
+        # The links are defaults, not measured. They suffice to compare bytes across
+        # nodes, but not latencies, so algorithms that only save latency are left out.
         safe = (RING, HIERARCHICAL)
         return tuple(algorithm for algorithm in candidates if algorithm in safe)
 

@@ -43,7 +43,10 @@ def carrying(value: tf.Tensor | None) -> Iterator[CarriedScalar | None]:
 
 
 def pending_scalar() -> CarriedScalar | None:
-    """Return the scalar of `carrying` that is not summed yet, or `None` without one."""
+    """Return the scalar of the active `carrying`, or `None` if it is summed or missing.
+
+    `carrying` is a context in which a bucket of gradients also sums a scalar.
+    """
     carried: CarriedScalar | None = step_context.current().carried
     return carried if carried is not None and carried.total is None else None
 

@@ -109,7 +109,7 @@ class CommunicationPlan:
 
     @property
     def _sharding(self) -> ShardingOptions:
-        """`ShardingOptions`, which say what is sharded."""
+        """`ShardingOptions` of the string `sharding`, which say what is sharded."""
         return ShardingOptions(self.sharding)
 
     def _gathers_of(self, order: int) -> int:

@@ -39,7 +39,7 @@ class LevelFormats:
 
     @classmethod
     def of(cls, options: CommunicationOptions, topology: Topology) -> LevelFormats:
-        """Create formats from options.
+        """Create the formats of both levels from options.
 
         Args:
             options: `CommunicationOptions`.
@@ -114,10 +114,16 @@ def _carriers(
 ) -> Iterator[Algorithm]:
     """Yield the algorithms by which a bucket can be reduced with the compressors.
 
-    A candidate is kept if the levels have one compressor that needs whole buckets.
-    Otherwise it is replaced: one with levels by the hierarchical algorithm, if that can
-    apply both formats, or else by the ring, if both levels have the same format. If
-    neither is possible, it is dropped. No algorithm is yielded twice.
+    If one compressor that needs whole buckets is used on both levels, all candidates
+    are yielded. Otherwise each candidate is replaced: a hierarchical one by
+    `HIERARCHICAL`, if that can apply both formats; any other by `RING`, if both levels
+    have the same format. A candidate without a replacement is dropped, and no algorithm
+    is yielded twice.
+
+    Args:
+        levels: `LevelFormats`, wire formats inside and across nodes.
+        candidates: Sequence of `Algorithm`, in the order of preference.
+        topology: `Topology` of the replicas.
     """
     carriers: dict[Algorithm, None] = {}
     for algorithm in candidates:
@@ -193,7 +199,14 @@ def _wire_format(option: Any, bucket: GradientBucket) -> WireFormat:
 
 
 def _format_of_option(option: Any) -> Compressor | str | None:
-    """Return the compressor, or dtype name, for an option such as `"fp16"`."""
+    """Convert an option, such as `"fp16"`, to a compressor or the name of a dtype.
+
+    Args:
+        option: `Compressor`, or string such as `"int8"`; or `None`.
+
+    Returns:
+        `Compressor`, name of the dtype to cast to, or `None` for no compression.
+    """
     if option == "int8":
         return BlockQuantized()
     return COMMUNICATION_DTYPES[option] if isinstance(option, str) else option

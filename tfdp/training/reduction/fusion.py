@@ -59,8 +59,8 @@ def make_plan(
 def bucket_bytes_of(entries: Sequence[Entry], options: CommunicationOptions) -> int:
     """Return the limit on the size of a bucket in bytes.
 
-    It is that of the options. With the default size it is less for a small model, by
-    the total size of the gradients, see `effective_bucket_bytes`.
+    The limit is that of the options. If they have the default, a small model gets a
+    lower limit from the total size of its gradients, see `effective_bucket_bytes`.
 
     Args:
         entries: Sequence of `Entry`, one for each gradient.
@@ -73,7 +73,11 @@ def bucket_bytes_of(entries: Sequence[Entry], options: CommunicationOptions) -> 
 
 
 def ready_order(tensors: Sequence[tf.Tensor]) -> list[int]:
-    """Return positions of gradients in the order in which they are computed."""
+    """Return the positions of gradients in the order in which they are computed.
+
+    In a graph it is the order of their operations. In eager mode, which does not show
+    it, the last gradient is assumed to be computed first.
+    """
     positions = range(len(tensors))
     if tf.executing_eagerly():
         return list(reversed(positions))
@@ -102,8 +106,8 @@ def all_reduce_buckets(
         algorithms: Sequence of callables such as `tfdp.communication.collectives.ring`,
             one for each bucket.
         carried: `CarriedScalar` to sum as well, or `None`. Defaults to `None`.
-        carrier: Int, position of the bucket that it extends, or `None`. Defaults to
-            `None`.
+        carrier: Int, position of the bucket to which `carried` is appended, or `None`.
+            Defaults to `None`.
 
     Returns:
         List of flat tensors, one for each bucket, with its members concatenated.
@@ -184,13 +188,13 @@ def all_reduce_any_shape(
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Concatenate flattened tensors; a single tensor is reshaped without a copy."""
+    """Concatenate tensors as one flat tensor; a single one is only reshaped."""
     flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
     return flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
 
 
 def unpack(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Split a flat tensor into tensors with the shapes of `like`, as before `pack`."""
+    """Split a flat tensor into tensors with the shapes of `like`, to undo `pack`."""
     if len(like) == 1:
         return [tf.reshape(flat, _shape(like[0]))]
     sizes = [_size(tensor) for tensor in like]

@@ -16,21 +16,24 @@ class GradientExchange:
     of this worker, and a step that needs values of other replicas is an error.
 
     Attributes:
-        label: String, the option that asks for it, in messages.
+        label: String, the user's option that selects the exchange, for messages.
     """
 
     label = ""
 
     def begin_step(self, args: tuple, total: tf.Tensor | None) -> tuple:
-        """Return the arguments with which a step runs.
+        """Return the arguments of a step, perhaps without some rows of the batch.
 
-        It is called for each step, before replicas take their rows of the batch. An
-        exchange may drop rows, for example all rows of a worker that is behind.
+        It is called for each step, before replicas take their rows. An exchange may
+        drop rows, for example all rows of a worker that is behind.
 
         Args:
             args: Tuple of nests of per-replica values, the rows of the local replicas.
             total: Scalar tensor, number of rows of the global batch, or `None` if it is
                 unknown.
+
+        Returns:
+            Tuple like `args`, with which the step runs.
         """
         raise NotImplementedError
 
@@ -54,8 +57,8 @@ class GradientExchange:
         """Sum a tensor over the workers that the exchange does not leave out.
 
         Args:
-            share: Scalar float64 tensor, rows of this worker as a fraction of all. By
-                the shares an exchange scales a sum that lacks workers.
+            share: Scalar float64 tensor, rows of this worker as a fraction of all. If
+                workers are left out, the sum is scaled by the shares of the others.
             tensor: Tensor of shape `[size]`, on the host, already weighted by rows.
 
         Returns:

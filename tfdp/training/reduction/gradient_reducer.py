@@ -16,9 +16,9 @@ from tfdp.training.reduction.sparse import reduce_indexed_slices
 
 
 class GradientReducer:
-    """Reducer of the gradients of a step on one device, which changes nothing.
+    """Base class of reducers; by itself the reducer of a single device, without sums.
 
-    It is also the base class, and the reducer of a replica that updates alone.
+    It also serves a replica that updates its variables without the other replicas.
     """
 
     # Gradients are summed over this number of replicas: one, since this base class is
@@ -35,7 +35,7 @@ class GradientReducer:
     ) -> ReducedGradients:
         """Sum the gradients of variables over all replicas, bucket by bucket.
 
-        Here, with one replica, they are only multiplied by the weight.
+        In this class, for a single device, gradients are only multiplied by `weight`.
 
         Adasum combines means of gradients instead. A replica's gradient is its share of
         the global mean, so it is multiplied by the number of combined gradients first.
@@ -57,21 +57,24 @@ class GradientReducer:
         return unbucketed(gradients)
 
     def gradient_weight(self) -> tf.Tensor | None:
-        """Return the factor of this replica's gradients, here `None` for 1."""
+        """Return the factor of this replica's gradients in the sum: `None`, which is 1.
+
+        `ReplicaReducer` overrides it for Adasum.
+        """
         return None
 
     def prepare(self, gradients: list) -> list:
-        """Return gradients in the form in which they are reduced, here unchanged."""
+        """Convert gradients to the form that is reduced; unchanged on one device."""
         return gradients
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return tensors other than gradients summed over replicas, here unchanged."""
+        """Sum tensors other than gradients over replicas; unchanged on one device."""
         return tensors
 
     def gather_rows(
         self, gradients: list, variables: list[Any], *, may_sum: bool
     ) -> list:
-        """Gather the rows of sparse gradients from all replicas; here return them.
+        """Gather rows of sparse gradients from all replicas; unchanged on one device.
 
         Args:
             gradients: List of `tf.IndexedSlices`.
@@ -207,7 +210,7 @@ class ReplicaReducer(GradientReducer):
 
     @property
     def _local_index(self) -> int:
-        """Index of the replica among the local ones."""
+        """Int, index of the running replica among the local ones."""
         if self._local_id is not None:
             return self._local_id
         return tf_distribute.local_replica_id(self._context)
@@ -229,9 +232,9 @@ class ReplicaReducer(GradientReducer):
             )
 
     def _must_reduce_across_replicas(self) -> bool:
-        """Return whether the sum runs in the cross-replica context.
+        """Return whether sums must run in the cross-replica context, not on replicas.
 
-        It is so if the step is eager and this process has several replicas.
+        They must in eager steps of a process with several replicas.
         """
         # Eager replicas of a process run one after another, so a collective of one
         # replica would wait for a replica that has not started.

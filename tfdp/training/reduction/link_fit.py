@@ -214,9 +214,9 @@ def _fit_constants(rows: np.ndarray, weights: np.ndarray) -> list[float] | None:
     """Fit all constants, or all but the cost of an operation if not determined.
 
     Args:
-        rows: Array of shape `[num_samples, num_constants]`, of `_design_row`s, which
-            are divided by measured times: constants are fitted to `rows @ constants`
-            of 1. Its last column is set to 0 if that constant is not determined.
+        rows: Array of shape `[num_samples, num_constants]`, the `_design_row` of each
+            sample. The fit makes `rows @ constants` as close to 1 as possible. The last
+            column, for the cost of an operation, is set to 0 if it is not determined.
         weights: Array of shape `[num_samples]`, the weight of each error.
 
     Returns:
@@ -264,10 +264,12 @@ def _non_negative_least_squares(
 
 
 def _with_default(links: Links, default: Links) -> Links:
-    """Replace a level that no sample depends on by that of `default`.
+    """Return links whose level without samples, if any, has the constants of `default`.
 
-    If it is the level inside nodes, alpha and beta are reduced to those across nodes
-    where the default is larger.
+    Args:
+        links: `Links`, fitted; a level that no sample depends on is `_ZERO_LINK`.
+        default: `Links`. Inside nodes, its alpha and beta are limited to those across
+            nodes.
     """
     inside, across = links.inside, links.across
     if across == _ZERO_LINK:
@@ -299,7 +301,10 @@ def _ratios(samples: Sequence[Sample], links: Links) -> np.ndarray:
 
 
 def _loss(ratios: np.ndarray) -> float:
-    """Return the sum of Huber's function of the logarithms of ratios."""
+    """Return the loss of a fit: the sum of Huber's function of its logarithmic errors.
+
+    `ratios` has shape `[num_samples]`: predicted over measured times, all above 0.
+    """
     errors = np.abs(np.log(ratios))
     outliers = 2 * _OUTLIER * errors - _OUTLIER**2
     return float(np.where(errors <= _OUTLIER, errors**2, outliers).sum())

@@ -149,10 +149,17 @@ def _try_fit(samples: list[Sample], backend: str) -> dict[str, Any] | None:
 def _measure_samples(
     algorithm_selector: AlgorithmSelector, group: ProcessGroup
 ) -> list[Sample]:
-    """Measure all-reduces of small and large tensors by each algorithm.
+    """Measure the time of all-reduces of small and large tensors by each algorithm.
 
-    Algorithms differ in the number of messages and operations. These differences
-    determine the cost of an operation, and whether replicas share a link.
+    Algorithms differ in the number of messages and operations. From these differences
+    `fit_links` determines the cost of an operation, and whether replicas share a link.
+
+    Args:
+        algorithm_selector: `AlgorithmSelector`, with the topology.
+        group: `ProcessGroup` of all replicas. Every worker has to call this function.
+
+    Returns:
+        List of `Sample`, one for each algorithm and size.
     """
     algorithms = [Algorithm(name) for name in FLAT]
     topology = algorithm_selector.topology

@@ -90,10 +90,10 @@ class Reducer:
 
     @property
     def num_means(self) -> int:
-        """Int, number of gradients that Adasum combines.
+        """Int, number of gradients that Adasum combines: one per node or per replica.
 
-        It is the number of nodes if buckets are reduced inside nodes first, else of
-        replicas. It has no meaning unless `combines_means`.
+        It is the number of nodes if buckets are reduced inside nodes first, else the
+        number of replicas. It has no meaning unless `combines_means` is true.
         """
         selector = self.algorithm_selector
         of_nodes = selector is not None and selector.is_hierarchical

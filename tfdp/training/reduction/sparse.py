@@ -114,8 +114,14 @@ _SELECTING_OPS = (
 def _source(tensor: Any) -> Any:
     """Return the tensor from which the elements of a tensor were selected.
 
-    It may lie in a graph around that of `tensor`, or be eager. Without a selection it
-    is `tensor` itself.
+    Slices, reshapes, casts, captures and Keras's wrapping of negative indices are
+    traced back. Without any of them the result is `tensor` itself.
+
+    Args:
+        tensor: Integer tensor.
+
+    Returns:
+        Tensor, in the same graph or in one around it, or an eager tensor.
     """
     while tf.is_symbolic_tensor(tensor):
         op = tensor.op

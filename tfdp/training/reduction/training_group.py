@@ -49,7 +49,10 @@ class TrainingGroup:
         return self.ranks.index(self.own_rank)
 
     def gather(self, rows: tf.Tensor) -> tf.Tensor:
-        """All-gather rows of the group's replicas along the first axis, by rank."""
+        """All-gather the rows of the group's replicas, concatenated by rank.
+
+        `rows` may have different numbers of rows on the replicas.
+        """
         if not isinstance(self.reducer, ReplicaReducer):
             return rows
         group = self.reducer.group
@@ -71,7 +74,10 @@ def training_group(strategy: Any) -> TrainingGroup:
 
 
 def groups_of_ranks(strategy: Any) -> Sequence[Sequence[int]]:
-    """Return the ranks of each group that trains together: by default one of all."""
+    """Return the ranks of each group of replicas that trains together.
+
+    Without independent groups, there is one group of all replicas.
+    """
     if (groups := loops.independent_groups()) is None:
         return [range(strategy.num_replicas_in_sync)]
     return groups.groups_of_ranks(strategy)
