@@ -80,8 +80,8 @@ class ElementShards(OptimizerShard):
         def kind(place: Place) -> Any:
             """Return a key that adjacent segments share if they can be updated as one.
 
-            Dense segments can, and so can those without a gradient. A sparse one is
-            alone.
+            Segments with dense gradients share `True`, segments without a gradient
+            `False`. A segment with a sparse gradient is updated alone: it is its key.
             """
             segment, _, _ = place
             is_sparse = segment.index in gradients.sparse
@@ -143,7 +143,13 @@ class ElementShards(OptimizerShard):
             )
 
         def update(values: tf.Tensor, gradient: Any, rate: Any) -> tf.Tensor:
-            """Update `values` of adjacent segments and their slots; return new ones."""
+            """Update the slots of adjacent segments; return their new `values`.
+
+            Args:
+                values: Flat tensor, the values of the segments before the update.
+                gradient: Flat tensor, or `tf.IndexedSlices` for a single segment.
+                rate: Scalar tensor, the learning rate.
+            """
             view = TensorView(values)
             slots = {
                 name: _slot_range(items[self.buckets.index(number)], start, stop)
@@ -201,20 +207,29 @@ class ElementShards(OptimizerShard):
 
 
 def _padded(parts: list[tf.Tensor], bucket: ShardBucket, owner: int) -> tf.Tensor:
-    """Concatenate the parts of an owner's slice and pad it with zeros."""
+    """Concatenate parts of an owner's slice, padded with zeros to `[slice_size]`."""
     size = bucket.padding(owner)
     zeros = [tf.zeros([size], tf.as_dtype(bucket.dtype))] if size else []
     return pack([*parts, *zeros])
 
 
 def _slot_range(slot: Any, start: int, stop: int) -> Any:
-    """Return a range of a flat slot as a variable, or the slot if the range is all."""
+    """Return a variable-like range of a flat slot, or the slot itself for all of it.
+
+    Args:
+        slot: Flat Keras variable, or `None`, which is returned.
+        start: Int, first element.
+        stop: Int, one after the last element.
+    """
     is_whole = slot is None or (start, stop) == (0, slot.shape[0])
     return slot if is_whole else FlatParameterRange(slot.value, start, stop)
 
 
 def _slice_variable(value: tf.Tensor) -> Any:
-    """Create the Keras variable of an owned slice."""
+    """Create the Keras variable for which a clone builds the slots of a slice.
+
+    `value` is the flat tensor of the slice's elements.
+    """
     return keras.Variable(np.asarray(value), dtype=value.dtype.name, name="slice")
 
 
@@ -246,10 +261,17 @@ def _decayed_segment(
 
 
 def _sparse_elements(rows: tf.IndexedSlices, segment: Segment) -> tf.IndexedSlices:
-    """Convert rows of a variable to single elements of a segment of it.
+    """Convert a sparse gradient of a variable to the gradient of one of its segments.
 
     Keras applies rows with the same index one after another, so elements with the same
     index stay separate too.
+
+    Args:
+        rows: `tf.IndexedSlices`, the gradient; a row may lie in several segments.
+        segment: `Segment` of the flattened variable.
+
+    Returns:
+        `tf.IndexedSlices` of single elements, by position in the segment.
     """
     row_size = tf.reduce_prod(tf.shape(rows.values)[1:])
     size = tf.cast(row_size, tf.int64)

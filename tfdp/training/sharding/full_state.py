@@ -103,12 +103,18 @@ def redistribute_sums(strategy: Any, totals: Iterable[Any]) -> None:
 def _redistribute_sum(
     parts: Sequence[tf.Variable], host_group: ProcessGroup, num_replicas: int
 ) -> None:
-    """Set the local replicas' parts of a sum to the mean of all replicas' parts."""
+    """Set the local replicas' parts of a sum to the mean of all replicas' parts.
+
+    Args:
+        parts: Sequence of `tf.Variable`, the addend of each local replica.
+        host_group: `ProcessGroup` with one member for each worker.
+        num_replicas: Int, number of replicas on all workers.
+    """
 
     def mean(values: list[tf.Tensor]) -> tf.Tensor:
-        """Return one mean, over all replicas of all workers.
+        """Return the mean of a tensor over all replicas of all workers.
 
-        `values` has a tensor of the same shape for each local replica.
+        `values` has the tensor of each local replica.
         """
         total = tf.reshape(tf.add_n(values), [-1])
         if host_group.size > 1:
@@ -149,7 +155,13 @@ def _row_ranges(shape: tuple[int, ...], item_bytes: int) -> Iterator[tf.Tensor]:
 
 
 def _fill(part: np.ndarray, start: int, tensor: StateTensor) -> None:
-    """Copy a tensor's owned elements to `part`, which begins at element `start`."""
+    """Copy the elements that this process owns to a part of a flattened tensor.
+
+    Args:
+        part: Flat array, changed in place where the process owns elements.
+        start: Int, index of the part's first element in the tensor.
+        tensor: `StateTensor`.
+    """
     stop = start + len(part)
     for shard in tensor.owned_shards:
         first, last = max(start, shard.start), min(stop, shard.stop)

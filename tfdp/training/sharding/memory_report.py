@@ -14,7 +14,11 @@ from tfdp.training.sharding.state_tensors import slot_names
 
 
 def memory_report(distributed: Any) -> MemoryReport:
-    """Compute a `DistributedOptimizer`'s bytes per replica, sharded and unsharded."""
+    """Compute the memory of a `DistributedOptimizer`'s training state on a replica.
+
+    Returns:
+        `MemoryReport`, the bytes as sharded, and the bytes without sharding.
+    """
     accumulates = distributed.features.accumulation is not None
     frozen = distributed.frozen_parameters
     whole = ReplicaMemory(sum(entry_of(v).num_bytes for v in frozen), 0, 0, 0)

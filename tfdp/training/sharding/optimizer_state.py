@@ -153,7 +153,15 @@ def _tensor(
 def _named_shards(
     group: ShardedParamGroup, state: OptimizerShard
 ) -> list[tuple[str, LocalShard]]:
-    """Return pairs of a state tensor's name and a shard, for all state of a replica."""
+    """Return the shards of an inner optimizer's state on one replica, with names.
+
+    Args:
+        group: `ShardedParamGroup` of the optimizer.
+        state: `OptimizerShard` of the replica.
+
+    Returns:
+        List of pairs: name of a state tensor, and a `LocalShard` of it.
+    """
     shards = [(name, _full_shard(item)) for name, item in state.singles.items()]
     if isinstance(state, VariableShards):
         return shards + _named_shards_of_variables(group, state)
@@ -171,7 +179,15 @@ def _named_shards(
 def _named_shards_of_variables(
     group: ShardedParamGroup, state: VariableShards
 ) -> list[tuple[str, LocalShard]]:
-    """Return pairs of a tensor's name and a shard, for the whole slots of a replica."""
+    """Return the slots of whole variables on one replica as shards, with names.
+
+    Args:
+        group: `ShardedParamGroup` of the optimizer.
+        state: `VariableShards` of the replica.
+
+    Returns:
+        List of pairs: name of a state tensor, and a `LocalShard` with all its elements.
+    """
     names = {
         id(slot): slot_name(attribute, index, group.variables)
         for attribute, slots in state.slots.items()
@@ -202,7 +218,7 @@ def _full_shard(
     read = functools.partial(tf_distribute.elements_of, variable)
 
     def write(values: Any) -> None:
-        """Assign all elements, a flat array."""
+        """Assign all elements of the variable, a flat array or tensor."""
         variable.assign(reshaped(values, shape))
         on_write()
 
@@ -306,7 +322,7 @@ def _range_shard(
     size = segment.size
 
     def read(first: int, last: int) -> np.ndarray:
-        """Return elements of the segment, by position in it, as a flat array."""
+        """Return elements `first` to `last` of the segment as a flat array."""
         if not getattr(variable, "had_slice_assigned", False):
             return tf_distribute.elements_of(variable, begin + first, begin + last)
         # After `write` has assigned a slice, TensorFlow copies the whole variable on

@@ -44,7 +44,7 @@ class ShardCollectives:
 
     @property
     def owner(self) -> int:
-        """Int, index of the slice of each bucket that the replica holds."""
+        """Int, index of the replica's own slice among the slices of each bucket."""
         return self.groups.owner(self.replica)
 
     def reduce_scatter(
@@ -142,12 +142,22 @@ class ShardCollectives:
         return self.groups.scatter_bucket(bucket, flat, route, caller)
 
     def _gather_before(self, tensors: Iterable[tf.Tensor]) -> None:
-        """Trace the backward pass's gathers of parameters that these gradients need."""
+        """Trace the second gathers of sharded parameters that some gradients depend on.
+
+        Without sharded parameters nothing is traced.
+
+        Args:
+            tensors: Iterable of tensors, the gradients that are reduced next.
+        """
         if self.backward is not None:
             self.backward.gather_until(max(map(graphs.op_position, tensors)))
 
     def _record_reduced(self, slices: Slices) -> None:
-        """Make later parameter gathers of the backward pass wait for reduced slices."""
+        """Make later gathers of the backward pass wait until slices are reduced.
+
+        Args:
+            slices: `Slices`, results of reduce-scatters.
+        """
         for piece in slices:
             if self.backward is not None and piece is not None:
                 self.backward.record_reduced(piece)
@@ -237,7 +247,7 @@ def _own_slices(plan: ShardPlan, owner: int, sums: Mapping[int, tf.Tensor]) -> S
 
     Args:
         plan: `ShardPlan`.
-        owner: Int, the owner of the slices.
+        owner: Int, index of the owner of the slices.
         sums: Dict from a variable's position to its whole gradient.
 
     Returns:

@@ -44,7 +44,7 @@ class ShardedGradients:
 
         Args:
             plan: `ShardPlan`.
-            owner: Int, the owner of the slices.
+            owner: Int, index of the owner of the slices.
 
         Returns:
             Dict from the position of a variable to the flat tensors of its elements,
@@ -58,11 +58,15 @@ class ShardedGradients:
         return elements
 
     def divided_by(self, divisor: tf.Tensor) -> ShardedGradients:
-        """Return the gradients divided by a scalar."""
+        """Return the gradients divided by a scalar; half precision becomes float32."""
         return self.map(lambda values: divided(values, divisor))
 
     def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ShardedGradients:
-        """Return the gradients with a function applied to every tensor."""
+        """Return the gradients with a function applied to each slice and sparse values.
+
+        Args:
+            function: Callable from a tensor to a tensor of the same shape.
+        """
         sparse = {
             index: with_values(rows, function(rows.values))
             for index, rows in self.sparse.items()
@@ -78,7 +82,7 @@ class ShardedGradients:
         Args:
             factors: Tensor of shape `[num_variables]`.
             plan: `ShardPlan`.
-            owner: Int, the owner of the slices.
+            owner: Int, index of the owner of the slices.
         """
         slices: list[tf.Tensor | None] = []
         for bucket, piece in zip(plan.buckets, self.slices, strict=True):
@@ -105,7 +109,7 @@ class ShardedGradients:
 
         Args:
             plan: `ShardPlan`.
-            owner: Int, the owner of the slices.
+            owner: Int, index of the owner of the slices.
         """
         if not self.sparse:
             return self
@@ -192,7 +196,11 @@ class ShardedGradientStatistics(GradientStatistics):
         return self._measured[2 * self._groups.index(group)]
 
     def squared_norm_of_each(self) -> list[tf.Tensor]:
-        """Return scalar float32 tensors, the squared norm of each gradient."""
+        """Return the squared norm of each gradient, in the order of the gradients.
+
+        Returns:
+            List of scalar float32 tensors.
+        """
         return [
             tf.cast(squares[index], tf.float32)
             for squares, sums in zip(self._measured[::2], self.sums, strict=True)
@@ -200,7 +208,11 @@ class ShardedGradientStatistics(GradientStatistics):
         ]
 
     def non_finite(self) -> list[tf.Tensor]:
-        """Return scalar bool tensors: whether each gradient has infinity or NaN."""
+        """Return whether each gradient has infinity or NaN, in the gradients' order.
+
+        Returns:
+            List of scalar bool tensors.
+        """
         return [
             flags[index] > 0
             for flags, sums in zip(self._measured[1::2], self.sums, strict=True)
@@ -216,7 +228,7 @@ def local_squared_norm(
     Args:
         group: `ShardedParamGroup`.
         sums: `ShardedGradients` of the group.
-        owner: Int, the owner of the slices.
+        owner: Int, index of the owner of the slices.
 
     Returns:
         Scalar float32 tensor.
@@ -235,8 +247,8 @@ def _squares_and_flags(
     Args:
         group: `ShardedParamGroup`.
         sums: `ShardedGradients` of the group.
-        owner: Int, the owner of the slices. Sparse gradients, whose rows all replicas
-            have, count for owner 0 only.
+        owner: Int, index of the owner of the slices. Sparse gradients, whose rows all
+            replicas have, count for owner 0 only.
 
     Returns:
         Tuple of two tensors `[num_variables]`, for each variable over its elements in

@@ -147,8 +147,8 @@ class ShardedLayout(StateLayout):
     ) -> ShardedGradientStatistics:
         """Measure the norms and finiteness of gradients by one small all-reduce.
 
-        It also carries the loss, unless several replicas have the same slices. It is
-        left out if the step needs none of these.
+        The all-reduce also carries the loss, unless several replicas have the same
+        slices. It is left out if the step needs neither norms, checks nor the loss.
 
         Args:
             groups: Sequence of `ParamGroup`.
@@ -254,7 +254,7 @@ class ShardedLayout(StateLayout):
         decay_without_gradients(group.optimizer, variables, rate, singles)
 
     def average(self, group: ParamGroup) -> None:
-        """Move the averages that the replica owns towards their variables."""
+        """Move the moving averages that the replica owns towards their variables."""
         sharded_group = self._sharded(group)
         self._state(sharded_group).average(group.optimizer, sharded_group.variables)
 
@@ -282,7 +282,7 @@ class ShardedLayout(StateLayout):
         )
 
     def swap_with_average(self, group: ParamGroup) -> None:
-        """Exchange the values of variables and their averages."""
+        """Exchange the values of variables and their moving averages."""
         sharded_group = self._sharded(group)
         state = self._state(sharded_group)
         values = state.own_values(sharded_group.variables)
@@ -290,7 +290,7 @@ class ShardedLayout(StateLayout):
         state.set_averages(values)
 
     def restart_average(self, group: ParamGroup) -> None:
-        """Set the averages to the values of their variables."""
+        """Set the moving averages to the current values of their variables."""
         sharded_group = self._sharded(group)
         state = self._state(sharded_group)
         state.set_averages(state.own_values(sharded_group.variables))
@@ -339,7 +339,7 @@ class ShardedLayout(StateLayout):
             parameter.reader.forget(parameter)
 
     def constrain(self, variable: Any) -> None:
-        """Apply a variable's constraint to its whole value, which norms need."""
+        """Apply a variable's constraint, such as a norm, to its whole value."""
         parameter = sharded_parameter(variable)
         if parameter is None:
             super().constrain(variable)

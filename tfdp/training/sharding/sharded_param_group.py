@@ -22,7 +22,7 @@ class OptimizerShard:
         optimizer: Keras optimizer, the user's.
         variables: List of the Keras variables of the plan.
         plan: `ShardPlan`.
-        owner: Int, the owner of the slices.
+        owner: Int, index of the owner of the slices.
         replica: Int, the local replica that holds the slices.
         device: String, the device that stores and updates the slices.
 

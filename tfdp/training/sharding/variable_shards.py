@@ -34,7 +34,7 @@ class VariableShards(OptimizerShard):
         optimizer: Keras optimizer, the user's.
         variables: List of the Keras variables of the plan.
         plan: `ShardPlan`, in which each variable has one owner.
-        owner: Int, the owner of the slices.
+        owner: Int, index of the owner of the slices.
         replica: Int, the local replica that holds the slices.
         device: String, the device that stores and updates the slices.
     """
@@ -43,10 +43,10 @@ class VariableShards(OptimizerShard):
         """Build a clone of the optimizer on the variables that the replica owns."""
         self.owned = self._plan.owned(self.owner)
         # An update changes variables on its own device, so it needs copies of owned
-        # variables that are on another device. The keys are their positions.
+        # variables that are on another device. The keys are positions in the plan.
         self._copies: dict[int, Any] = {}
         # The owner of a sharded parameter holds all its elements, so the update changes
-        # this part itself. The keys are the positions of the parameters.
+        # this part itself. The keys are positions in the plan.
         self._parts: dict[int, Any] = {}
         values = (variables[i] for i in self.owned)
         owned = [optimizer_views.with_local_value(v, replica) for v in values]
@@ -100,7 +100,7 @@ class VariableShards(OptimizerShard):
         if self.owned:
             # The update also runs if no owned variable has a gradient: state that
             # belongs to no variable, such as a product of momenta, advances each step.
-            with tf.device(self.device), _drawing_nothing(optimizer):
+            with tf.device(self.device), _refusing_random_numbers(optimizer):
                 keras_optimizer.apply_weight_decay(clone, updated)
                 update_gradients = [whole[index] for index in updated_indices]
                 keras_optimizer.update_variables(clone, update_gradients, updated, rate)
@@ -185,7 +185,7 @@ class VariableShards(OptimizerShard):
         return pack_row(bucket, self.owner, values, tf.as_dtype(bucket.dtype))
 
     def _refresh(self, variables: list[Any]) -> None:
-        """Copy the values of the variables to their copies on the update's device."""
+        """Set the copies on the update's device to the values of the variables."""
         for index, copy in self._copies.items():
             value = tf_distribute.local_part(variables[index]).read_value()
             tf_distribute.local_part(copy).assign(value, read_value=False)
@@ -202,11 +202,18 @@ class VariableShards(OptimizerShard):
 
 
 @contextlib.contextmanager
-def _drawing_nothing(optimizer: Any) -> Iterator[None]:
-    """Raise `ValueError` if a user's update draws random numbers while it is traced.
+def _refusing_random_numbers(optimizer: Any) -> Iterator[None]:
+    """Open a context that raises if an optimizer's update draws random numbers.
 
-    Each replica would draw them for its own variables only, and so other numbers than
-    one device, whose seed advances with each variable.
+    It checks the operations that are traced in the context, if `update_step` is the
+    user's. Each replica would draw numbers for its own variables only, and so other
+    numbers than one device, whose seed advances with each variable.
+
+    Args:
+        optimizer: Keras optimizer.
+
+    Raises:
+        ValueError: On exit, if an operation that draws random numbers was traced.
     """
     is_own = keras_optimizer.overridden_by_user(optimizer, "update_step")
     if tf.executing_eagerly() or not is_own:
@@ -224,14 +231,21 @@ def _drawing_nothing(optimizer: Any) -> Iterator[None]:
 
 
 def _assemble(parts: list[tf.Tensor], variable: Any) -> tf.Tensor:
-    """Assemble a gradient from its parts, or zeros for a variable without elements."""
+    """Assemble a variable's gradient from its flat parts; zeros if there are none.
+
+    Returns:
+        Tensor of the variable's shape.
+    """
     if not parts:
         return tf.zeros(variable.shape, variable.dtype)
     return tf.reshape(pack(parts), variable.shape)
 
 
 def _settings_of(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's numbers, strings, bools and `None`s, except `built`."""
+    """Return an optimizer's attributes that are settings, by name.
+
+    Settings are numbers, strings, bools and `None`, except `built`.
+    """
     return {
         name: value
         for name, value in vars(optimizer).items()
