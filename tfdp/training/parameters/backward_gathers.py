@@ -86,7 +86,7 @@ class BackwardGathers:
         self._begin = passes[0][0] if passes else 0
         self._done = 0
         # A unit needs memory twice while it is gathered, packed and unpacked. So the
-        # next gather waits for these operations, the results of the latest one.
+        # next gather waits for these operations, which end the latest gather.
         self._previous: list[tf.Operation] = []
         # Gathers wait for earlier reductions of gradients, so that the backward pass
         # does not run ahead of slow communication. The first `_num_awaited` reductions
@@ -95,10 +95,10 @@ class BackwardGathers:
         self._num_awaited = 0
 
     def gather_until(self, age: int) -> None:
-        """Gather the units that operations up to an age use, and prefetch others.
+        """Trace second gathers of the units that operations up to an age use.
 
-        These are the next units; the option `prefetch` of the last used one says how
-        many.
+        The units after them are gathered, too: their number is the option `prefetch` of
+        the last unit that is used.
 
         Collectives of one channel run in the order in which they are traced, so a
         reduction must be traced after the gathers that its gradients need.
@@ -111,10 +111,10 @@ class BackwardGathers:
             self._gather(needed + self._prefetch(needed - 1))
 
     def record_reduced(self, piece: tf.Tensor) -> None:
-        """Make later gathers wait until these gradients have been reduced.
+        """Make later gathers wait until a slice of gradients has been reduced.
 
         Where communication is slow, the backward pass would otherwise run ahead and
-        accumulate gradients in memory. Gathers do not wait for the latest reduction.
+        accumulate gradients in memory. A gather does not wait for the latest reduction.
 
         Args:
             piece: Tensor, the result of a reduce-scatter.
@@ -191,7 +191,12 @@ class _RecomputedTensors:
         }
 
     def tensor(self, old: tf.Tensor) -> tf.Tensor:
-        """Return a forward tensor's replacement; repeat casts and reshapes."""
+        """Return the value of a forward tensor, computed from the second gather.
+
+        Args:
+            old: Tensor of the forward pass: a gathered parameter, or the result of
+                casts and changes of shape of one, which are repeated.
+        """
         if id(old) not in self._recomputed:
             op = old.op
             inputs = [self.tensor(op.inputs[0]), *op.inputs[1:]]
@@ -228,7 +233,10 @@ def _uses(unit: GatheredUnit, passes: list[tuple[int, int]]) -> Iterator[_Use]:
 
 
 def _is_repeated(op: tf.Operation, tensor: tf.Tensor) -> bool:
-    """Return whether an operation on `tensor` is repeated after a second gather."""
+    """Return whether a forward operation on a tensor is repeated after a second gather.
+
+    It is a cast or a change of shape whose only other inputs are constants.
+    """
     first, *others = op.inputs
     is_constant = all(other.op.type == "Const" for other in others)
     return op.type in _REPEATED_OPS and first is tensor and is_constant

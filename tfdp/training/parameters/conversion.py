@@ -175,7 +175,7 @@ def full_variables(model: Any) -> Iterator[None]:
 
 
 def _has_unit(variable: Any) -> bool:
-    """Return whether a variable is a sharded parameter of a unit."""
+    """Return whether a variable is a sharded parameter that has a unit already."""
     parameter = sharded_parameter(variable)
     return parameter is not None and parameter.unit is not None
 
@@ -257,7 +257,10 @@ def _parts_of(
 
 
 def is_deferred(extended: Any, arguments: dict[str, Any]) -> bool:
-    """Return whether a new variable is to be created as a sharded parameter.
+    """Return whether a new variable is created as a sharded parameter, not whole.
+
+    It is if the strategy defers parameters, and the variable is trainable, floating and
+    created outside of a step.
 
     Args:
         extended: Extended object of a tfdp strategy.

@@ -112,7 +112,7 @@ class Gathers:
                 BackwardGathers(step).gather_rest()
 
     def forget(self, parameter: ShardedParameter) -> None:
-        """Drop gathered values of a parameter after an assignment to it."""
+        """Drop the gathered values of a parameter, which an assignment made stale."""
         if program_trace.traced() is not None:
             return
         parameter.eager_value = None
@@ -192,7 +192,14 @@ class Gathers:
             )
 
     def _owners_of_all(self, num_local: int) -> list[int]:
-        """Gather the owner index of every replica of all workers, ordered by rank."""
+        """Gather the owner index of every replica on all workers. All workers call it.
+
+        Args:
+            num_local: Int, number of local replicas.
+
+        Returns:
+            List of ints, in the order of the workers' positions in the host group.
+        """
         own = tf.constant([self.groups.owner(replica) for replica in range(num_local)])
         if self._host_group.size > 1:
             own = Member(self._host_group, 0).all_gather(own)
@@ -268,7 +275,14 @@ def marked_backward_pass(trace: ProgramTrace) -> Iterator[None]:
 
 
 def gathers_of(extended: Any, groups: ShardGroups) -> Gathers:
-    """Return a strategy's `Gathers` for some owners, created at the first call."""
+    """Return the `Gathers` of a strategy for some owners, created at the first call.
+
+    All workers make the first call together.
+
+    Args:
+        extended: Extended object of a tfdp strategy.
+        groups: `ShardGroups`, the owners.
+    """
     # `Gathers` are stored in the process group. A change of the cluster creates a new
     # group, so that `Gathers` of the former cluster are not used.
     found = vars(groups.group).setdefault("_parameter_gathers", {})
@@ -287,7 +301,7 @@ def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Ten
     dtype = read_dtype(parameter)
 
     def read() -> tf.Tensor:
-        """Read the parameter in the step of the replica that runs the program."""
+        """Return the parameter's value in the step of the replica that is built."""
         with tensor_reads.autocasting(dtype if parameter.casts else None):
             return parameter.reader.read(parameter)
 
@@ -300,8 +314,8 @@ def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Ten
 
 
 def _unit_of(parameter: ShardedParameter) -> Unit:
-    """Return the `Unit` of a parameter, with those that are gathered together with it.
+    """Return the `Unit` of a parameter: the parameters that are gathered together.
 
-    Until an optimizer plans units, the parameter has a unit of its own.
+    Until an optimizer plans units, the parameter is a unit by itself.
     """
     return Unit(0, (parameter,)) if parameter.unit is None else parameter.unit

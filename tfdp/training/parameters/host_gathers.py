@@ -35,7 +35,8 @@ def gather_parameter(
 
     Args:
         parameter: `ShardedParameter`.
-        owners: Sequence of ints, the owner index of each replica on all workers.
+        owners: Sequence of ints: for each replica on all workers, in the order of
+            `host_group`, which part of the parameter it owns.
         host_group: `ProcessGroup` with one member for each worker.
 
     Returns:
@@ -55,8 +56,8 @@ def serve_parameter(
 
     Args:
         parameter: `ShardedParameter`.
-        owners: Sequence of ints: for each replica on all workers, by rank, which part
-            of the parameter it owns.
+        owners: Sequence of ints: for each replica on all workers, in the order of
+            `host_group`, which part of the parameter it owns.
         host_group: `ProcessGroup` with one member for each worker.
     """
     for _ in _messages(parameter, owners, host_group):
@@ -70,8 +71,8 @@ def _messages(
 
     Args:
         parameter: `ShardedParameter`.
-        owners: Sequence of ints: for each replica on all workers, by rank, which part
-            of the parameter it owns.
+        owners: Sequence of ints: for each replica on all workers, in the order of
+            `host_group`, which part of the parameter it owns.
         host_group: `ProcessGroup` with one member for each worker.
 
     Yields:
@@ -113,7 +114,8 @@ def _columns_of_one(
 
     Args:
         parameter: `ShardedParameter`.
-        rank: Int, rank of the replica that holds it.
+        rank: Int, index of the replica that holds it among those of all workers, in the
+            order of `host_group`.
         begin: Int, the first element.
         end: Int, one after the last.
         host_group: `ProcessGroup` with one member for each worker.
@@ -130,7 +132,10 @@ def _columns_of_one(
 
 
 def _columns(part: tf.Variable, begin: int, end: int) -> tf.Tensor:
-    """Return elements `begin` to `end` of a part, flat; zeros beyond the part."""
+    """Return elements `begin` to `end` of a part as a flat tensor.
+
+    Elements beyond the end of the part are zeros.
+    """
     found = tf.reshape(part.read_value(), [-1])[begin:end]
     return tf.pad(found, [[0, end - begin - found.shape[0]]])
 
@@ -157,7 +162,10 @@ def reading_alone(
         return
 
     def announce(position: int) -> None:
-        """Send the position of a parameter, or `_END`, to the other workers."""
+        """Send the position of the parameter that is read next to the other workers.
+
+        `position` is an index into `parameters`, or `_END` after the last read.
+        """
         Member(host_group, 0).broadcast(tf.constant([position]))
 
     for position, parameter in enumerate(parameters):

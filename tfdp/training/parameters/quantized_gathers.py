@@ -133,15 +133,16 @@ def round_parameter(parameter: ShardedParameter, whole: tf.Tensor) -> tf.Tensor:
 
 
 def sent_bytes(members: Sequence[ShardedParameter]) -> int:
-    """Return the bytes that all owners send in a quantized gather of parameters."""
+    """Return the bytes that all owners together send to gather parameters in 8 bits."""
     row_bytes = WORD_BYTES * _CODE.num_words(_row_size(members))
     return row_bytes * len(members[0].ranges)
 
 
 def _row_size(members: Sequence[ShardedParameter]) -> int:
-    """Return the number of elements that each owner encodes for some parameters.
+    """Return the number of elements that each owner encodes, with padding.
 
-    It is the largest sum, over owners, of the sizes of the owner's padded parts.
+    Each owner's parts of the parameters are padded to whole blocks, and all owners
+    encode as many elements as the owner with the most.
     """
     by_owner = zip(*(parameter.ranges for parameter in members), strict=True)
     return max(

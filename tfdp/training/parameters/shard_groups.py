@@ -50,7 +50,7 @@ class ShardGroups:
 
     @property
     def num_copies(self) -> int:
-        """Int, number of replicas that hold the same slices."""
+        """Int, number of replicas that hold the same slices: 1 without copies."""
         outer = self._outer[0]
         return outer.size if outer is not None and self._is_copied else 1
 

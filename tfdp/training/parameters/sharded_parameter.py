@@ -98,7 +98,7 @@ class ShardedParameter(MirroredVariable):
         return self.reader.read(self)
 
     def _get_on_device_or_primary(self) -> tf.Tensor:
-        """Return the whole parameter, which is the same on every device."""
+        """Return the whole parameter, gathered if necessary, on any device."""
         return self._get()
 
     def value(self) -> tf.Tensor:
@@ -110,7 +110,7 @@ class ShardedParameter(MirroredVariable):
         return self._get()
 
     def numpy(self) -> np.ndarray:
-        """Return the whole parameter as an array."""
+        """Return the whole parameter as an array, gathered if necessary."""
         return np.asarray(self._get().numpy())
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> ShardedParameter:

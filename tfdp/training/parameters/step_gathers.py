@@ -59,7 +59,10 @@ class Unit:
 
     @property
     def sent_bytes(self) -> int:
-        """Int, bytes that all owners send to gather it, in its parameters' dtypes."""
+        """Int, bytes that all owners together send to gather the unit.
+
+        Parameters that are not quantized count in their own dtypes.
+        """
         options = self.options
         members = [p for p in self.parameters if travels_quantized(p, options)]
         saved = sum(item.num_elements * item.dtype.size for item in members)
@@ -122,8 +125,8 @@ class UnitGatherer:
         self._current: dict[tuple[int, str], GatheredUnit] = {}
         self._sources: dict[int, tf.Tensor] = {}
         self._backward_passes: list[tuple[int, int]] = []
-        # Backward passes are nested where layers are computed again. For each open one,
-        # the age (position in the graph) of the last operation before it.
+        # A stack, since backward passes are nested where layers are computed again: for
+        # each open pass, the age (position in the graph) of the operation before it.
         self._open_passes: list[int] = []
 
     def source(self, parameter: ShardedParameter) -> tf.Tensor:
@@ -198,7 +201,10 @@ class UnitGatherer:
         return taken
 
     def _gather(self, unit: Unit) -> None:
-        """Gather a unit, and keep its values as the current ones."""
+        """Trace a gather of a unit, whose values later reads of its parameters return.
+
+        It waits until an earlier unit is about to compute, and for the last gather.
+        """
         dtypes = tuple(map(read_dtype, unit.parameters))
         age = self.order.newest()
         # The gather waits until an earlier unit is about to compute, so that only a few
@@ -382,7 +388,7 @@ class ComputeOrder:
         return graphs.op_age(traced[-1]) if traced else 0
 
     def begin_with(self, tensors: Iterable[tf.Tensor]) -> None:
-        """Add operations that compute from newly gathered tensors to the order.
+        """Register newly gathered parameters, on which later operations may depend.
 
         Args:
             tensors: Iterable of tensors, the gathered parameters.
@@ -406,7 +412,7 @@ class ComputeOrder:
         return self._computing[index - 1 : index] if index else []
 
     def _scan(self) -> None:
-        """Find dependent operations among those traced since the last scan."""
+        """Add the dependent operations among those traced since the last scan."""
         new = self._graph.get_operations()[self._num_scanned :]
         for op in new:
             if not any(tensor.op in self._dependent for tensor in op.inputs):
