@@ -127,7 +127,10 @@ class AlgorithmChoice:
 
     @property
     def is_single_level(self) -> bool:
-        """Bool, whether one reduction runs over all replicas, not one per level."""
+        """Bool, whether one compressed reduction runs over all replicas.
+
+        Otherwise there is one inside nodes and one across nodes.
+        """
         outer = self.outer.compressor
         is_whole = outer is not None and not outer.cuts_buckets
         return not self.algorithm.is_hierarchical or (

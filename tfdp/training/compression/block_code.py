@@ -84,7 +84,14 @@ class BlockCode:
         return words, rounded
 
     def decode(self, words: tf.Tensor) -> tf.Tensor:
-        """Decode rows of int32 words into float32 values, the inverse of `encode`."""
+        """Decode rows of int32 words into float32 values, the inverse of `encode`.
+
+        Args:
+            words: Int32 tensor of shape `[num_rows, num_words]`.
+
+        Returns:
+            Float32 tensor of shape `[num_rows, row_size]`, the rounded values.
+        """
         num_rows, num_words = words.shape
         num_blocks = num_words // (self._words_per_block + 1)
         num_codes = num_blocks * self._words_per_block
@@ -105,7 +112,11 @@ class BlockCode:
         return self.block * self.bits // (8 * WORD_BYTES)
 
     def _to_bytes(self, codes: tf.Tensor) -> tf.Tensor:
-        """Pack codes of shape `[num_rows, row_size]` into bytes, one or two in each."""
+        """Pack codes into bytes, one code of 8 bits or two codes of 4 bits in each.
+
+        Args:
+            codes: Tensor of shape `[num_rows, row_size]`, whole numbers.
+        """
         if self.bits == 8:
             return tf.cast(codes, tf.int8)
         # Each byte holds a code of the row's first half in its lower bits and one of
@@ -123,7 +134,7 @@ class BlockCode:
 
 
 def _to_words(data: tf.Tensor) -> tf.Tensor:
-    """Reinterpret rows of bytes as rows of int32."""
+    """Reinterpret rows of bytes as rows of int32 words, four bytes in each."""
     num_rows, num_bytes = data.shape
     shape = [num_rows, num_bytes // WORD_BYTES, WORD_BYTES]
     return tf.bitcast(tf.reshape(data, shape), tf.int32)

@@ -107,7 +107,8 @@ class BlockQuantized(Compressor):
         words, rounded = self._code.encode(wide, noise)
         if not self.stochastic:
             state["sum_residual"] = piece - tf.cast(rounded[0], piece.dtype)
-        total = self._code.decode(group.all_gather(words))  # [group.size, slice_size]
+        # In the order of positions, the slices are the whole bucket and its padding.
+        total = self._code.decode(group.all_gather(words))
         flat = tf.reshape(total, [-1])[: bucket.size]
         return tf.cast(flat, bucket.dtype), state
 

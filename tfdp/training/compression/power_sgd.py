@@ -155,11 +155,11 @@ class PowerSGD(Compressor):
         return f"PowerSGD of rank {self.rank}"
 
     def _matrices(self, bucket: GradientBucket) -> list[_Matrix]:
-        """Return a list of the matrices of a bucket that are compressed."""
+        """Return the gradients of a bucket that are compressed as matrices."""
         return list(self._find_matrices(bucket))
 
     def _find_matrices(self, bucket: GradientBucket) -> Iterator[_Matrix]:
-        """Yield the matrices of a bucket that are compressed."""
+        """Yield the gradients of a bucket that are compressed as matrices, in order."""
         begin = 0
         for entry in bucket.entries:
             size = entry.num_elements
@@ -211,7 +211,7 @@ def _reduce(
         List of the sum, the new residual and the new factors.
     """
     flat: Any = bucket.flat
-    rests = _rests(matrices, bucket.size)
+    rests = _ranges_between(matrices, bucket.size)
     errors = tf.split(residual, [matrix.size for matrix in matrices])
     wanted = [
         tf.reshape(flat[m.begin : m.stop] + error, [m.num_rows, m.num_columns])
@@ -244,8 +244,10 @@ def _reduce(
     return [_flattened(parts), _flattened(errors), _flattened(means)]
 
 
-def _rests(matrices: list[_Matrix], size: int) -> list[tuple[int, int]]:
-    """Return the ranges of a bucket before, between and after its matrices.
+def _ranges_between(matrices: list[_Matrix], size: int) -> list[tuple[int, int]]:
+    """Return the uncompressed ranges of a bucket: all that is not in its matrices.
+
+    There is one before each matrix and one after the last, which may be empty.
 
     Returns:
         List of pairs of ints: first position, and the one after the last.
@@ -266,7 +268,7 @@ def _in_order(
     Args:
         matrices: List of `_Matrix`.
         products: List of tensors, the reduced gradients of the matrices.
-        rests: List of ranges, from `_rests`.
+        rests: List of ranges, from `_ranges_between`.
         rest: Tensor, the reduced elements of all these ranges end to end.
     """
     parts = tf.split(rest, [stop - begin for begin, stop in rests])
@@ -277,7 +279,11 @@ def _in_order(
 
 
 def _sum_together(tensors: list[tf.Tensor], group: ReplicaGroup) -> list[tf.Tensor]:
-    """Return the sums of tensors over the replicas, by one all-reduce for all."""
+    """Sum each of several tensors over the replicas, by one all-reduce for all.
+
+    Returns:
+        List of tensors like `tensors`.
+    """
     total = group.all_reduce(_flattened(tensors))
     parts = tf.split(total, [tensor.shape.num_elements() for tensor in tensors])
     return [

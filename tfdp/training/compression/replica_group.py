@@ -94,7 +94,13 @@ class NodeGroup(ReplicaGroup):
         self._node = Member(node, replica, channel)
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Sum a tensor over the nodes; each replica of a node sends a slice."""
+        """Sum a tensor over the nodes.
+
+        Each replica of a node sends a slice; all of them get the whole sum.
+
+        Args:
+            tensor: Tensor that is equal on all replicas of a node.
+        """
         flat = tf.reshape(tensor, [-1])
         length, size = flat.shape.num_elements(), self._node.group.size
         slice_size = -(-length // size)

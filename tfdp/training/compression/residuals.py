@@ -74,7 +74,7 @@ class ResidualState:
         return self.key.kind, self.key.number, members, self.level, self.compressor
 
     def reset(self) -> None:
-        """Set the state to its initial value on each local replica."""
+        """Set all values of the state to their initial values on each local replica."""
         for by_name in self.replicas:
             for name, variable in by_name.items():
                 assign(variable, self.initial[name])
@@ -223,7 +223,7 @@ class ResidualStore:
         ]
 
     def reset(self, variables: Sequence[Any]) -> None:
-        """Reset the states of buckets of the given variables, restored ones too.
+        """Reset the states of a model's buckets, and drop its restored states.
 
         Args:
             variables: Sequence of Keras variables, those of a model.

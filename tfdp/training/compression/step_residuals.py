@@ -92,5 +92,8 @@ def assign_if_kept(changed: list[tuple[Any, tf.Tensor]]) -> None:
 
 
 def _current() -> StepResiduals | None:
-    """Return the pending assignments of this thread's step; `None` outside of one."""
+    """Return the `StepResiduals` of the step that this thread traces, if any.
+
+    It is `None` outside of `step_residuals`.
+    """
     return step_context.current().residuals

@@ -88,7 +88,7 @@ class TopK(Compressor):
         values += tf.reduce_sum(waiting * 0.0)
         sent = tf.cast(values, tf.float32)
         words = tf.concat([tf.bitcast(sent, tf.int32), places], axis=0)
-        rows = group.all_gather(words[tf.newaxis])  # [group.size, 2 * count]
+        rows = group.all_gather(words[tf.newaxis])
         total = _sum_of(rows, group.size, count, bucket)
         left = values - tf.cast(sent, values.dtype)
         new = {"residual": _set_at(waiting, places, left)}
@@ -104,7 +104,8 @@ class TopK(Compressor):
     def wire_ratio(self, bucket: GradientBucket) -> float:
         """Return the bytes relative to an all-reduce, see `Compressor.wire_ratio`.
 
-        An all-reduce sends each element about twice.
+        Each replica receives the elements of all replicas, while an all-reduce sends
+        each element about twice.
         """
         sent_bytes = _ELEMENT_BYTES * self._num_sent(bucket)
         return bucket.num_replicas * sent_bytes / (2 * bucket.num_bytes)
