@@ -103,7 +103,11 @@ def adasum_across_nodes(
     scatter, gather = PHASES["ring"]
 
     def scatter_and_combine(flat: tf.Tensor, member: Member) -> tf.Tensor:
-        """Reduce-scatter in the node; return a slice, combined across nodes."""
+        """Reduce-scatter in the node; combine the replica's slice across nodes.
+
+        Returns:
+            Flat tensor, the replica's slice of the combined sums of all nodes.
+        """
         piece = scatter(flat, member)
         assert piece is not None
         size = piece.shape[0]
@@ -160,7 +164,7 @@ def _create_groups(caller: Member, members: Partition) -> _Groups:
         firsts = range(0, core, 2 * distance)
         block_positions = [sum(members[f : f + 2 * distance], ()) for f in firsts]
         blocks[distance] = group.split(block_positions)
-    # Recursive halving needs a power of two. Members beyond the largest one first send
+    # Recursive halving needs a power of two of members. Members beyond it first send
     # their tensors to a partner, and receive the result from it.
     positions = _position_pairs(members, range(len(members) - core), core)
     pairs[core] = group.split(positions)
@@ -272,7 +276,12 @@ def _broadcast_in_pair(
 
 
 def _pair_of(groups: _Groups, distance: int) -> Member:
-    """Return the caller as a `Member` of its group of two at a distance."""
+    """Return the caller as a `Member` of its pair of replicas at a distance.
+
+    Args:
+        groups: `_Groups` of the caller.
+        distance: Int, distance between the members of Adasum in the pair.
+    """
     return groups.caller.inside(groups.pairs[distance])
 
 

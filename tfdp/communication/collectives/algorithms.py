@@ -101,7 +101,10 @@ def _tree_broadcast(
 
 
 def _has_partner(member: Member, distance: int) -> bool:
-    """Whether the replica has a child in the binomial tree, `distance` above it."""
+    """Return whether a replica has a child in the binomial tree at a distance.
+
+    The child is the replica whose position is larger by `distance`.
+    """
     is_first = member.position % (2 * distance) == 0
     return is_first and member.position + distance < member.group.size
 
@@ -186,8 +189,8 @@ def pairs_of(algorithm: str, group: ProcessGroup) -> dict[int, Pairs]:
         for distance in powers_below(core):
             lower = [p for p in range(core) if not p & distance]
             distances[distance] = [(p, p + distance) for p in lower]
-        # Halving needs a power of two of positions. Positions beyond the largest one
-        # send their tensors to a partner.
+        # Halving needs a power of two of positions. Positions beyond it send their
+        # tensors to a partner, and receive the sum from it.
         distances[core] = [(extra - core, extra) for extra in range(core, size)]
     return {distance: group.split(pairs) for distance, pairs in distances.items()}
 
@@ -401,10 +404,10 @@ def node_levels(group: ProcessGroup, replica: int) -> tuple[ProcessGroup, Proces
 
 
 def _rounds_sums_once(group: ProcessGroup) -> bool:
-    """Whether the transport adds float16 and bfloat16 in float32 and rounds once.
+    """Return whether sums of float16 and bfloat16 are rounded only once in a group.
 
-    This holds only with one replica per worker: the sum of several local replicas is
-    rounded before it is sent.
+    They are if the transport adds them in float32, and if each worker has one replica:
+    the sum of several local replicas would be rounded before it is sent.
     """
     workers = group.workers or ()
     is_one_per_worker = len(set(workers)) == group.size

@@ -79,7 +79,7 @@ class BackgroundThread:
         self._replica_queues[replica].launch(tensors)
 
     def collect(self, replica: int) -> list[tf.Tensor]:
-        """Return the results of the last launch, in the graph of a step.
+        """Return the results of a replica's last launch, in the graph of a step.
 
         The step waits until all local replicas have launched and the function has
         returned.
@@ -153,7 +153,10 @@ class _ReplicaQueues(Queues):
             self._requests.enqueue([number, *map(tf.identity, tensors)])
 
     def collect(self) -> list[tf.Tensor]:
-        """Dequeue the results of the last launch, in the graph."""
+        """Dequeue the results of the last launch, in the graph.
+
+        The step waits for the results, and fails if the call has failed.
+        """
         with tf.device(self._device):
             expected = self._number.read_value()
             answered, *results = self._results.dequeue()
@@ -181,7 +184,7 @@ class _ReplicaQueues(Queues):
         self._results.enqueue([number, *results])
 
     def fail(self, failure: Failure) -> None:
-        """Record a failure, and enqueue results on which the collecting step fails."""
+        """Record a failure, and enqueue results that make the collecting step fail."""
         self._failure = failure
         zeros = [
             tf.zeros([size or 0 for size in spec.shape], spec.dtype)

@@ -33,7 +33,11 @@ _num_calls = itertools.count()
 
 
 class _Thread(threading.local):
-    """Whether calls of this thread wait for those of others."""
+    """State of each thread: whether its calls wait for the calls of other threads.
+
+    Attributes:
+        waits: Bool, false inside `beside_others`.
+    """
 
     waits = True
 
@@ -42,7 +46,11 @@ _thread = _Thread()
 
 
 def mark(handle: Any) -> None:
-    """Mark the handle of a resource, an input of functions with collectives only."""
+    """Mark a resource whose use as an input shows that a function has collectives.
+
+    Args:
+        handle: Tensor, the handle of the resource.
+    """
     _handles[id(handle)] = handle
 
 
@@ -50,8 +58,8 @@ def mark(handle: Any) -> None:
 def beside_others() -> Iterator[None]:
     """Open a context in which this thread's calls do not wait for those of others.
 
-    Their collectives must be those of other groups or channels, or of one replica that
-    others wait for in threads of their own.
+    The collectives of these calls must use groups or channels that no other thread
+    uses at the same time, or belong to one of several replicas with a thread each.
     """
     outer = _thread.waits
     _thread.waits = False
@@ -64,9 +72,10 @@ def beside_others() -> Iterator[None]:
 def one_at_a_time(
     function: Any, inputs: Sequence[Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context for a call, which waits for another thread's call to end.
+    """Return a context for a call of a function, which one thread enters at a time.
 
-    Without collectives, and for another function on CPUs, nothing waits.
+    Other threads wait to call the same function, or on GPUs any function. A function
+    without collectives does not wait.
 
     Args:
         function: Traced function of TensorFlow.
@@ -86,7 +95,15 @@ def one_at_a_time(
 
 
 def _lock_of(inputs: Sequence[Any]) -> Any:
-    """Return the lock of a function with these inputs, `None` without collectives."""
+    """Return the lock that a function must hold in a call, by the function's inputs.
+
+    Args:
+        inputs: Sequence of input tensors, including captured ones.
+
+    Returns:
+        Lock: one for all functions on GPUs or with several workers, else a new one; or
+        `None` for a function without collectives.
+    """
     found = [tensor for tensor in inputs if id(tensor) in _handles]
     if not found:
         return None
@@ -102,11 +119,14 @@ def _has_several_workers() -> bool:
 
 @contextlib.contextmanager
 def _refusing(lock: Any, function: Any) -> Iterator[None]:
-    """Hold a lock during a call, or raise a `RuntimeError` if another thread holds it.
+    """Open a context that holds a lock, or raise if another thread holds it.
 
     Args:
         lock: Lock of the function.
         function: Traced function of TensorFlow, whose call is recorded.
+
+    Raises:
+        RuntimeError: If another thread holds the lock.
     """
     if not lock.acquire(blocking=False):
         raise RuntimeError(
@@ -125,8 +145,9 @@ def recorded(
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context that records a call with collectives that TensorFlow runs.
 
-    The watchdog compares the numbers of these calls with those of other workers. In
-    Keras's loops it compares steps, and threads beside others have their own order.
+    The watchdog compares the numbers of these calls with those of other workers. Calls
+    in Keras's loops, where it compares steps, and in `beside_others`, which have no
+    common order, are not recorded.
 
     Args:
         plan: Sequence of `TracedCollective`, those of the call in order.

@@ -38,8 +38,8 @@ _CAPACITY = 4
 # An element of a queue has two components: the data as bytes, and a head with the
 # numbers of the traced collective and of the request, by which results are checked.
 _COMPONENTS = [tf.uint8, tf.int64]
-# A request's number has its generation above this number of bits, and a count of
-# requests in them, so that requests of an earlier generation have smaller numbers.
+# A request's number has a count of requests in this number of lower bits, and its
+# generation above them, so that requests of an earlier generation have smaller numbers.
 _COUNT_BITS = 32
 _OUTDATED_REQUEST = (
     "An earlier step ended with an error on some replicas of a worker only"
@@ -78,7 +78,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """Log an error of a collective; return it as a `Failure`, for waiting steps."""
+        """Log an error of a collective, and convert it to a `Failure`."""
         _log.info("%s: %s", COLLECTIVE_FAILED, error)
         return cls(str(error), not isinstance(error, NotConnected))
 
@@ -185,7 +185,9 @@ class CollectiveThread:
             self._thread.join(_CLOSE_SECONDS)
 
     def is_over(self, number: int) -> bool:
-        """Whether the step that has sent a request has ended, and waits for no result.
+        """Return whether the step that has sent a request has ended with an error.
+
+        The step then no longer waits for the result.
 
         Args:
             number: Int, number of the request.
@@ -194,7 +196,7 @@ class CollectiveThread:
         return any(generation < each.generation for each in self._replica_queues)
 
     def _serve(self) -> None:
-        """Answer requests until the queues are closed."""
+        """Run the thread: answer requests until the queues are closed."""
         # `CancelledError` and `OutOfRangeError` mean that the queues are closed. No
         # step waits any more, so the thread ends without an error.
         with contextlib.suppress(tf.errors.CancelledError, tf.errors.OutOfRangeError):
@@ -202,9 +204,10 @@ class CollectiveThread:
                 self._serve_requests()
 
     def _serve_requests(self) -> None:
-        """Wait for a request of each replica, and answer them.
+        """Wait for a request of each replica, run the collective, and answer them.
 
-        Tensors are local variables here, so the thread keeps none while it waits.
+        Tensors are local variables here, so the thread keeps none while it waits for
+        the next requests.
         """
         requests = self._take()
         results = self._results(requests)
@@ -294,7 +297,7 @@ class Queues:
 
     def close(self) -> None:
         """Close the queues; operations that wait on them end with an error."""
-        with tf.init_scope():  # runs eagerly even while a step is traced
+        with tf.init_scope():  # closes the queues at once, even while a step is traced
             for queue in self._requests, self._results:
                 queue.close(cancel_pending_enqueues=True)
 
@@ -343,7 +346,7 @@ class _CollectiveQueues(Queues):
             return tf.identity(result)
 
     def take(self) -> _Request:
-        """Wait for the replica's next request."""
+        """Wait for the replica's next request, and take it from the queue."""
         # A raw operation takes half the time of the queue's `dequeue`.
         data, head = tf.raw_ops.QueueDequeueV2(
             handle=self._requests.queue_ref, component_types=_COMPONENTS
@@ -364,7 +367,11 @@ class _CollectiveQueues(Queues):
             )
 
     def end_call(self) -> Failure | None:
-        """Outdate earlier requests, drop queued results; return the call's failure."""
+        """Clean up after a failed call: begin a new generation, drop queued results.
+
+        Returns:
+            `Failure` of a collective in the call, or `None`.
+        """
         with self._lock, tf.init_scope():
             self.generation += 1
             self._number.assign(self.generation << _COUNT_BITS)
@@ -399,7 +406,7 @@ def new_tensor(num_bytes: int) -> tuple[tf.Tensor, np.ndarray]:
 
 
 def from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Convert a flat uint8 tensor to a flat tensor of a dtype."""
+    """Reinterpret the bytes of a flat uint8 tensor as a flat tensor of a dtype."""
     if dtype == tf.bool:
         return tf.cast(data, tf.bool)
     if dtype.size == 1:

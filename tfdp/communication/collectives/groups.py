@@ -23,7 +23,8 @@ from tfdp.communication.collectives.instance_keys import InstanceKeys
 from tfdp.ground._compat import runtime
 from tfdp.ground.text import pluralize
 
-# The first group key is far above TensorFlow's own, which count sets of devices from 1.
+# Group keys here must not collide with TensorFlow's own, which count sets of devices
+# from 1, so the first one is far above them.
 _FIRST_GROUP_KEY = 1 << 24
 _KEYS_PER_STRATEGY = 1 << 18
 # The index of the next strategy, in a list so that functions can change it without a
@@ -109,7 +110,7 @@ class Transport(Protocol):
     rounds_sums_once: bool
 
     def open(self, group: ProcessGroup) -> Sequence[int | None]:
-        """Connect the members of a new group, if that must not wait for a collective.
+        """Connect the members of a new group, unless its first collective does so.
 
         Returns:
             Sequence with the position of each local replica in the group, as the

@@ -60,14 +60,15 @@ class InstanceKeys:
     """Source of instance keys, by which workers match the collectives of a group.
 
     Args:
-        is_local: Bool, whether all replicas are in this process: functions then have
-            different keys. Workers trace different numbers of functions. Defaults to
-            `False`.
+        is_local: Bool, whether all replicas are in this process. Then each traced
+            function has its own keys; workers, which may trace different numbers of
+            functions, would not agree on such keys. Defaults to `False`.
     """
 
     def __init__(self, *, is_local: bool = False) -> None:
         self._is_local = is_local
-        # The keys are weak references: the number of a deleted graph can be used again.
+        # Only graphs that are alive have a number, so that the number of a deleted one
+        # is used again.
         self._numbers: weakref.WeakKeyDictionary[Any, int]
         self._numbers = weakref.WeakKeyDictionary()
         self._counters: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -110,7 +111,10 @@ class InstanceKeys:
         return (number << _SIZE_BITS) + size
 
     def _number_of_graph(self, graph: Any) -> int:
-        """Return the number of a traced function, the least that no other one has."""
+        """Return the number of a traced function's graph.
+
+        A new graph gets the least number that no other existing graph has.
+        """
         if graph not in self._numbers:
             taken = set(self._numbers.values())
             free = (n for n in itertools.count() if n not in taken)

@@ -38,7 +38,10 @@ class Member:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Dict, all arguments of a function like `ring` but `tensor` and `is_alone`."""
+        """Dict by name of the arguments of `ring`, except `tensor` and `is_alone`.
+
+        All functions of `FLAT` have these arguments.
+        """
         return vars(self)
 
     @property

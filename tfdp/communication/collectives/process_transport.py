@@ -129,7 +129,9 @@ class ProcessTransport:
         self._lock = threading.Lock()
 
     def open(self, group: ProcessGroup) -> Sequence[int | None]:
-        """Return the positions of the local replicas: lanes connect at their first use.
+        """Return the positions of the local replicas in a group, without connecting.
+
+        A lane, which runs the collectives of one channel, connects at its first use.
 
         Args:
             group: `ProcessGroup`.
@@ -137,7 +139,10 @@ class ProcessTransport:
         return group.local_positions
 
     def sums_as_sent(self, group: ProcessGroup) -> bool:
-        """Return false: an all-to-all sends no more bytes than a sum."""
+        """Return false, since an all-to-all sends no more bytes than a reduce-scatter.
+
+        `Transport.sums_as_sent` describes the method.
+        """
         del group
         return False
 
@@ -185,12 +190,15 @@ class ProcessTransport:
         return next((lane.failure for lane in self._all_lanes() if lane.failure), "")
 
     def _all_lanes(self) -> list[_Lane]:
-        """Return each group's and channel's `_Lane`, its thread and communicator."""
+        """Return the `_Lane` of each group and channel: a thread and a communicator."""
         with self._lock:
             return [lane for lanes in self._lanes.values() for lane in lanes.values()]
 
     def _lane(self, group: ProcessGroup, channel: int) -> _Lane:
-        """Return the thread and communicator of a group and channel, created once."""
+        """Return the `_Lane` of a group and channel: its thread and communicator.
+
+        It is created at the first call.
+        """
         with self._lock:
             lanes = self._lanes.setdefault(group, {})
             if channel not in lanes:
@@ -306,12 +314,15 @@ class _Lane:
                 try:
                     return run(arrays, operation.source, tag)
                 except RuntimeError as error:
-                    self._look_at_failure(error, number, operation)
+                    self._recover_or_raise(error, number, operation)
 
-    def _look_at_failure(
+    def _recover_or_raise(
         self, error: RuntimeError, number: int, operation: _Operation
     ) -> None:
-        """Return if a failed collective is to be repeated with a new communicator.
+        """Discard the communicator of a failed collective, or raise a final error.
+
+        If no error is raised, the caller repeats the collective with a new
+        communicator: the failure was that of an earlier step.
 
         Args:
             error: `RuntimeError` of the collective.

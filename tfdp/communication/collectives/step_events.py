@@ -58,7 +58,7 @@ class StepDataWaits:
         # only by that variable; see `timing.write`.
         @tf.function(autograph=False)
         def begin() -> tf.Tensor:
-            """Return the time at which the step begins."""
+            """Return the time at which the step begins, in seconds."""
             now = tf.timestamp()
             self._begin.assign(now, read_value=False)
             return now
@@ -75,7 +75,7 @@ class StepDataWaits:
             return add(begun_at)
 
     def read_seconds(self) -> float:
-        """Return the sum in seconds; it shrinks if the host's clock is set back."""
+        """Return the sum of waits in seconds; it shrinks if the clock is set back."""
         handle = self._sum.handle
         value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64)
         return float(value.numpy())
@@ -172,7 +172,10 @@ def record_squared_norm(compute: Callable[[], tf.Tensor]) -> None:
     values = timing.mark_variable(NORM, tf_distribute.active_local_replica_id())
 
     def record() -> None:
-        """Add this optimizer's part of the squared norm to those of the same step."""
+        """Record this optimizer's part of the squared norm.
+
+        It is added to the parts of other optimizers in the same step.
+        """
         squares = tf.cast(compute(), tf.float64)
         # Another optimizer of the same step may have recorded its part of the norm, to
         # which this part is added.

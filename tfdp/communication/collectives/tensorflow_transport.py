@@ -20,9 +20,9 @@ from tfdp.ground._compat import graphs
 # but leaves the network idle between pieces if no other collective runs at the same
 # time. Measured in docs/reports/performance.md.
 _SUBDIVISIONS, _SUBDIVISIONS_ALONE = 1, 2
-# Members of a group from which on TensorFlow's all-to-all over memory and gRPC mixes up
-# its messages: it names them by the digits of both members without a separator, so that
-# those from 1 to 10 and from 11 to 0 have one name (seen with 2.21.0).
+# In groups of at least this size, TensorFlow's all-to-all over memory and gRPC mixes up
+# messages: it names a message by the digits of both members without a separator, so the
+# messages from 1 to 10 and from 11 to 0 have one name (seen with 2.21.0).
 _MIXED_UP_MEMBERS = 12
 # Number of channels on CPUs, where buckets on different channels overlap. NCCL has one
 # channel, since it needs a single order of collectives.
@@ -45,7 +45,7 @@ class TensorFlowTransport:
     def __init__(self, name: str = "ring") -> None:
         self.name = name
         self.num_channels = 1 if name == "nccl" else _CPU_CHANNELS
-        # TensorFlow has no reduce-scatter for CPUs, and its all-reduce of float16
+        # TensorFlow has a reduce-scatter only over NCCL, and its all-reduce of float16
         # rounds to float16 after each addition.
         self.has_reduce_scatter = name == "nccl"
         self.rounds_sums_once = False
@@ -72,7 +72,12 @@ class TensorFlowTransport:
 
         @tf.function(autograph=False)
         def gather_positions() -> list[tf.Tensor]:
-            """Return the positions of all members as gathered by each local one."""
+            """All-gather the members' positions on each local member.
+
+            Returns:
+                List of int32 tensors of shape `[group.size]`, in TensorFlow's order of
+                members.
+            """
             gathered = []
             for replica in members:
                 with tf.device(group.devices[replica]):
@@ -88,7 +93,9 @@ class TensorFlowTransport:
     def run(
         self, kind: str, tensor: tf.Tensor, call: CollectiveCall, source: int = 0
     ) -> tf.Tensor:
-        """Run a collective by an operation of TensorFlow, as in `Transport.run`.
+        """Run a collective by an operation of TensorFlow.
+
+        Arguments and result are those of `Transport.run`.
 
         Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
         clusters of workstations", for the ring.
@@ -110,14 +117,18 @@ class TensorFlowTransport:
         return back(result)
 
     def sums_as_sent(self, group: ProcessGroup) -> bool:
-        """Return whether 16 bits are added as they are sent; see `Transport`."""
+        """Return whether a reduce-scatter adds elements in the dtype that is sent.
+
+        `Transport.sums_as_sent` describes the method.
+        """
         return self.has_reduce_scatter and not self._exchanges(group)
 
     def _exchanges(self, group: ProcessGroup) -> bool:
         """Return whether TensorFlow's all-to-all works between the members of a group.
 
-        That over NCCL sends only to the members of the own process, without an error
-        (`NcclManager::LoopKernelLaunches` of 2.21.0).
+        The all-to-all over NCCL sends only to members of the same process, without an
+        error (`NcclManager::LoopKernelLaunches` of 2.21.0). In larger groups the one
+        over gRPC mixes up messages.
         """
         if self.name == "nccl":
             return group.is_local
@@ -177,8 +188,8 @@ class TensorFlowTransport:
         if kind == "all_reduce":
             subdivisions = _SUBDIVISIONS_ALONE if call.is_alone else _SUBDIVISIONS
             options["max_subdivs_per_device"] = subdivisions
-            # TensorFlow remembers the options of an instance key, so each number of
-            # subdivisions has its own.
+            # TensorFlow remembers the options of an instance key, so collectives with
+            # different numbers of subdivisions must have different keys.
             name = f"{kind} in {subdivisions}"
         arguments = self._arguments(name, tensor, call)
         return _OPERATIONS[kind](input=tensor, **options, **arguments)
@@ -196,8 +207,8 @@ class TensorFlowTransport:
         Returns:
             Tensor of the source, on every replica of the group.
         """
-        # TensorFlow remembers the source of a broadcast's instance key, so each source
-        # has its own.
+        # TensorFlow remembers the source of a broadcast's instance key, so broadcasts
+        # from different sources must have different keys.
         arguments = self._arguments(f"broadcast from {source}", tensor, call)
         token = arguments.pop("ordering_token")[0]
 
@@ -237,7 +248,7 @@ class TensorFlowTransport:
 
 
 def _plan(kind: str, tensor: tf.Tensor, call: CollectiveCall) -> list[TracedCollective]:
-    """Return a collective of workers for flight records, once for all local replicas.
+    """Describe a collective between workers for flight records, once per process.
 
     Args:
         kind: String, the kind of the collective.
@@ -245,8 +256,8 @@ def _plan(kind: str, tensor: tf.Tensor, call: CollectiveCall) -> list[TracedColl
         call: `CollectiveCall`.
 
     Returns:
-        List of one `TracedCollective`, whose name is its kind; empty for all but the
-        first local replica, and for a group of one worker.
+        List of one `TracedCollective`, whose name is its kind; empty if the caller is
+        not the first local replica in the group, or if one worker has all of it.
     """
     positions = call.group.local_positions
     num_local = len(positions) - positions.count(None)

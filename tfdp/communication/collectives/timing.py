@@ -82,7 +82,7 @@ class Collective:
 class Mark:
     """Variable for two measurements of each step.
 
-    An example are the times at which the step begins and its forward pass ends.
+    An example is the pair of times at which the step begins and its forward pass ends.
 
     Args:
         name: String, such as `"times"`, see
@@ -194,7 +194,11 @@ def gather() -> None:
 
 @contextlib.contextmanager
 def labelled(label: str) -> Iterator[None]:
-    """Label collectives that this thread traces in the block, as in `"bucket 0"`."""
+    """Label the collectives that this thread traces in the block.
+
+    Args:
+        label: String, such as `"bucket 0"`: what the collectives communicate.
+    """
     # The name scope puts the label into TensorFlow's errors, which name the operation.
     with step_context.using(label=label), tf.name_scope(label.replace(" ", "_")):
         yield
@@ -264,7 +268,7 @@ def measured(
             write(times, lambda: times[2].assign(tf.cast(size, tf.float64)))
 
     def done(result: tf.Tensor) -> tf.Tensor:
-        """Record the end of the collective, and return its result."""
+        """Record the time at which the collective ends, and return its `result`."""
         with tf.control_dependencies([result]):
             stamp(times, 1)
         return result
