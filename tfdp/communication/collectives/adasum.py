@@ -51,7 +51,7 @@ def adasum(
         sizes: Sequence of ints, numbers of elements of the gradients in `tensor`.
         channel: Int; collectives of one channel run one after another. Defaults to `0`.
         is_alone: Bool, ignored; an argument that all algorithms have.
-        wire_dtype: `tf.DType` in which elements travel, or `None`, their own.
+        wire_dtype: `tf.DType` in which elements travel, or `None` for their own.
             Defaults to `None`.
 
     Returns:
@@ -86,7 +86,7 @@ def adasum_across_nodes(
         group: A `ProcessGroup` with equally large `nodes`.
         replica: Int, index of the calling replica among the local ones.
         sizes: Sequence of ints, numbers of elements of the gradients in `tensor`.
-        channel: Int, index of a chain of the `LaunchOrder`. Defaults to `0`.
+        channel: Int; collectives of one channel run one after another. Defaults to `0`.
         is_alone: Bool, ignored; an argument that all algorithms have.
         inner_dtype: `tf.DType` in which elements travel inside nodes, or `None`.
             Defaults to `None`.

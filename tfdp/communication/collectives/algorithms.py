@@ -221,8 +221,8 @@ class Level:
 
     Args:
         algorithm: String, an all-reduce, a key of `FLAT`. Defaults to `"ring"`.
-        wire_dtype: `tf.DType` in which elements travel, or `None`, their own. Sums
-            are computed in their own. Defaults to `None`.
+        wire_dtype: `tf.DType` in which elements travel, or `None` for their own. Sums
+            are computed in the dtype of the tensor. Defaults to `None`.
     """
 
     algorithm: str = "ring"
@@ -238,7 +238,7 @@ def ring(
     is_alone: bool = True,
     wire_dtype: tf.DType | None = None,
 ) -> tf.Tensor:
-    """All-reduce by TensorFlow's ring: fewest bytes, 2 (N - 1) steps.
+    """All-reduce by the group's transport, as a ring: fewest bytes, 2 (N - 1) steps.
 
     Args:
         tensor: Tensor, whose known shape is the same on every replica.
@@ -248,7 +248,7 @@ def ring(
         is_alone: Bool, whether hardly any other collective runs at the same time.
             TensorFlow then divides the ring's chunks in two, so that the network is not
             idle between pieces. Defaults to `True`.
-        wire_dtype: `tf.DType` in which elements travel, or `None`, their own.
+        wire_dtype: `tf.DType` in which elements travel, or `None` for their own.
             Defaults to `None`.
 
     Returns:

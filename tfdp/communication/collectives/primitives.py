@@ -28,7 +28,7 @@ class Member:
         replica: Int, index of the calling replica among the local ones.
         channel: Int; collectives of one channel run one after another. Defaults to `0`.
         wire_dtype: `tf.DType` in which elements travel in `reduce_scatter`,
-            `all_gather` and `broadcast`, or `None`, their own. Defaults to `None`.
+            `all_gather` and `broadcast`, or `None` for their own. Defaults to `None`.
     """
 
     group: ProcessGroup

@@ -39,12 +39,12 @@ class _Matrix:
 
     @property
     def size(self) -> int:
-        """Int, number of elements."""
+        """Int, number of elements of the matrix."""
         return self.num_rows * self.num_columns
 
     @property
     def stop(self) -> int:
-        """Int, one after the last element in the bucket."""
+        """Int, position in the bucket after the last element of the matrix."""
         return self.begin + self.size
 
 

@@ -113,8 +113,8 @@ def repartition(parameter: ShardedParameter, ranges: Ranges) -> None:
 
     Args:
         parameter: `ShardedParameter`.
-        ranges: `Ranges`, the new range of elements of each owner. The part of an owner
-            of all elements has the shape of the whole parameter.
+        ranges: `Ranges`, the new range of elements of each owner. If one owner gets all
+            elements, its part has the shape of the whole parameter.
     """
     whole = parameter.reader.gather_on_hosts(parameter)
     parts = []

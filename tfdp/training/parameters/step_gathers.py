@@ -70,7 +70,7 @@ class Unit:
 
 
 class GatherFormat(NamedTuple):
-    """Format in which parameters are gathered.
+    """Format of an all-gather of parameters; those with the same format share one.
 
     Args:
         dtype: `tf.DType` in which layers read the parameters.
@@ -191,7 +191,7 @@ class UnitGatherer:
             self.begin_backward_pass()
 
     def take_backward_passes(self) -> list[tuple[int, int]]:
-        """Return and clear the list of backward passes.
+        """Return the backward passes recorded so far, and forget them.
 
         Returns:
             List of pairs of ages, the positions in the graph of the operations before a

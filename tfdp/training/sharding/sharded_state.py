@@ -183,11 +183,22 @@ class ShardedState:
         )
 
     def state(self, part: ShardedParamGroup) -> list[StateTensor]:
-        """Return the state tensors of one inner optimizer, in Keras's order."""
+        """Return the state tensors of one inner optimizer, in Keras's order.
+
+        Args:
+            part: `ShardedParamGroup` of the optimizer, one of `parts`.
+        """
         return self._states[id(part.optimizer)]
 
     def _state_of(self, part: ShardedParamGroup) -> list[StateTensor]:
-        """Return the state tensors of a part; raise if two have the same name."""
+        """Create the state tensors of one inner optimizer's shards.
+
+        Args:
+            part: `ShardedParamGroup` of the optimizer.
+
+        Raises:
+            ValueError: If two state tensors have the same name.
+        """
         optimizer = part.optimizer
         tensors = param_group_state(
             part,
@@ -203,7 +214,7 @@ class ShardedState:
         return tensors
 
     def tensors(self) -> list[StateTensor]:
-        """Return the state tensors of all parts."""
+        """Return the state tensors of all inner optimizers, in their order."""
         return [t for part in self.parts.values() for t in self.state(part)]
 
     def accumulated(self, sums: list[Any]) -> dict[int, StateTensor]:

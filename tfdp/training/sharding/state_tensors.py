@@ -107,7 +107,7 @@ class StateTensor:
 
     @property
     def size(self) -> int:
-        """Int, number of elements."""
+        """Int, number of elements of the whole tensor."""
         return math.prod(self.shape)
 
 
