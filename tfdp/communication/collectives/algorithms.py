@@ -28,8 +28,8 @@ from tfdp.communication.collectives.primitives import Member
 # and a flat tensor of the sum's shape, to the whole sum.
 Scatter = Callable[[tf.Tensor, Member], tf.Tensor | None]
 Gather = Callable[[tf.Tensor | None, tf.Tensor, Member], tf.Tensor]
-# Groups of two that exchange data at one distance between positions: for each local
-# replica its group, or `None` if it has no partner at this distance.
+# The groups of two that exchange data at one distance between positions: the group of
+# each local replica, or `None`, since not every replica has a partner at each distance.
 Pairs = tuple[ProcessGroup | None, ...]
 
 

@@ -32,6 +32,7 @@ _KEYS_PER_STRATEGY = 1 << 18
 _next_index = [0]
 
 # Partition of a group into subgroups: for each subgroup, the positions of its members.
+# It consists of tuples, since groups that are created once are found by it.
 Partition = tuple[tuple[int, ...], ...]
 
 # A collective of `ProcessTransport` is a function call in a graph. `is_collective`
