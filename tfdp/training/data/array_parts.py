@@ -9,22 +9,23 @@ import h5py
 import numpy as np
 import tensorflow as tf
 
-# The maximum number of bytes that are hashed of all arrays together. SHA-256 takes
-# 50 ms for them at 0.5 GB/s, the rate of a processor without SHA instructions. A limit
-# in bytes is the same on all workers; a limit in seconds would not be.
+# At most 25 MB of all arrays together are hashed. SHA-256 takes 50 ms for them at
+# 0.5 GB/s, its rate on a processor without SHA instructions. A limit in seconds would
+# stop at different bytes on different workers.
 _WHOLE_BYTES = 25_000_000
-# The maximum number of rows that are read of an array that is too large to be hashed
-# as a whole.
+# A large array with short rows has a limit of rows beside that of bytes, because evenly
+# spaced rows lie apart in memory and each costs an access of its own.
 _SAMPLED_ROWS = 4096
-# The maximum number of bytes and of rows that are read of an array in a file: each row
-# may cost an access to a disk or to a network.
+# Few bytes and rows are read of an array in a file, because each row may cost an access
+# to a disk or to a network.
 _STORED_BYTES = 4_000_000
 _STORED_ROWS = 64
-# The number of bytes that a string or another object counts for: its hash costs as much
-# as that of this many bytes of numbers.
+# A string or another object counts as 256 bytes, because its hash costs as much as that
+# of 256 bytes of numbers.
 _OBJECT_BYTES = 256
-# The maximum number of blocks into which an array is divided, and the minimum length of
-# a block if there are several. A projection and the norm of each block are compared.
+# Workers compare each block of an array, because a small difference would vanish in the
+# norm of a large array. The number of blocks is limited, because workers send a
+# projection and the norm of each.
 _MAX_BLOCKS = 64
 _BLOCK_SIZE = 1024
 
@@ -67,7 +68,7 @@ class ArrayPart:
         if self.num_bytes <= budget:
             return
         if self.is_stored and getattr(self._array, "chunks", None):
-            # HDF5 reads a row of a chunked dataset with its whole chunk.
+            # HDF5 reads the whole chunk of a row, so that a row costs a chunk's bytes.
             row_bytes *= self._array.chunks[0]
         self.num_read = min(max(budget // row_bytes, 2), most, self.num_rows)
 
@@ -79,7 +80,8 @@ class ArrayPart:
         rows = np.arange(self.num_read) * (self.num_rows - 1) // last
         if tf.is_tensor(self._array):
             return tf.gather(self._array, rows).numpy()
-        by_position = getattr(self._array, "iloc", self._array)  # pandas has `iloc`
+        # Tables of pandas are indexed by label, and only their `iloc` by position.
+        by_position = getattr(self._array, "iloc", self._array)
         return as_numpy(by_position[rows])
 
     def describe(self, digest: str) -> Any:
@@ -98,7 +100,7 @@ class ArrayPart:
         """
         values = self.read()
         # NumPy's kind V includes bfloat16 and float8, which are floats, and records,
-        # which are not, and whose fields have names.
+        # which are not. Only records have names of fields.
         is_float = values.dtype.kind in "fcV" and values.dtype.names is None
         if not is_float and (values.dtype.kind not in "biu" or values.itemsize > 1):
             return digest
@@ -107,8 +109,8 @@ class ArrayPart:
         numbers = values.astype("float64").ravel()
         is_finite = np.isfinite(numbers)
         numbers = np.where(is_finite, numbers, 0.0)
-        # All workers need the same weights: every version of NumPy draws the same
-        # numbers from a `RandomState` of one seed.
+        # All workers need the same weights, and a `RandomState` of one seed draws the
+        # same numbers in every version of NumPy, unlike `default_rng`.
         weights = np.random.RandomState(0).uniform(-1, 1, len(numbers))
         num_blocks = min(max(len(numbers) // _BLOCK_SIZE, 1), _MAX_BLOCKS)
         blocks = zip(
@@ -145,7 +147,7 @@ def split_into_parts(array: Any) -> list[ArrayPart]:
         else:
             arrays = [array]
         return [ArrayPart(each) for each in arrays]
-    except Exception:  # noqa: BLE001 arrays may be of any user class
+    except Exception:  # noqa: BLE001 a user's array class may raise anything
         return []
 
 
@@ -170,9 +172,11 @@ def is_scipy_sparse(array: Any) -> bool:
 
 def _item_bytes(array: Any) -> int:
     """Return the bytes of one item of an array, of any class in `ArrayValues`."""
-    if hasattr(array, "element_size"):  # `array` is a torch tensor
+    # NumPy does not know the dtypes of torch, but a torch tensor has `element_size`.
+    if hasattr(array, "element_size"):
         return array.element_size()
-    dtype = getattr(array.dtype, "as_numpy_dtype", array.dtype)  # TensorFlow's dtype
+    # A `tf.DType` is no NumPy dtype, but names the equal one as `as_numpy_dtype`.
+    dtype = getattr(array.dtype, "as_numpy_dtype", array.dtype)
     try:
         dtype = np.dtype(dtype)
     except TypeError:  # NumPy does not know pandas's own dtypes
@@ -182,7 +186,8 @@ def _item_bytes(array: Any) -> int:
 
 def as_numpy(array: Any) -> np.ndarray:
     """Convert an array of any supported class to NumPy, read completely."""
-    if hasattr(array, "detach"):  # `array` is a torch tensor
+    # NumPy converts a torch tensor only from host memory and without gradients.
+    if hasattr(array, "detach"):
         array = array.detach().cpu()
     return np.asarray(array[()] if isinstance(array, h5py.Dataset) else array)
 
@@ -194,7 +199,8 @@ def bytes_of(values: np.ndarray, *, only_names: bool) -> Any:
         values: Array of NumPy.
         only_names: Bool, whether only the base name of each path counts.
     """
-    # Records are encoded item by item, because padding bytes between fields are random.
+    # Records are encoded item by item, because the padding bytes between their fields
+    # are random, and would make the bytes of equal records differ.
     if values.dtype.kind == "O" or values.dtype.names is not None:
         texts = [_encode(item) for item in values.ravel().tolist()]
         if only_names:

@@ -204,8 +204,8 @@ def convert_position(
         has taken since the snapshot.
     """
     taken = list(snapshot["taken"])
-    # Iterators of finished epochs were read to their end, so their numbers of batches
-    # are rounded up.
+    # Iterators of finished epochs were read to their end. Their numbers of batches are
+    # rounded up, because a number rounded down would leave a last batch unread.
     new_taken = [change.ceil(count) for count in taken]
     steps_before = 0
     if keeps_iterator and taken:

@@ -15,7 +15,8 @@ import numpy as np
 from tfdp.training.data.array_parts import as_numpy
 from tfdp.training.data.rows import named_leaves
 
-# The number of batches whose labels are kept: more than a pipeline reads ahead.
+# A callback asks for the labels of a batch after its step, when the pipeline has read
+# later batches. So labels of more batches are kept than a pipeline reads ahead.
 _NUM_KEPT_BATCHES = 1000
 
 
@@ -39,8 +40,8 @@ class LabelRecord:
 
     def watch(self, batches: Iterable) -> Iterator[Any]:
         """Yield the batches of a new pass; record their labels while `is_active`."""
-        # Each pass has a new dict: the iterator of the previous pass may still read
-        # ahead, and must not record labels of this pass.
+        # Each pass has a new dict, because the iterator of the previous pass may still
+        # read ahead, and would mix its labels with those of the new pass.
         kept: dict[int, dict[str, np.ndarray]] = {}
         self._labels = kept
         for number, batch in enumerate(batches, start=1):
@@ -91,7 +92,7 @@ def _labels(targets: Any) -> np.ndarray | None:
         return None
     try:
         values = as_numpy(targets)
-    except Exception:  # noqa: BLE001 arrays may be of any user class
+    except Exception:  # noqa: BLE001 a user's array class may raise anything
         return None
     is_number = values.dtype.kind in "biuf"
     if values.ndim == 2 and values.shape[1] > 1:

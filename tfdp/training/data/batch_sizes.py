@@ -10,8 +10,9 @@ from tfdp.ground._compat import tf_data
 from tfdp.ground.text import pluralize
 from tfdp.training.data.stages import MAPS, PASS_THROUGH, SELECTIONS
 
-# Stages after `batch` that keep the size of each batch, and stages that select and
-# order batches by settings that workers compare. Other stages make the sizes unknown.
+# Batch sizes stay known after a stage that keeps the size of each batch, and after one
+# that selects or orders batches by settings that workers compare. Any other stage may
+# change the sizes, so that they are unknown.
 _SIZE_KEEPING_STAGES = {
     *(*MAPS, *PASS_THROUGH, "CacheDataset", "AssertCardinalityDataset"),
     *("ParseExampleDataset", "SnapshotDataset"),

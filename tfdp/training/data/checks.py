@@ -23,9 +23,9 @@ from tfdp.training.data.rows import (
 )
 
 _PARTS = ("x", "y", "sample_weight")
-# Patterns of tfdp's own messages inside errors of TensorFlow: `_IN_GRAPH` matches the
-# message of an assertion in a data graph, and `_IN_PYTHON` matches those of Python code
-# that the graph calls.
+# TensorFlow buries tfdp's own messages in long errors of its runtime, from which these
+# patterns recover them: `_IN_GRAPH` the message of an assertion in a data graph, and
+# `_IN_PYTHON` those of Python code that the graph calls.
 _IN_GRAPH = re.compile(re.escape(UNEQUAL_ROWS) + r" Received: (.*) with\] \[([\d ]+)\]")
 _IN_PYTHON = re.compile(
     r"(All batches of a generator must have the same structure\. |"
@@ -123,7 +123,8 @@ def _describe_array(array: Any) -> dict[str, Any]:
     shape = tf.TensorShape(array.shape)
     dtype = getattr(array, "dtype", None)
     name: Any = str(getattr(dtype, "name", dtype))
-    if dtype is None:  # a table, such as a `DataFrame`, has no single dtype
+    # A table, such as a `DataFrame`, has a dtype for each column, and none of its own.
+    if dtype is None:
         name = [str(column) for column in getattr(array, "dtypes", [])]
     if not shape.rank:
         return {"shape": [], "dtype": name}
@@ -165,7 +166,8 @@ batch 2 of (array, None), after (array, {'a': array})
     if not isinstance(data, types.GeneratorType):
         return data
     checked = _checked_batches(data)
-    checked.__name__ = data.__name__  # type: ignore[attr-defined]  # for messages
+    # Error messages refer to a generator by its name, see `source_name`.
+    checked.__name__ = data.__name__  # type: ignore[attr-defined]
     return checked
 
 
@@ -195,7 +197,8 @@ def _original_message(text: str) -> str | None:
         return found.group()
     if found := _IN_GRAPH.search(text):
         names, rows = found.groups()
-        names = names.replace("\\", "")  # TensorFlow escapes quotes
+        # TensorFlow escapes the quotes in names of parts, such as `x['a']`.
+        names = names.replace("\\", "")
         return describe_unequal_rows(
             names.split(BETWEEN_NAMES), [int(n) for n in rows.split()]
         )

@@ -18,11 +18,12 @@ RANDOM_OPS = (
     *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
     *("RandomShuffle", "Multinomial", "RandomGamma", "RandomPoissonV2"),
 )
-# The first letters of operations that change a variable, such as the seeds of a layer
-# or a `tf.random.Generator`: after a restart it has its first value again.
+# Names of operations that change a variable begin with these words. A variable in a
+# pipeline, such as the seed of a layer, has its first value again after a restart, so
+# that a resumed run reads other batches.
 _ASSIGNING_OPS = ("Assign", "ResourceScatter", "Rng")
-# Kinds of datasets that create only one iterator of each input in a pass, so that
-# their shuffles draw seeds once.
+# A shuffle draws its seeds for each iterator of it. Datasets of these kinds create one
+# iterator of each input in a pass, so that a shuffle before them draws seeds once.
 _ONE_PASS_DATASETS = (
     *(
         *BATCHES,
@@ -37,7 +38,8 @@ _ONE_PASS_DATASETS = (
     *("InterleaveDataset", "ParallelInterleaveDataset", "FlatMapDataset"),
     "TFRecordDatasetV2",
 )
-# Kinds of datasets that keep the order of batches.
+# Stages of these kinds after `batch` keep the order of batches. After any other stage,
+# such as a shuffle of batches, the order of samples depends on the batch size.
 _ORDER_KEEPING_DATASETS = (*MAPS, *PASS_THROUGH, "CacheDataset", "ModelDataset")
 
 
@@ -74,7 +76,8 @@ def draws_seeds_once(dataset: Any) -> bool:
     on how many batches of the earlier epochs were read.
     """
     kinds = tf_data.kinds_of_stages(dataset)
-    # A function that captures a dataset creates an iterator of it at every call.
+    # A function that captures a dataset creates an iterator of it at every call, for
+    # which the shuffles in that dataset draw seeds again.
     is_once = all(kind in _ONE_PASS_DATASETS for kind in kinds)
     return is_once and not tf_data.captures_dataset(dataset)
 

@@ -50,13 +50,13 @@ from tfdp.training.data.value_differences import values_fact
 REBALANCE_REASON = (
     "with `--rebalance` it changes which rows these are, while they are read ahead"
 )
-# Generation of the cluster in which each `shuffle` stage with a new order in each
-# iteration was first distributed. A change of the workers begins a generation. A stage
-# of an earlier generation is refused: its order depends on reads before the change.
+# A `shuffle` with a new order in each iteration depends on earlier reads. So it is
+# refused if the workers have changed since it was first distributed: if the cluster's
+# generation then, the value here, is not the current one.
 _generations: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _POLICY = tf.data.experimental.AutoShardPolicy
-# Stages that read no files. The check whether there are enough files skips these
-# stages, since they would prepare elements; `shuffle` would fill its whole buffer.
+# The check whether there are enough files reads one record, without these stages, which
+# read no files: `map` would prepare elements, and `shuffle` would fill its buffer.
 _STAGES_AFTER_READING = {
     *(
         *BATCHES,
@@ -183,7 +183,7 @@ def _distribute_by_policy(
     if policy == _POLICY.OFF:
         return _distribute_local_batches(strategy, dataset, options)
     warn_of_shards(shards)
-    # The records are batched one by one, because their shapes may differ.
+    # Records may have different shapes, so that only a batch of one never fails.
     records = _records_of(dataset).batch(1)
     probe = stock.experimental_distribute_dataset(records, options)
     if not worker_group.any("sharding by file", not _can_read(probe)):
@@ -359,7 +359,7 @@ def warn_not_split_early(strategy: Any, obstacle: str) -> None:
     """
     extended = strategy.extended
     num_workers = extended.worker_group.num_workers
-    # The obstacle is the same on all workers, so only the first worker warns.
+    # Workers have the same pipeline, and so the same obstacle: one warning is enough.
     if obstacle and extended.worker_group.is_chief:
         user_code.warn(
             f"Each of the {num_workers} workers prepares all rows of this dataset, and "

@@ -48,7 +48,8 @@ from tfdp.training.data.stages import (
 _STATELESS_RANDOM = (
     "`tf.random.stateless_uniform` and its like, seeded by the element's index"
 )
-# What users can do, by the operation that keeps a `map` from being split.
+# A stateful operation keeps a `map` from running for a worker's own rows only. The
+# warning names a remedy, by the operation.
 _ADVICE = {
     "PyFunc": "give `tf.numpy_function` `stateful=False` if its function is pure",
     "EagerPyFunc": "use `tf.numpy_function` with `stateful=False` if it is pure",
@@ -68,7 +69,8 @@ _CACHE_REASON = (
     "its `map` is before `cache`, which keeps all rows; put `cache` before `map`, or "
     "remove it, if preparing only the worker's own rows in each pass costs less"
 )
-# Position before each capital letter but the first, to convert names to snake case.
+# Warnings name a stage as users call it: an underscore at each inner capital letter
+# turns the class name `GroupByWindow` into `group_by_window`.
 _INNER_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 
 
@@ -128,7 +130,8 @@ def divide_early(
         return Division(obstacle=obstacle)
     for each in after:
         local_rows = each.rebuild_on_pairs(local_rows)
-    # `batch` has allocated the rows, so they share no memory with the user's arrays.
+    # `batch` has allocated the rows, so that they share no memory with the user's
+    # arrays and need no copy.
     local_rows = divide_local_rows(
         local_rows, ranks, num_replicas, static, is_shared=False
     )
@@ -347,8 +350,8 @@ def elements_of(dataset: tf.data.Dataset) -> Elements:
     else:
         raw = elements.raw
         if kind == "RepeatDataset":
-            # An empty filter keeps TensorFlow from fusing adjacent `shuffle` and
-            # `repeat` stages, which would change the order of the second pass.
+            # A filter that keeps every element stops TensorFlow from fusing adjacent
+            # `shuffle` and `repeat` stages, which would reorder the second pass.
             raw = raw.filter(no_autograph(lambda *_: True))
         elements.raw = rebuild_stage(dataset).rebuild_on(raw)
     return elements

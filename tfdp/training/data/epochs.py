@@ -58,7 +58,8 @@ from tfdp.training.data.uneven_inputs import (
 from tfdp.training.data.value_differences import values_fact
 from tfdp.training.replicas.random_seed import stand_in_seed
 
-# For messages: the name of the data that each of Keras's epoch iterators reads.
+# Messages of the watchdog name the data that a loop reads. A reused iterator of Keras
+# begins later epochs without its data, so that the name is kept for each iterator.
 _source_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
@@ -79,7 +80,8 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
     if has_workers:
         _seed_py_dataset_order(strategy, kwargs)
         kwargs = _with_local_rows(strategy, kwargs)
-    with data_wait.reading():  # Keras's `__init__` reads a generator's first batch
+    # Keras's `__init__` reads a generator's first batch, which counts as a data wait.
+    with data_wait.reading():
         original(iterator, *args, **kwargs)
     if has_workers:
         _agree_on_end(
@@ -103,7 +105,8 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
     is_shuffled = keras_data.shuffles_arrays(iterator.data_adapter)
     has_seed = random_seeds.global_seed() not in (None, stand_in_seed())
     if part is not None and is_shuffled and not has_seed:
-        # The parts of a job need the same order: each takes its rows of every batch.
+        # Separately trained parts of a job need the same order, because each takes its
+        # rows of every batch.
         keras_data.set_dataset_of_epoch(iterator, SeededShuffle(part.seed, of_epoch))
     if (position := data_position.current()) is not None:
         _track_position(position, strategy, iterator, of_epoch)
@@ -145,8 +148,8 @@ def _count_reads(strategy: Any, iterator: Any) -> None:
     if not is_counting() or not is_stock or isinstance(dataset, PerReplicaDataset):
         return
     has_one_worker = strategy.extended.worker_group.num_workers == 1
-    # With synchronization of the end of data a read also waits for other workers, which
-    # is not time spent on data.
+    # A read that synchronizes the end of the data also waits for other workers, which
+    # must not count as waiting for data.
     if has_one_worker or not tf_data.syncs_end_of_data(dataset):
         keras_data.set_distributed_dataset(
             iterator, StockDataset(dataset, CountedIterator)
@@ -246,7 +249,8 @@ def _seed_array_order(strategy: Any, iterator: Any, with_common_end: Callable) -
         "shuffling", random_seeds.random_state()
     )
     if are_seeded_alike and random_seeds.global_seed() != stand_in_seed():
-        return  # the user has seeded all workers alike
+        # The user has seeded all workers alike, so that their shuffles agree.
+        return
     if not are_seeded_alike:
         _warn_of_seeds()
     first_seed = broadcast_seed(extended.worker_group)
@@ -389,8 +393,8 @@ def _with_common_end(
     Returns:
         A distributed dataset.
     """
-    # Only lengths of arrays have `batch_rows`. If all lengths have it and are equal,
-    # each batch has the same number of rows on all workers.
+    # Only lengths of arrays have `batch_rows`. If they are equal on all workers, each
+    # batch has the same number of rows everywhere, and no step has to agree on the end.
     is_settled = len(set(lengths)) == 1 and lengths[0].batch_rows is not None
     if isinstance(dataset, PerReplicaDataset):
         before = dataset.read_options
@@ -446,7 +450,8 @@ def _with_local_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]
     if not isinstance(source, keras.utils.PyDataset):
         return arguments
     if arguments.get("y") is not None or arguments.get("sample_weight") is not None:
-        # Keras raises an error, since a `PyDataset` itself yields targets and weights.
+        # A `PyDataset` itself yields targets and weights. So Keras raises an error for
+        # these arguments, unless the `PyDataset` is replaced.
         return arguments
     reads_rows = supports_row_reads(source)
     if reads_rows and strategy.extended.balance is not None:

@@ -23,16 +23,17 @@ from tfdp.ground.text import pluralize
 from tfdp.training.data.same_datasets import list_by_worker
 from tfdp.training.data.stages import no_autograph
 
-# Prefix of a dataset stage's name in which the fields of a `FileShard` are stored.
+# A `FileShard` is stored in the name of a dataset stage, because names survive the
+# stages that users append. This prefix marks such a name.
 _MARK = "tfdp_shard_files"
 # The number of file sizes that are requested in parallel. An object store takes tens of
 # milliseconds for each answer, so requests one after another would take long.
 _NUM_THREADS = 32
-# A warning is given if a worker reads more than this multiple of the workers' mean of
-# bytes, because the others have no rows at the end of each epoch.
+# If a worker reads more than 1.25 times the workers' mean of bytes, the user is warned:
+# the other workers have no rows left at the end of each epoch.
 _MAX_IMBALANCE = 1.25
-# The maximum number of file names that a worker sends if the workers' lists of files
-# differ. The error names the first difference among them.
+# If the workers' lists of files differ, each worker sends no more than this many names:
+# the error needs only the first difference, and a list may have millions of names.
 _MAX_SENT_NAMES = 1000
 
 

@@ -16,13 +16,15 @@ from tfdp.training.data.array_parts import (
     split_into_parts,
 )
 
-# The maximum size of an array, in bytes and in rows, whose rows are hashed one by one,
-# so that the same rows in another order can be recognized.
+# Hashes of single rows show that two arrays have the same rows in another order. Python
+# computes them one by one, which takes too long for arrays beyond these limits.
 _ORDERED_BYTES = 250_000_000
 _ORDERED_ROWS = 100_000
-# The approximate number of evenly spaced numbers that are hashed of a long row.
+# About this many evenly spaced numbers of a row are hashed: they identify a row, and a
+# hash of all numbers of a long row would cost more.
 _ORDERED_COLUMNS = 64
-# The number of row hashes in the description of an array, see `ArrayValues.describe`.
+# Workers send only this many row hashes of an array, by which they notice rows that two
+# arrays have in common; all hashes would be a long message.
 _NUM_KEPT_HASHES = 32
 
 

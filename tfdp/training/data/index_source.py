@@ -106,7 +106,7 @@ def _spec_of(part: Any) -> tf.TensorSpec | None:
     if array.dtype == object and not all(
         isinstance(s, (str, bytes)) for s in array.flat
     ):
-        # TensorFlow would convert objects that are not strings to strings.
+        # TensorFlow would silently convert other objects than strings to strings.
         return None
     try:
         return tf.TensorSpec(array.shape, tf.as_dtype(array.dtype))

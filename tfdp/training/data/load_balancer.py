@@ -11,12 +11,14 @@ import tensorflow as tf
 from tfdp.ground._compat import runtime
 from tfdp.training.data.rows import count_of, has_rows, take_rows
 
-# The weight of each worker in an equal division; the weights of workers average to it.
+# Weights are integers, so that all workers compute the same rows. They average to this
+# value, which is the weight of each worker in an equal division.
 EQUAL = 1000
-# Step times that differ by at most this many percent count as equal.
+# The step times of equally fast workers vary by a few percent, so that times within
+# this percentage count as equal.
 _NEGLIGIBLE_PERCENT = 5
-# The maximum number of measurements from a change of the weights that was reverted to
-# the next change. It is bounded because the speed of a host may change during a run.
+# After a change of the weights that was reverted, the search waits for at most this many
+# measurements before it tries again, since the speed of a host may change during a run.
 _MAX_PATIENCE = 8
 
 
@@ -32,8 +34,8 @@ class LoadBalancer:
         self.worker_weights: tuple[int, ...] = (EQUAL,) * num_workers
         self._search = WeightSearch()
         self._num_local = num_local
-        # A variable that each step reads, so that new weights apply to all workers from
-        # the same step on.
+        # Each step reads the weights from a variable, so that new weights apply without
+        # a new trace, and on all workers from the same step on.
         self.weights = runtime.plain_variable(
             self._replica_weights(), tf.int64, "CPU:0"
         )
@@ -92,8 +94,8 @@ class WeightSearch:
     """
 
     def __init__(self) -> None:
-        # The shortest time of a step so far, which is the time of its slowest worker,
-        # and the weights of that step.
+        # A step takes as long as its slowest worker. The shortest step so far and its
+        # weights are kept, to restore these weights after a change for the worse.
         self._best: tuple[int, tuple[int, ...]] | None = None
         self._patience = 1
         self._num_to_wait = 0
@@ -190,13 +192,16 @@ def rows_by_weight(num_rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     weights = tf.cast(weights, tf.int64)
     count = tf.size(weights, tf.int64)
     num_left = tf.maximum(num_rows - count, 0)
-    # The quota of each replica above its one guaranteed row, times the sum of weights.
+    # The rows above the one that each replica is guaranteed are divided by quota, here
+    # times the sum of the weights, so that it is an integer.
     excess = tf.maximum(weights * num_rows - tf.reduce_sum(weights), 0)
     total = tf.maximum(tf.reduce_sum(excess), 1)
+    # Integer division is exact, so that all workers compute the same rows. Both results
+    # have the shape [num_replicas].
     whole, remainders = (
         excess * num_left // total,
         excess * num_left % total,
-    )  # each of shape [num_replicas]
+    )
     # The sort is stable, so that among equal remainders the lower rank gets the row.
     order = tf.argsort(remainders, direction="DESCENDING", stable=True)
     position = tf.cast(tf.math.invert_permutation(order), tf.int64)

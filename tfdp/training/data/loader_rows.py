@@ -34,7 +34,7 @@ _SAMPLERS = (
     "SubsetRandomSampler",
     "WeightedRandomSampler",
 )
-# The number of batches that Keras reads to find the spec of a `DataLoader`.
+# Keras finds the spec of a `DataLoader` from its first two batches.
 _BATCHES_FOR_SPEC = 2
 _RANDOM_ITEMS_REASON = (
     "its dataset draws random numbers, which each worker would draw for its own rows "
@@ -267,7 +267,8 @@ def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
             item_of(_arrays_of(batch), local_loader.batch_sampler.totals.popleft())
         )
         draws |= is_random
-    del batches  # the deletion ends the worker processes of the loader
+    # Deletion of a `DataLoader`'s iterator ends its worker processes.
+    del batches
     if draws:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)

@@ -154,7 +154,9 @@ def _rows_of_zip(datasets: list[tf.data.Dataset]) -> list:
         as known, and the origin of its row count in that dataset.
     """
     sizes = [sizes_of_batches(each) for each in datasets]
-    if None in sizes:  # the length of a dataset is not known
+    # If the length of a dataset is unknown, so is the size of its last batch. Then only
+    # the batch sizes of all datasets are compared.
+    if None in sizes:
         sizes = [{"size": batch_size_of(each)} for each in datasets]
         if {"size": None} in sizes:
             sizes = [{}] * len(datasets)
@@ -162,8 +164,9 @@ def _rows_of_zip(datasets: list[tf.data.Dataset]) -> list:
     for i, (each, sizes_of_one) in enumerate(zip(datasets, sizes, strict=True)):
         text = json.dumps(sizes_of_one)
         if "last" in text:
-            # The smaller last batch is at the end of its dataset, or anywhere if the
-            # batches are shuffled. Only equal positions give equal descriptions.
+            # Zipped datasets have equal row counts only if their smaller last batches
+            # coincide. Such a batch is at the end of its dataset, whose length the
+            # description gets, or anywhere if shuffled, so that none is equal.
             is_shuffled = "ShuffleDataset" in text
             text += f" {i}" if is_shuffled else f" of {int(each.cardinality())}"
         described += [_ZippedBatches(text, rows) for rows in _rows_by_stages(each)]

@@ -35,10 +35,12 @@ from tfdp.training.data.per_replica_dataset import ReadOptions, distribute_divid
 from tfdp.training.data.rows import rows_to_read
 from tfdp.training.data.stages import no_autograph
 
-# The maximum number of batches whose row counts workers compare before the first step.
+# Before the first step workers compare the row counts of at most this many batches,
+# because each count takes a call of the user's `num_rows`.
 _COMPARED_BATCHES = 10_000
 _PARTS = ("x", "y", "sample_weight")
-_NUMBER_KINDS = "biuf"  # NumPy's dtype kinds of booleans, integers and floats
+# NumPy's dtype kinds of booleans, integers and floats. Keras reads arrays of other kinds.
+_NUMBER_KINDS = "biuf"
 
 
 def new_label_record(*, restarts: bool) -> LabelRecord:
@@ -82,7 +84,8 @@ def distribute_local_rows(
     ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
     divided = divide_local_rows(pairs, ranks, num_replicas)
     if is_ahead:
-        # Keras's own prefetch was removed above. One batch is read ahead in its place.
+        # One batch is read ahead, in place of Keras's prefetch, whose length TensorFlow
+        # tunes and which may differ between workers.
         divided = divided.prefetch(1)
     # Workers have compared their numbers of batches, which are part of the description,
     # so that no step has to synchronize the end of the data.
@@ -131,9 +134,6 @@ def _build_and_compare(strategy: Any, kind: str, describe: Callable[[], tuple]) 
 def item_of(rows: Any, total: int) -> dict[str, Any]:
     """Return a dict of `rows`, a worker's rows, and `total`, the rows of the batch."""
     return {"rows": rows, "total": np.array([total], "int64")}
-
-
-# The classes and functions below read rows of a `PyDataset`.
 
 
 class LocalRowsDataset(keras.utils.PyDataset):
@@ -194,7 +194,8 @@ def rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) ->
         class_weight=arguments.get("class_weight"),
         shuffle=bool(arguments.get("shuffle")),
     )
-    # `make` calls `rows` of the first two batches, from which Keras finds the spec.
+    # `make` calls the user's `rows` for two batches, from which Keras finds the spec.
+    # Only `describe` calls `make`, because its errors are raised on all workers.
     make = adapter.get_tf_dataset
 
     def describe() -> tuple:
@@ -294,9 +295,6 @@ def _check_rows(source: Any, index: int, start: int, stop: int, rows: Any) -> No
         )
 
 
-# The classes and functions below read rows of arrays in files.
-
-
 class StoredRows:
     """Reader of the rows of an array in a file.
 
@@ -330,7 +328,8 @@ class StoredRows:
         order = np.argsort(numbers)
         rising = numbers[order]
         first, last = int(rising[0]), int(rising[-1])
-        # HDF5 accepts only rising row numbers, and reads a range much faster.
+        # HDF5 accepts a list of row numbers only in rising order, and reads a range of
+        # rows much faster than a list.
         is_range = last - first + 1 == len(rising)
         rows = self._array[first : last + 1] if is_range else self._array[rising]
         return np.asarray(rows)[np.argsort(order)].astype(dtype, copy=False)
@@ -344,8 +343,8 @@ class StoredArraysAdapter(keras_data.ArrayDataAdapter):
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        # Readers of arrays in files, by the `id` of the row numbers that Keras holds in
-        # place of each array.
+        # Keras shuffles and batches row numbers in place of an array in a file. By the
+        # `id` of these numbers, the reader of the array is found again.
         self._stored_by_stand_in: dict[int, StoredRows] = {}
         shuffle = arguments.get("shuffle", False)
         self._has_class_weight = arguments.get("class_weight") is not None

@@ -28,15 +28,18 @@ from tfdp.training.data.uneven_inputs import (
     has_next_step,
 )
 
-# The number of steps whose rows are prefetched, unless a Python generator is read.
+# The rows of this many steps are prepared ahead, so that a step need not wait for them.
+# Fewer are read of a Python generator, whose batches cannot be read again.
 PREFETCHED_STEPS = 2
-# Stages that TensorFlow's autotuning can speed up; without them it may be turned off.
+# TensorFlow's autotuning can speed up only these stages. Without them it may be turned
+# off, which shortens the deletion of an iterator.
 _AUTOTUNED_STAGES = (
     *(*MAPS, "ParallelBatchDataset"),
     *("InterleaveDataset", "ParallelInterleaveDataset"),
 )
 
-# Strategies by their `id`, which a type spec holds in place of a strategy.
+# A type spec holds the `id` of a strategy instead of the strategy, because TensorFlow
+# compares type specs by plain values. By the `id` the strategy is found here.
 _strategies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 

@@ -28,10 +28,10 @@ from tfdp.training.data.determinism import (
 )
 from tfdp.training.data.file_shards import FileShard
 
-# The data positions of the running loops, that of the innermost loop last; `None` for a
-# loop whose position is not tracked.
+# Loops may be nested, for example if a callback of `fit` calls `evaluate`. The last
+# position is that of the innermost loop, or `None` if that loop is not tracked.
 _positions: ThreadStack[DataPosition | None] = ThreadStack("data positions")
-# Key of the number of batches in a description of the data, which error texts show.
+# Error texts show the keys of a description of the data, so that each is a phrase.
 _NUM_BATCHES = "the number of batches"
 
 
@@ -57,8 +57,10 @@ class DataPosition:
         reshuffles = is_dataset and tf_data.reshuffles(validation)
         self._validation = validation if reshuffles else None
         self._validation_steps = validation_steps
-        # For each iterator of the validation data: the number of iterators of the
-        # training data before it, and whether its batches are read.
+        # Shuffles of the validation data may draw the same seeds as those of the
+        # training data. So a restored run creates both kinds of iterators in their old
+        # order. A pair has the number of iterators of the training data before one of
+        # the validation data, and whether batches of the latter were read.
         self._validations: list[list] = []
         self.exit_stack = contextlib.ExitStack()
         self.last_logs: dict[str, Any] | None = None
@@ -67,7 +69,8 @@ class DataPosition:
         self.iterator: Any = None
         self._make: Callable = iter
         self._order: SeededShuffle | None = None
-        # The number of batches taken from each iterator, one entry per iterator.
+        # A restored run skips the batches that were taken from each iterator, so that
+        # each has an entry with their number.
         self._taken: list[int] = []
         self._skipped = 0
         self._stand_in_seed: int | None = None
@@ -278,8 +281,9 @@ class DataPosition:
             elif reshuffles and taken[number]:
                 tf_data.begin_shuffles(source)
             elif reshuffles:
-                # Keras created the epoch's iterator, but read no batch. With several
-                # shuffles, only the last one drew a seed, as it does by `iter(source)`.
+                # Keras created the epoch's iterator, but read no batch, so that of
+                # several shuffles only the last one drew a seed. `iter(source)` draws
+                # that seed again.
                 iter(source)
         self._taken = list(taken)
         self._recreate_validations(validations, len(taken))

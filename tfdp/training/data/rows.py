@@ -17,8 +17,8 @@ UNEQUAL_ROWS = (
     "All parts of a batch must have the same number of rows, so that they can be "
     "divided among the replicas."
 )
-# Separator of the parts' names in the message of an assertion in a graph, by which
-# `checks` finds the names again.
+# An assertion in a graph has a message of fixed text, in which this separator joins the
+# names of a batch's parts. `checks` splits them at it to write a better message.
 BETWEEN_NAMES = " | "
 
 

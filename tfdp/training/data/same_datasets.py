@@ -188,7 +188,7 @@ def _lengths_differ(strategy: Any, lengths: list[int]) -> bool:
     """
     same = len(set(lengths)) == 1
     # If an epoch ends with the shortest dataset, `tfdp.training.data.epochs` warns of
-    # the batches that are dropped, and no other warning is needed.
+    # the dropped batches, so that a second warning here would be noise.
     if not same and not stops_at_shortest(strategy):
         listed = list_by_worker(map(Length.of_cardinality, lengths))
         user_code.warn(

@@ -17,7 +17,8 @@ BATCHES = ("BatchDataset", "ParallelBatchDataset")
 # for all calls of `fit`, but a rebuilt `cache` would be filled again in each call.
 PASS_THROUGH = ("PrefetchDataset", "OptionsDataset")
 SELECTIONS = ("TakeDataset", "SkipDataset", "RepeatDataset")
-# Prefix of the names of tfdp's `map` functions for the rows of arrays in files.
+# The function of a `map` identifies the stage: this prefix of its qualified name marks
+# the `map` by which tfdp reads rows of arrays in files.
 _STORED_ARRAYS = "tfdp.training.data.own_rows.StoredArraysAdapter."
 
 
@@ -106,7 +107,8 @@ def rebuild_stage(dataset: tf.data.Dataset) -> Stage:
     The stage must be one of `PASS_THROUGH` and `SELECTIONS`.
     """
     kind = tf_data.kind_of_stage(dataset)
-    if kind == "OptionsDataset":  # callers set the options of the rebuilt pipeline
+    # Callers set the options of the whole rebuilt pipeline, so this stage adds none.
+    if kind == "OptionsDataset":
         return Stage(lambda rows, _: rows)
     is_prefetch = kind == "PrefetchDataset"
     value_of = pipelines.buffer_size_of if is_prefetch else pipelines.count_of_stage

@@ -207,8 +207,8 @@ class ShortestIterator(StockIterator):
     def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
         """Return whether all workers have data, and a function that reads the batch."""
         optionals = tf_data.optionals_of_replicas(self._iterator)
-        # At the end of its data a worker may have batches for only some replicas. The
-        # other replicas then get empty batches.
+        # At the end of its data a worker may have batches for only some replicas. One
+        # batch is enough for a step, since the other replicas get empty batches.
         has_data = tf_data.any_has_value(optionals)
         has_next = has_next_step(self.strategy, has_data, stops=True)
         return has_next, lambda: tf_data.values_or_empty(self._iterator, optionals)
@@ -334,7 +334,7 @@ def _read_counts() -> ReadCounts:
     """Return how many batches this process has requested and received."""
     return ReadCounts(
         *(
-            # The raw operation costs less than the call of a traced function, and wakes
+            # `ReadVariableOp` costs less than the call of a traced function, and wakes
             # no other thread.
             int(tf.raw_ops.ReadVariableOp(resource=count.handle, dtype=tf.int64))
             for count in _counts

@@ -20,13 +20,14 @@ from tfdp.training.data.fingerprints import ArrayValues
 # Workers may have computed floats, and 8-bit integers such as images, with different
 # rounding. Values of a block count as equal up to this multiple of the block's norm.
 _ROUNDING = 1e-3
-# The maximum numbers of groups of workers, and of arrays of a group, that an error
-# message lists.
+# An error message stays readable if it lists at most this many groups of workers, and
+# this many arrays of each group.
 _MAX_GROUPS = 3
 _MAX_NAMES = 8
 _SAME_ROWS = "with the same rows in another order"
 _OTHER_VALUES = "with other values"
-# Error of datasets with different values, to which a remedy is appended.
+# The first sentence of the error, unless a caller compares other values than those of a
+# dataset and passes its own. A remedy follows.
 _DATA_DIFFER = (
     "Workers have data of different values, so that some rows would be read twice and "
     "others never."
@@ -95,7 +96,8 @@ def find_difference(
     ]
     if not names:
         return ""
-    # Only the first worker of each group with equal values describes them.
+    # Workers with equal values would send the same description, so that only the first
+    # worker of each such group describes its values.
     ranks: dict[str, list[int]] = {}
     for rank, of_worker in enumerate(fingerprints):
         ranks.setdefault(str([of_worker[name] for name in names]), []).append(rank)
@@ -141,8 +143,7 @@ def _is_different(first: dict | None, other: dict | None) -> bool:
         return True
     if first["paths"] and other["paths"] and first["rows"] and other["rows"]:
         # Lists of paths without a common name may be copies of one data set under other
-        # names, so they do not count as different. Lists with a common name that differ
-        # do.
+        # names, so that they do not count as different. Lists that share some names do.
         return bool(set(first["rows"][1]) & set(other["rows"][1]))
     if len(first["parts"]) != len(other["parts"]):
         return True
