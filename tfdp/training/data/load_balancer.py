@@ -17,8 +17,8 @@ EQUAL = 1000
 # The step times of equally fast workers vary by a few percent, so that times within
 # this percentage count as equal.
 _NEGLIGIBLE_PERCENT = 5
-# After a change of the weights that was reverted, the search waits for at most this many
-# measurements before it tries again, since the speed of a host may change during a run.
+# The search reverts a change that made steps slower. It tries again after at most this
+# many measurements, because the speed of a host may change during a run.
 _MAX_PATIENCE = 8
 
 

@@ -39,7 +39,7 @@ from tfdp.training.data.stages import no_autograph
 # because each count takes a call of the user's `num_rows`.
 _COMPARED_BATCHES = 10_000
 _PARTS = ("x", "y", "sample_weight")
-# NumPy's dtype kinds of booleans, integers and floats. Keras reads arrays of other kinds.
+# NumPy's dtype kinds of booleans, integers and floats. Keras reads all other arrays.
 _NUMBER_KINDS = "biuf"
 
 

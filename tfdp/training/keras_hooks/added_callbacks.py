@@ -35,7 +35,8 @@ class TensorBoardParticipant(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Take part in the save of weights after this epoch, if worker 0 saves them."""
         if epoch % self._every == 0:
-            # With sharded state all workers take part in a save, and worker 0 writes.
+            # A save of sharded state gathers values from all workers, but only worker 0
+            # writes a file. So the path on this worker is a placeholder.
             self.model.save_weights("taking-part.weights.h5")
 
 

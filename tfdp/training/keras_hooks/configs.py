@@ -20,7 +20,8 @@ import numpy as np
 
 from tfdp.ground._compat import keras_model
 
-# Matches the counter in a name of Keras, such as "_1" in "dense_1/kernel".
+# Keras counts the objects of a class in each process. So the counter in a name, such as
+# "_1" in "dense_1/kernel", may differ between workers, and is not compared.
 _NAME_COUNTER = re.compile(r"_\d+(?=/|:|$)")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 # Keys of configs, and endings of such keys, that are not compared between workers:
@@ -44,8 +45,8 @@ _TRAINING_CALLBACKS = (
     keras.callbacks.ReduceLROnPlateau,
     keras.callbacks.SwapEMAWeights,
 )
-# The number of items of a list that are compared, and the size of a constant array
-# above which the config of a layer is not compared.
+# Configs are compared at the beginning of each loop, which must not take long. So only
+# this many items of a list are compared, and no layers with larger constant arrays.
 _MAX_ITEMS = 1000
 
 
@@ -66,7 +67,8 @@ def configs_of(
         Dict of nests of dicts, lists and plain values.
     """
     with warnings.catch_warnings():
-        # Keras warns of configs that cannot be deserialized. tfdp only compares them.
+        # Keras warns of configs that cannot be deserialized, which does not matter for
+        # a comparison.
         warnings.simplefilter("ignore")
         collected: dict[str, Any] = {
             "model": by_name(
@@ -138,9 +140,9 @@ def _comparable_dict(value: dict) -> dict[str, Any]:
 def _is_ignored(key: str, value: Any) -> bool:
     """Return whether an entry of a config is not compared: it may differ by worker."""
     if key == "learning_rate":
-        # A dict is the config of a schedule, which is compared. A number is not: it may
-        # be new, and about to be replaced by worker 0's. Assigned rates are compared
-        # as values of variables.
+        # A schedule, whose config is a dict, is compared. A number is not: in a new
+        # optimizer it will be replaced by worker 0's, and a number that a script
+        # assigns is compared as the value of a variable.
         return not isinstance(value, dict)
     return key == "name" or key in _IGNORED_KEYS or key.endswith(_IGNORED_ENDINGS)
 
@@ -275,7 +277,8 @@ def _compared_settings(callback: Any) -> tuple[str, ...] | None:
     if hasattr(callback, "compared"):
         return callback.compared
     if not getattr(callback, "restore_best_weights", True):
-        # It only requests a stop, on which workers agree.
+        # Without `restore_best_weights`, `EarlyStopping` only requests a stop, on which
+        # workers agree anyway. So its settings may differ.
         return None
     for kind in _TRAINING_CALLBACKS:
         if isinstance(callback, kind):

@@ -54,8 +54,8 @@ def save_file(
     strategy = strategy_of(model)
     if strategy is None or is_saving():
         return save(model, filepath, *args, **kwargs)
-    # `keras.saving.save_model` does not call `model.save`, whose replacement is atomic.
-    # So its own save is made atomic here.
+    # Only the replacement of `model.save` is atomic, and `keras.saving.save_model` does
+    # not call it. So a save by `keras.saving.save_model` is made atomic here.
     with local_variables(strategy):
         return save_atomically(save, model, filepath, *args, **kwargs)
 

@@ -35,7 +35,8 @@ _TENSORFLOW_ISSUE = "https://github.com/tensorflow/tensorflow/issues"
 
 
 REPLACEMENTS = (
-    # Replacements for `compile`, `fit`, `evaluate` and `predict`.
+    # `compile`, `fit`, `evaluate`, `predict` and `save`: Keras does not coordinate the
+    # workers.
     Replacement(
         owners.BaseTrainer,
         "compile",
@@ -134,7 +135,8 @@ REPLACEMENTS = (
             ("_finalize_ema_values", "restart_averages"),
         )
     ),
-    # Replacements for the iteration over batches: their number, order and position.
+    # Iteration over batches: all workers need the same number of batches and one order,
+    # and a resumed run needs its position.
     Replacement(
         owners.EpochIterator,
         "__init__",
@@ -161,7 +163,8 @@ REPLACEMENTS = (
         "A resumed run has to continue with the batch after the last completed one.",
         "https://github.com/keras-team/keras-hub/issues/204",
     ),
-    # Replacements for losses, metrics and gradients: means are over all replicas' rows.
+    # Losses and gradients: Keras averages over the rows of each replica, tfdp over those
+    # of all replicas, as one device does.
     Replacement(
         owners.keras_loss,
         "reduce_values",
@@ -202,7 +205,8 @@ REPLACEMENTS = (
         runtime_hooks.replica_id,
         "A step is traced as the program of one device, the same on every worker.",
     ),
-    # Replacements in layers, for batch statistics, empty batches and random numbers.
+    # Layers: a replica has a part of the rows or none, which changes batch statistics,
+    # and its random numbers must differ from those of other replicas.
     Replacement(
         owners.keras_nn,
         "_compute_moments_sync",
@@ -258,7 +262,8 @@ REPLACEMENTS = (
         "`RematScope` with keyword arguments, which `tf.recompute_grad` rejects in a "
         "graph.",
     ),
-    # Replacements for updates by a Keras optimizer without `DistributedOptimizer`.
+    # Updates by a Keras optimizer without `DistributedOptimizer`: Keras clips and
+    # checks each replica's gradients, but one device their sum.
     Replacement(
         owners.BaseOptimizer,
         "build",
@@ -288,7 +293,8 @@ REPLACEMENTS = (
         "other replicas run.",
         f"{_KERAS_ISSUE}/18666",
     ),
-    # Replacements for saving and loading: files hold the user's own optimizer.
+    # Saving and loading: files hold the user's own optimizer, so that plain Keras opens
+    # them.
     *(
         Replacement(
             module,
@@ -329,7 +335,8 @@ REPLACEMENTS = (
         "each other's temporary files.",
         f"{_TENSORFLOW_ISSUE}/38635",
     ),
-    # Replacements in TensorFlow's runtime: traced functions, data and seeds.
+    # TensorFlow's runtime: its traced functions, caches and seeds know nothing of the
+    # other workers that run the same step.
     Replacement(
         owners.FunctionType,
         "__hash__",
@@ -393,7 +400,8 @@ REPLACEMENTS = (
 @functools.cache
 def install() -> None:
     """Replace all functions in `REPLACEMENTS`; later calls have no effect."""
-    # Converting them takes longer than tracing the step of a custom loop.
+    # AutoGraph would take longer to convert tfdp's functions than TensorFlow takes to
+    # trace the step of a custom loop.
     runtime.exclude_from_autograph(__name__.partition(".")[0])
     for entry in REPLACEMENTS:
         patches.replace(entry)

@@ -232,7 +232,8 @@ def pad_empty_batch(original: Callable, inputs: Any, *args: Any, **kwargs: Any) 
         return tf.pad(inputs, [[1, 0], *[[0, 0]] * (len(inputs.shape) - 1)])
 
     padded = tf.cond(is_empty, one_row, lambda: tf.identity(inputs))
-    # A static number of rows is 0, which is not that of the padded batch.
+    # If the inputs have a static number of rows, it is 0, but the padded batch has one
+    # row. So the static number is removed.
     padded = tf.ensure_shape(padded, [None, *inputs.shape[1:]])
     result = original(padded, *args, **kwargs)
     unpadded = tf.cond(is_empty, lambda: result[:0], lambda: tf.identity(result))

@@ -40,24 +40,27 @@ from tfdp.training.replicas.synchronized_scope import synchronize_created
 from tfdp.training.replicas.variables import MirroredVariable
 
 _DATA_ARGUMENTS = ("x", "y", "sample_weight")
-# The batch size of arrays in Keras's loops if `batch_size` is `None`.
+# Workers compare the batch size that Keras will use, which is 32 for arrays if
+# `batch_size` is `None`.
 _KERAS_BATCH_SIZE = 32
-# Arguments of Keras's loops that may differ between workers, and the callbacks, which
-# are compared separately.
+# `verbose` and `return_dict` only affect what a worker prints and returns, so that they
+# may differ between workers. Callbacks are compared separately.
 _WORKER_ARGUMENTS = ("verbose", "return_dict", "callbacks", "kwargs")
-# Arguments of Keras's loops that are not compared as settings. Data is compared
-# separately, as arrays.
+# Data and the batch size are not compared as settings, because the description of the
+# arrays contains them.
 _NOT_SETTINGS = (*_WORKER_ARGUMENTS, *_DATA_ARGUMENTS, "validation_data", "batch_size")
 _MODEL_ATTRIBUTES = ("steps_per_execution", "run_eagerly", "jit_compile")
-# Functions that read the settings of a process for all of its models.
+# A setting of a process affects the steps of all its models, so that workers compare
+# these settings, too. Each is read by a function.
 _PROCESS_SETTINGS = {
     "tf.config.functions_run_eagerly": tf.config.functions_run_eagerly,
     "keras.config.max_epochs": keras.config.max_epochs,
     "keras.config.max_steps_per_epoch": keras.config.max_steps_per_epoch,
 }
 
-# By model and by method, such as `train_on_batch`: the number of calls, and a digest of
-# the shapes and dtypes of their batches.
+# Workers compare the batches of `train_on_batch` and similar methods at few calls. So the
+# number of calls is kept for each model and method, with a digest of the shapes and
+# dtypes of all batches so far.
 _batch_calls: weakref.WeakKeyDictionary[Any, dict[str, tuple[int, str]]]
 _batch_calls = weakref.WeakKeyDictionary()
 
@@ -92,8 +95,8 @@ def agree_on_loop(
         given = callback_list(arguments.get("callbacks"))
         if worker_group_of(model).is_chief:
             extra["problem"] = find_callback_problem(given, arguments)
-        # `find_callback_problem` reports a class that is given in place of a callback;
-        # its settings cannot be read.
+        # A class in place of a callback has no settings to read, and is reported by
+        # `find_callback_problem`.
         callbacks = [c for c in given if not isinstance(c, type)]
         own["callbacks"] = tfdp_callback_names(callbacks)
         extra["each_batch"] = decide_per_batch(callbacks)
@@ -294,7 +297,8 @@ def _compare_workers(
     gathered = compare(worker_group, topic, facts, extra, before=before)
     _check_assignments(worker_group, topic, gathered, model)
     if len({each["weights"] for each in gathered}) > 1:
-        # Between synchronizations of `LocalSGD`, weights differ for another reason.
+        # Between synchronizations of `LocalSGD` weights differ without an assignment.
+        # So they are synchronized before their values are compared.
         equalize_replicas(model)
         _check_weights(worker_group, topic, weights)
     for weight in weights.values():

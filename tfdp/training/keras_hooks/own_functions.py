@@ -39,12 +39,14 @@ def checking_own_function(model: Any, loop_name: str) -> Iterator[None]:
         """Make the function by the method of the model's class, and wrap it."""
         result = make(*args, **kwargs)
         function = getattr(model, function_name)
-        # Functions of Keras, and those that are wrapped already, have this attribute.
+        # A function that Keras's method has made, or that is wrapped already, has the
+        # attribute `made_after` and needs no check.
         if function is not None and not hasattr(function, "made_after"):
             setattr(model, function_name, _checked(model, method, function))
         return result
 
-    # An attribute of the model alone: its class keeps its method.
+    # The method is replaced on this model alone, because other models of its class may
+    # have no tfdp strategy.
     attributes[method] = make_checked
     try:
         yield

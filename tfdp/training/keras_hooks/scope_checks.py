@@ -115,7 +115,7 @@ def bring_optimizer_into_scope(optimizer: Any) -> None:
     if keras_optimizer.strategy_of_optimizer(optimizer) is active:
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             # For float16 `compile` creates a `LossScaleOptimizer` in the scope, around
-            # the user's optimizer. The user may have created it outside the scope.
+            # the user's optimizer, which may have been created outside the scope.
             bring_optimizer_into_scope(optimizer.inner_optimizer)
         return
     if optimizer.built or not tf.distribute.in_cross_replica_context():

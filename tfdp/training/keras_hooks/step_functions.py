@@ -34,8 +34,8 @@ from tfdp.training.keras_hooks.logs import merge_logs
 from tfdp.training.parameters.conversion import num_conversions
 from tfdp.training.step.empty_step import Updates, recording
 
-# The attribute in which a model keeps the function of a step, by the name of the method
-# of the model that calls the function.
+# Keras keeps the function of a step as an attribute of the model between calls, so that
+# a loop may have to drop it. A key is the called method of the model.
 FUNCTION_OF_LOOP = {
     "fit": "train_function",
     "train_on_batch": "train_function",
@@ -138,7 +138,8 @@ def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
                 return compute(*args, **kwargs)
         except tf.errors.OutOfRangeError:
             # With XLA, or with several steps per execution, Keras reads the data before
-            # its first update. At the end of the data it has then made no update.
+            # its first update. So at the end of the data Keras makes no update, and
+            # tfdp must make none.
             if not model.jit_compile and model.steps_per_execution == 1:
                 updates.run_empty_step(strategy_of(model))
             raise

@@ -59,7 +59,8 @@ def run_loop(
     with contextlib.ExitStack() as stack:
         while True:
             try:
-                # An attempt changes its arguments in place, so it gets a copy.
+                # An attempt changes its arguments in place, so that each gets a copy of
+                # the user's.
                 attempt = inspect.BoundArguments(bound.signature, arguments.copy())
                 return _begin_loop(name, original, model, attempt)
             except Exception as error:
@@ -187,8 +188,8 @@ def _run_loop(
         result = original(*bound.args, **bound.kwargs)
     if fit is not None:
         # All workers wait for worker 0, so that its files are complete when `fit`
-        # returns. If training continues after losses, a loss does not make a finished
-        # `fit` fail.
+        # returns. In a job that continues after the loss of workers, a loss at this
+        # point must not make a finished `fit` fail.
         continues = strategy.extended.continues_after_loss
         with contextlib.suppress(*[WorkerLost] * continues):
             _complete_fit(model)
@@ -449,7 +450,7 @@ def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> 
             model.optimizer = wrapper
         scope_checks.bring_optimizer_into_scope(model.optimizer)
     if model.optimizer is not optimizer:
-        # A new optimizer begins without momentum, and without the gradients that
-        # compressors have not sent under the one before.
+        # A new optimizer begins without momentum. So it also begins without the
+        # gradients that compressors kept back from the previous optimizer.
         strategy.extended.reducer.residuals.reset(model.variables)
     return result

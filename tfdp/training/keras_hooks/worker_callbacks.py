@@ -105,7 +105,8 @@ def other_callbacks(callbacks: Any) -> list:
 
 def _resumes_fit(callback: Any) -> bool:
     """Return whether a callback saves the state of `fit`, or resumes it."""
-    # A class in place of a callback is left to `find_callback_problem`.
+    # A class in place of a callback has `resumes_fit` too, but is an error, which
+    # `find_callback_problem` reports.
     return not isinstance(callback, type) and getattr(callback, "resumes_fit", False)
 
 
@@ -126,8 +127,8 @@ def find_callback_problem(callbacks: Any, arguments: dict[str, Any]) -> str:
             f"Give `fit` instances of callbacks, such as `{classes[0]}(...)`. "
             f"Received: the class `{classes[0]}`"
         )
-    # Of two callbacks that change training in the same way, the last would replace the
-    # first, or both would act. A class of the user's counts as the one that it extends.
+    # Two callbacks that change training in the same way would replace each other, or
+    # both act. A user's subclass counts as the callback of tfdp that it extends.
     names = [
         next(c.__name__ for c in type(callback).__mro__ if c.__module__[:5] == "tfdp.")
         for callback in given
@@ -185,8 +186,8 @@ def add_optimizer_check(model: Any, callbacks: Any) -> Any:
     given = callback_list(callbacks)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and hasattr(optimizer, "features"):
-        # If an earlier `fit` raised, its callbacks may have left features of the
-        # optimizer active that they end after a complete `fit`.
+        # Callbacks deactivate features of the optimizer when `fit` ends. If an earlier
+        # `fit` raised, its features may still be active.
         optimizer.features.reset()
     if getattr(optimizer, "needs_trace", False):
         model.train_function = None
