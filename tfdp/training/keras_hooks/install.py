@@ -163,8 +163,8 @@ REPLACEMENTS = (
         "A resumed run has to continue with the batch after the last completed one.",
         "https://github.com/keras-team/keras-hub/issues/204",
     ),
-    # Losses and gradients: Keras averages over the rows of each replica, tfdp over those
-    # of all replicas, as one device does.
+    # Losses and gradients: Keras averages over the rows of each replica, and one device
+    # over those of the global batch.
     Replacement(
         owners.keras_loss,
         "reduce_values",

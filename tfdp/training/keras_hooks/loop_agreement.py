@@ -58,9 +58,9 @@ _PROCESS_SETTINGS = {
     "keras.config.max_steps_per_epoch": keras.config.max_steps_per_epoch,
 }
 
-# Workers compare the batches of `train_on_batch` and similar methods at few calls. So the
-# number of calls is kept for each model and method, with a digest of the shapes and
-# dtypes of all batches so far.
+# Workers compare the batches of `train_on_batch` and similar methods at few calls only.
+# So the number of calls is kept for each model and method, with a digest of the shapes
+# and dtypes of all batches so far.
 _batch_calls: weakref.WeakKeyDictionary[Any, dict[str, tuple[int, str]]]
 _batch_calls = weakref.WeakKeyDictionary()
 

@@ -69,8 +69,8 @@ class AssignedValues:
     def __init__(self) -> None:
         self._count = 0
         self._digest = ""
-        # Whether workers have assigned different values to the weight, and this
-        # worker has not replaced it entirely since.
+        # Values that differ between workers still differ after the record is cleared.
+        # So this stays true until this worker replaces the weight entirely.
         self.is_mixed = False
 
     def add(self, value: tf.Tensor, *, replaces: bool) -> None:

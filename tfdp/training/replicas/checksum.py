@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-# The modulus of all checksums: the smallest prime above 2**32.
+# The smallest prime above 2**32: a prime above any word of 32 bits, so that a change of
+# one word always changes the checksum.
 MODULUS = 2**32 + 15
 # The number of products that are summed before the modulo is taken. A product of a
 # number of 33 bits and a weight of at most 18 bits has 51 bits, so the sum of 2**12
@@ -27,7 +28,8 @@ _FACTOR_BITS = 18
 # of the copy.
 _CHUNK = _ROW * 2**10
 # The levels of summation: elements of a row, rows of a chunk, chunks of a tensor,
-# tensors. Each level has its own weights; their product is the weight of an element.
+# tensors. The weight of an element is the product of a weight of each level, so that
+# elements at different positions have different weights.
 _ELEMENTS, _ROWS, _CHUNKS, _TENSORS = range(4)
 _NUM_LEVELS = 4
 

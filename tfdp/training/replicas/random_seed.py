@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from tfdp.ground._compat import random_seeds
 
-# The last seed of `set_stand_in_seed` in this process; an empty list before the first
-# call.
+# A global seed that tfdp has set must not count as the user's. So the last one of this
+# process is kept here; the list is empty as long as there is none.
 _stand_in: list[int] = []
 
 

@@ -46,8 +46,9 @@ class NewVariables:
 
     def __init__(self) -> None:
         self._records: list[tuple[weakref.ref[Any], list]] = []
-        # While a step runs, the items of `_records` whose variables were created before
-        # the step: pairs of a weak reference to a variable and its signature.
+        # A worker may have created variables before a step alone, for example by a
+        # callback. So while the step runs, their records are kept here, apart from
+        # those of the step: pairs of a weak reference to a variable and its signature.
         self.before: list[tuple[weakref.ref[Any], list]] = []
         self._are_local = False
 
@@ -184,8 +185,8 @@ class SynchronizedScope:
         # and may enter the scope again.
         if kind is None and not extended.num_scopes:
             line = user_code.describe_user_line(inspect.currentframe())
-            # If a collective ran inside, all workers leave the scope and can compare
-            # their variables, even if only one worker has created any.
+            # If a collective ran inside the scope, all workers leave the scope and can
+            # compare their variables, even if only one worker has created any.
             is_called_by_all = extended.worker_group.num_calls > calls
             # The collectives of the synchronization are the first ones of a script. If
             # a firewall blocks them, the error explains it.
@@ -270,8 +271,8 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
         return
     is_inside = context is not None and not tf.executing_eagerly()
     if is_inside and tensor_reads.step_graph() is None:
-        # A replica that created variables here would wait for the other replicas, which
-        # wait for this one.
+        # A replica that creates variables inside of a `tf.function` waits for the other
+        # replicas, which wait for it.
         raise ValueError(
             f"The optimizer {optimizer.name!r} would be built by an update inside of a "
             "`tf.function` that `strategy.run` calls. Build it before, in the scope: "

@@ -14,8 +14,9 @@ from tfdp.ground.base.context import replica_context
 from tfdp.training.replicas.assigned_values import AssignedValues
 
 _MERGE_OPS = {"Maximum": "max", "Minimum": "min", "LogicalAnd": "min"}
-# Names of moving statistics in BatchNormalization and layers modelled on it. Each
-# replica updates them from its own rows of the batch.
+# Moving statistics of BatchNormalization, and of layers modelled on it, are recognized
+# by their names. Replicas update them from different rows, so that they need an
+# average.
 _STATISTICS = ("moving_mean", "moving_variance")
 
 
@@ -50,11 +51,15 @@ class MirroredVariable(_Array, tf_distribute.MirroredVariable):
     It has the name of TensorFlow's class because Keras's own tests look for that name.
     """
 
-    # Whether each replica holds a part of the elements, not a copy of all.
+    # True for a sharded parameter: each replica holds a part of its elements, so that
+    # no copies can be broadcast or compared.
     has_parts = False
-    # Whether it was assigned outside of steps since workers last compared its value.
+    # A script may assign different values on different workers. True after an
+    # assignment outside of a step, until workers have compared the value.
     was_assigned = False
-    # Record of assignments outside of steps, for variables with sharded state.
+    # With sharded state, a checksum of the weights does not show whether workers have
+    # assigned the same values outside of steps. So such a variable has a record of
+    # them.
     assigned: AssignedValues | None = None
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
@@ -142,8 +147,9 @@ class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
     """
 
     merge = "sum"
-    # The value to which the last assignment outside of a step set the merged state, or
-    # `None`.
+    # An assigned value is divided among the components, but a traced update may show
+    # that they merge by maximum or minimum. So the last value that was assigned outside
+    # of a step is kept, or `None`.
     _begins_with: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

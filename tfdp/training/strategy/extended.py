@@ -76,7 +76,8 @@ class _Statistics:
     )
 
 
-# The statistics of the steps that are being built, see `ReplicaExtended.step_scope`.
+# Replicas record here which moving statistics a step assigns, since those are averaged
+# only at the end of the step, by `ReplicaExtended.step_scope`.
 _statistics: ThreadStack[_Statistics] = ThreadStack("statistics")
 
 
@@ -90,30 +91,34 @@ class ReplicaExtended:
 
     options: CommunicationOptions
     worker_group: WorkerGroup
-    # The models whose backward pass XLA compiles, which a communication plan reports.
+    # Models whose backward pass XLA compiles, for the communication plan, which reports
+    # it because gradients are then reduced after the whole backward pass.
     compiled_models: weakref.WeakSet[Any]
-    # By model and loop, the tensors that a step gathers, see
-    # `tfdp.training.program.checks`.
+    # For each model and loop, the tensors that its step gathers, kept for reports of
+    # the communication that they cost, see `tfdp.training.program.checks`.
     step_gathers: weakref.WeakKeyDictionary[Any, dict[str, Any]]
-    # The names by which the user's script refers to the number of replicas, see
+    # Names that the user's script gives to the number of replicas. By these names a
+    # loss that is wrongly divided by it is found, see
     # `tfdp.training.program.divisions`.
     replica_count_names: set[str]
-    # Whether parameters are sharded when they are created, see
-    # `tfdp.training.parameters.conversion`.
+    # True in a scope with `init="deferred"`: parameters are sharded when they are
+    # created, because the model may be too large for one replica.
     defers_parameters = False
-    # The number of nested scopes of the strategy that are entered.
+    # Number of nested scopes of the strategy that are entered. New variables are
+    # broadcast only when the outermost scope is left.
     num_scopes = 0
-    # `LoadBalancer` that divides rows by the workers' speed, or `None` for equal rows.
+    # `LoadBalancer` that divides rows by the workers' speed, so that no worker waits
+    # for a slower one; `None` for equal rows.
     balance: LoadBalancer | None = None
-    # Generation of the cluster in which the dataset was created that a custom training
-    # loop has read last, or `None`.
+    # Generation of the cluster for which the dataset was distributed that a custom loop
+    # has read last, or `None`. A batch of a former generation has the wrong rows.
     read_generation: int | None = None
-    # Called with each variable that a step of a custom training loop assigns, or
-    # `None`.
+    # Called with each variable that a step of a custom training loop assigns, to check
+    # that a `tfdp.ElasticState` has the variable; or `None`.
     on_assigned: Callable[[Any], None] | None = None
     _collective_keys: Any
-    # Variable that is true until the workers change. Functions that were traced for
-    # them assert it, if training continues after the loss of workers.
+    # Variable that is true until the workers change. If training continues after a
+    # loss, functions assert it, because a trace for the former workers must not run.
     _is_current: Any
 
     def naming_lost_workers(self) -> contextlib.AbstractContextManager:
@@ -152,8 +157,8 @@ class ReplicaExtended:
         positions = device_positions(all_devices)
         transport = new_transport(self.options, devices, self.worker_group, hosts[rank])
         self._prepare_for_worker_loss(transport.name)
-        # Callable that takes a new name, and connects all workers for arrays that are
-        # not sent in steps.
+        # Arrays that are sent apart from the steps, such as backups, need connections
+        # of their own. The callable takes a new name for them, the same on all workers.
         self.connect_workers = functools.partial(
             connect_workers, transport, self.options, self.worker_group, hosts[rank]
         )
@@ -166,7 +171,8 @@ class ReplicaExtended:
             nodes=_nodes(topology, positions),
             workers=_worker_ranks(positions, len(devices)),
         )
-        # Small tensors, such as metric states and statistics, are reduced on hosts.
+        # Small tensors, such as metric states and statistics, are merged on each host
+        # first. So the group for their collectives has one member for each worker.
         all_hosts = [_host(device) for device in all_devices[:: len(devices)]]
         places = device_positions(all_hosts)
         self.host_group = ProcessGroup(
@@ -308,14 +314,12 @@ class ReplicaExtended:
         assertion that the workers have not changed is added to the graph.
         """
         self.assert_same_workers()
-        # Sparse tensors have `values`, too.
+        # Sparse tensors have the attribute `values` too, so that the class decides.
         is_per_replica = isinstance(value, tf.distribute.DistributedValues)
         num_local = len(value.values) if is_per_replica else 1
         if num_local == len(self.group.devices):
             return self._cross_device_ops
         return self._host_cross_device_ops
-
-    # The methods below average moving statistics and merge metrics over replicas.
 
     @contextlib.contextmanager
     def step_scope(self) -> Iterator[None]:
@@ -372,7 +376,8 @@ class ReplicaExtended:
         kinds = [v.merge for v in variables]
         group = self.host_group
         if not tf.executing_eagerly():
-            # A traced step merges metrics over the workers that train together.
+            # Groups of workers may train independently of each other, so that a traced
+            # step merges only the metrics of its own group.
             group = merging_group(self._container_strategy())  # type: ignore[attr-defined]
         return merge_states(locals_, kinds, group)
 

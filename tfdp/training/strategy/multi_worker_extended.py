@@ -55,7 +55,8 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
     ) -> None:
         self.options = options
         self.new_variables = NewVariables()
-        # Facts that must be the same on all workers, also on workers that join later.
+        # Facts that must be the same on all workers. They are kept, because workers
+        # that join later are compared with them, too.
         self.facts: dict[str, str] = {"version of tfdp": own_version()}
         self._enter_cluster(worker)
         super().__init__(
@@ -96,8 +97,8 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
     def _connect(self) -> None:
         """Compare the workers' set-up, and connect their replicas."""
         worker = self.worker
-        # Users' functions that are traced for these workers assert that this variable
-        # is true.
+        # Users' functions that are traced for these workers must not run for others. So
+        # they assert this variable, which becomes false when the workers change.
         self._is_current = runtime.plain_variable(True, tf.bool, "CPU:0")
         self.add_facts(
             setup_facts(self.worker_devices, self.options, rebalances=worker.rebalances)
@@ -186,7 +187,8 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
         else:
             self.worker = self._next_worker(self.worker, change)
         while self.worker.membership is not None and self.worker.membership.absent:
-            # Workers lost while a cluster was formed are left out of the next one.
+            # Some workers were lost while the cluster was formed, so that the remaining
+            # ones form another one.
             self.worker = self._next_worker(self.worker, ClusterChanges())
         self._is_current.assign(False)
         tf_distribute.forget_functions_of_replicas(self._container_strategy())

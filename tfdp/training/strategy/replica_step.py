@@ -215,8 +215,8 @@ def _divided_step(
         else:
             result = run(args, part)
         if strategy.num_replicas_in_sync == 1 and divided.tail is not None:
-            # Keras merges the logs only of several replicas, so the logs of a single
-            # replica are computed here.
+            # Keras merges logs only if there are several replicas, so that the logs of
+            # a single replica are computed here.
             return divided.tail.compute(
                 [[own] for own in result], lambda values: [own for (own,) in values]
             )

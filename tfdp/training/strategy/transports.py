@@ -32,15 +32,18 @@ from tfdp.ground import forks, user_code
 from tfdp.ground._compat import runtime
 from tfdp.ground.options import CommunicationOptions
 
-# Seconds that a worker may take until the first collective of a group, by default.
+# Workers connect in the first collective of a group, before which some may trace a step
+# for minutes. So by default they wait this many seconds for each other.
 _DEFAULT_CONNECT_SECONDS = 300.0
-# The direct transport uses socket features of Linux.
+# The direct transport uses socket features that only Linux has.
 _HAS_DIRECT = sys.platform == "linux"
-# Meshes of this process. The key is the store of the cluster and the interfaces of all
-# workers, because all must use the same meshes.
+# Strategies of a process share a mesh. All workers must choose the same mesh, so that
+# the key has what all know: the store of the cluster, and the interfaces of all
+# workers.
 _meshes: dict[tuple[Store, tuple[str | None, ...]], Mesh] = {}
 _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
-# Communicators that `connect_workers` has created, in addition to those of steps.
+# Communicators of `connect_workers` belong to no transport. They are kept here, so that
+# they can be closed together with the transports.
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
