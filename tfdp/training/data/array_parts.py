@@ -175,7 +175,7 @@ def _item_bytes(array: Any) -> int:
     # NumPy does not know the dtypes of torch, but a torch tensor has `element_size`.
     if hasattr(array, "element_size"):
         return array.element_size()
-    # A `tf.DType` is no NumPy dtype, but names the equal one as `as_numpy_dtype`.
+    # A `tf.DType` is no NumPy dtype, but holds the equivalent one as `as_numpy_dtype`.
     dtype = getattr(array.dtype, "as_numpy_dtype", array.dtype)
     try:
         dtype = np.dtype(dtype)

@@ -276,8 +276,9 @@ def divide_local_rows(
         """Divide this worker's rows among `ranks`; pass on the batch's row count."""
         part = LocalRowRange(total, static, ranks[0], is_shared)
         parts = tuple(rows_of_rank(rows, rank, num_replicas, part) for rank in ranks)
-        # `DeepCopy` is stateful, which keeps TensorFlow from making the `map` parallel:
-        # parallel calls would read ahead.
+        # `DeepCopy` is stateful, which keeps TensorFlow from making the `map` parallel.
+        # Parallel calls would read batches ahead, which a Python generator cannot
+        # repeat.
         return parts, tf.raw_ops.DeepCopy(x=tf.cast(total, tf.float32))
 
     return batches.map(divide)

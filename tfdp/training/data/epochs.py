@@ -58,8 +58,8 @@ from tfdp.training.data.uneven_inputs import (
 from tfdp.training.data.value_differences import values_fact
 from tfdp.training.replicas.random_seed import stand_in_seed
 
-# Messages of the watchdog name the data that a loop reads. A reused iterator of Keras
-# begins later epochs without its data, so that the name is kept for each iterator.
+# Messages of the watchdog name the data that a loop reads. An epoch begins with Keras's
+# iterator alone, so that the name of its data is kept here for each iterator.
 _source_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
@@ -450,8 +450,8 @@ def _with_local_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]
     if not isinstance(source, keras.utils.PyDataset):
         return arguments
     if arguments.get("y") is not None or arguments.get("sample_weight") is not None:
-        # A `PyDataset` itself yields targets and weights. So Keras raises an error for
-        # these arguments, unless the `PyDataset` is replaced.
+        # A `PyDataset` itself yields targets and weights, so that Keras raises an error
+        # for these arguments. An adapter in its place would hide the error.
         return arguments
     reads_rows = supports_row_reads(source)
     if reads_rows and strategy.extended.balance is not None:

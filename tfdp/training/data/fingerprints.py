@@ -88,7 +88,7 @@ class ArrayValues:
         """Return a SHA-256 of the values of all parts; `None` if one cannot be read."""
         try:
             texts = [self._hash_of(part) for part in parts]
-        except Exception:  # noqa: BLE001 arrays may be of any user class
+        except Exception:  # noqa: BLE001 a user's array class may raise anything
             return None
         return hashlib.sha256(" ".join(texts).encode()).hexdigest() if texts else None
 

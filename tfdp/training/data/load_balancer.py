@@ -192,8 +192,8 @@ def rows_by_weight(num_rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     weights = tf.cast(weights, tf.int64)
     count = tf.size(weights, tf.int64)
     num_left = tf.maximum(num_rows - count, 0)
-    # The rows above the one that each replica is guaranteed are divided by quota, here
-    # times the sum of the weights, so that it is an integer.
+    # Each replica is guaranteed one row. The other rows are divided by the quotas above
+    # one, here multiplied by the sum of the weights, so that they are integers.
     excess = tf.maximum(weights * num_rows - tf.reduce_sum(weights), 0)
     total = tf.maximum(tf.reduce_sum(excess), 1)
     # Integer division is exact, so that all workers compute the same rows. Both results

@@ -34,7 +34,8 @@ _SAMPLERS = (
     "SubsetRandomSampler",
     "WeightedRandomSampler",
 )
-# Keras finds the spec of a `DataLoader` from its first two batches.
+# Keras finds the spec of a `DataLoader` from its first two batches, so that tfdp reads
+# this worker's rows of two batches, too.
 _BATCHES_FOR_SPEC = 2
 _RANDOM_ITEMS_REASON = (
     "its dataset draws random numbers, which each worker would draw for its own rows "

@@ -165,8 +165,8 @@ def _rows_of_zip(datasets: list[tf.data.Dataset]) -> list:
         text = json.dumps(sizes_of_one)
         if "last" in text:
             # Zipped datasets have equal row counts only if their smaller last batches
-            # coincide. Such a batch is at the end of its dataset, whose length the
-            # description gets, or anywhere if shuffled, so that none is equal.
+            # coincide. So the description gets the length of the dataset, or if its
+            # batches are shuffled the dataset's index, by which it equals no other.
             is_shuffled = "ShuffleDataset" in text
             text += f" {i}" if is_shuffled else f" of {int(each.cardinality())}"
         described += [_ZippedBatches(text, rows) for rows in _rows_by_stages(each)]

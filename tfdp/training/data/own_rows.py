@@ -84,8 +84,8 @@ def distribute_local_rows(
     ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
     divided = divide_local_rows(pairs, ranks, num_replicas)
     if is_ahead:
-        # One batch is read ahead, in place of Keras's prefetch, whose length TensorFlow
-        # tunes and which may differ between workers.
+        # One batch is read ahead. Keras's prefetch was removed, because TensorFlow
+        # tunes how many batches it reads ahead, and they may differ between workers.
         divided = divided.prefetch(1)
     # Workers have compared their numbers of batches, which are part of the description,
     # so that no step has to synchronize the end of the data.
@@ -195,7 +195,7 @@ def rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) ->
         shuffle=bool(arguments.get("shuffle")),
     )
     # `make` calls the user's `rows` for two batches, from which Keras finds the spec.
-    # Only `describe` calls `make`, because its errors are raised on all workers.
+    # Errors in `describe` are raised on all workers, so that only `describe` calls it.
     make = adapter.get_tf_dataset
 
     def describe() -> tuple:

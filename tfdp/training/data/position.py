@@ -31,7 +31,7 @@ from tfdp.training.data.file_shards import FileShard
 # Loops may be nested, for example if a callback of `fit` calls `evaluate`. The last
 # position is that of the innermost loop, or `None` if that loop is not tracked.
 _positions: ThreadStack[DataPosition | None] = ThreadStack("data positions")
-# Error texts show the keys of a description of the data, so that each is a phrase.
+# Error texts show the keys of a description of the data, so that each key is a phrase.
 _NUM_BATCHES = "the number of batches"
 
 

@@ -94,8 +94,9 @@ def divide_batches(
             _wrap_other_rows(rows_of_rank(element, rank, num_replicas), others)
             for rank in ranks
         )
-        # `DeepCopy` is stateful, which keeps TensorFlow from making the `map` parallel:
-        # parallel calls would read ahead.
+        # `DeepCopy` is stateful, which keeps TensorFlow from making the `map` parallel.
+        # Parallel calls would read batches ahead, which a Python generator cannot
+        # repeat.
         return parts, tf.raw_ops.DeepCopy(x=num_rows(first_tensor(element)))
 
     return dataset.map(as_map_function(dataset, divide))

@@ -125,8 +125,8 @@ class _Strategy:
                 "Start all workers again."
             )
         if loops.current() is None:
-            # Keras's loops synchronize new variables when they begin. Outside of these
-            # loops, each call of `run` synchronizes them.
+            # Keras's loops synchronize new variables when they begin. A custom loop has
+            # no such point, so that each call of `run` synchronizes them.
             synchronized_scope.synchronize_new_variables(self)
             # The assertion that the workers have not changed runs before `fn`.
             # Otherwise a collective of the former workers would fail first.
