@@ -171,7 +171,7 @@ def is_scipy_sparse(array: Any) -> bool:
 
 
 def _item_bytes(array: Any) -> int:
-    """Return the bytes of one item of an array, of any class in `ArrayValues`."""
+    """Return the number of bytes per item of an array; 256 for Python objects."""
     # NumPy does not know the dtypes of torch, but a torch tensor has `element_size`.
     if hasattr(array, "element_size"):
         return array.element_size()
@@ -212,7 +212,11 @@ def bytes_of(values: np.ndarray, *, only_names: bool) -> Any:
 
 
 def _encode(item: Any) -> bytes:
-    """Encode an object as bytes: a plain value itself, or else its class name."""
+    """Encode an item as bytes, the same on any machine: a plain value, or a class name.
+
+    Values and nests of strings, bytes and numbers are encoded themselves, and another
+    object by the name of its class.
+    """
     if isinstance(item, bytes):
         return item
     if isinstance(item, str):

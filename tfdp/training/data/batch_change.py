@@ -40,7 +40,7 @@ class BatchChange:
         return 1.0 if self.keeps_updates else self.now / self.before
 
     def can_carry(self, num_batches: int) -> bool:
-        """Return whether `num_batches` old batches make whole new batches."""
+        """Return whether `num_batches` old batches are a whole number of new ones."""
         return num_batches * self.before % self.now == 0
 
     def floor(self, num_batches: int) -> int:

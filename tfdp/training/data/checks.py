@@ -173,10 +173,11 @@ batch 2 of (array, None), after (array, {'a': array})
 
 @contextlib.contextmanager
 def translate_errors() -> Iterator[None]:
-    """Replace TensorFlow's errors that contain a message of tfdp about the data.
+    """Open a context that replaces errors of TensorFlow by tfdp's message in them.
 
     Raises:
-        ValueError: With this message, instead of `tf.errors.InvalidArgumentError`.
+        ValueError: With tfdp's message about the data, in place of a
+            `tf.errors.InvalidArgumentError` that contains it.
     """
     try:
         yield
@@ -264,7 +265,7 @@ def _no_features_error(name: str, data: Any) -> ValueError:
 
 
 def _is_empty(data: Any) -> bool:
-    """Return whether a nest has no leaf but `None`."""
+    """Return whether all leaves of a nest are `None`, also if it has no leaves."""
     return all(leaf is None for leaf in keras.tree.flatten(data))
 
 

@@ -181,6 +181,7 @@ class SeededShuffle:
         self._make = make
 
     def __call__(self) -> Any:
+        """Return the dataset of the next epoch, shuffled by the seed of the epoch."""
         with random_seeds.temporary_seed(self.first + self.epoch):
             dataset = self._make()
         self.epoch += 1

@@ -313,7 +313,7 @@ def _distribute_local_batches(strategy: Any, dataset: Any, options: Any) -> Any:
 
 
 def _records_of(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return the stages of a pipeline that read files, without later stages."""
+    """Return the part of a pipeline that reads files, without the stages after it."""
     while tf_data.kind_of_stage(dataset) in _STAGES_AFTER_READING:
         (dataset,) = tf_data.dataset_sources(dataset)
     return dataset
@@ -337,8 +337,17 @@ def _divide_early(
 ) -> tf.data.Dataset | None:
     """Divide a dataset before `map` prepares its rows, if there are several workers.
 
-    The result is that of `rows.divide_batches`, or `None` if the division is impossible
-    or saves nothing. The user is warned if all workers prepare all rows.
+    The user is warned if all workers prepare all rows.
+
+    Args:
+        strategy: A tfdp strategy.
+        dataset: `tf.data.Dataset` of global batches.
+        ranks: List of ints, consecutive, the replicas of this worker.
+
+    Returns:
+        `tf.data.Dataset` of pairs: a tuple with the rows of each rank, and the number
+        of rows of the global batch. `None` if the division is impossible or saves
+        nothing.
     """
     extended = strategy.extended
     if extended.worker_group.num_workers == 1:

@@ -378,7 +378,7 @@ def _elements_of_zip(dataset: tf.data.Dataset) -> Elements:
     calls = tf.nest.pack_sequence_as(nest, [_compose(each) for each in maps])
 
     def call(element: Any) -> Any:
-        """Map each part of an element by the maps of the pipeline that it is from."""
+        """Apply to each part of a zipped element the maps of the input it is from."""
         return keras.tree.map_structure_up_to(
             calls, lambda one, part: one(part), calls, element
         )

@@ -267,6 +267,11 @@ def _seed_py_dataset_order(strategy: Any, arguments: dict[str, Any]) -> None:
 
     Keras draws the order from Python's generator. The strategy has seeded it, but one
     worker may have drawn more numbers than another since.
+
+    Args:
+        strategy: A tfdp strategy of several workers.
+        arguments: Dict, keyword arguments of Keras's epoch iterator. Data other than a
+            shuffled `PyDataset` is ignored.
     """
     is_py_dataset = isinstance(arguments.get("x"), keras.utils.PyDataset)
     if not is_py_dataset or not arguments.get("shuffle"):
@@ -279,7 +284,7 @@ def _seed_py_dataset_order(strategy: Any, arguments: dict[str, Any]) -> None:
 
 
 def _warn_of_seeds() -> None:
-    """Warn that workers have different random seeds, and shuffle in one order."""
+    """Warn of different random seeds: workers shuffle in the first worker's order."""
     user_code.warn(
         "Workers have different random seeds. They shuffle in the first "
         "worker's order; call `keras.utils.set_random_seed` with one seed on "
@@ -424,6 +429,7 @@ class _AdapterWithLength:
         self.num_batches = num_batches
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the wrapped adapter."""
         return getattr(self._adapter, name)
 
 

@@ -98,6 +98,7 @@ class Listing:
         return digest([names, self.sizes, seed])[:16]
 
     def __str__(self) -> str:
+        """Format the listing for a message, such as '3 files of 1,200 bytes'."""
         files = pluralize(len(self.names), "file")
         return f"{files} of {pluralize(sum(self.sizes), 'byte')}"
 

@@ -100,11 +100,11 @@ class ArrayValues:
         return digest.hexdigest()
 
     def _rows(self, name: str) -> list | None:
-        """Return an order-independent digest of rows, and the smallest row hashes.
+        """Return an order-independent digest of an array's rows, and some row hashes.
 
         Returns:
-            List of the digest, and a list of some hashes; or `None` if the array is
-            large, ragged, sparse or in a file.
+            List of the digest, and a list of the smallest hashes; or `None` if the
+            array is large, ragged, sparse or in a file.
         """
         array, parts = self._arrays[name], self._parts[name]
         num_bytes = sum(part.num_bytes for part in parts)

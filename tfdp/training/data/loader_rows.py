@@ -64,9 +64,11 @@ class LocalRowsSampler:
         self.totals: collections.deque[int] = collections.deque()
 
     def __len__(self) -> int:
+        """Return the number of batches of a pass."""
         return len(self._batches)
 
     def __iter__(self) -> Iterator[list]:
+        """Begin a pass: iterate over lists of row numbers, one list for each batch."""
         self.totals = collections.deque()
         return self._numbers(self.totals)
 
@@ -93,9 +95,11 @@ class RandomnessWatch:
         self._dataset = dataset
 
     def __len__(self) -> int:
+        """Return the number of items."""
         return len(self._dataset)
 
     def __getitems__(self, indices: list) -> list[tuple]:
+        """Return pairs of an item and a bool: whether the read drew random numbers."""
         before = _random_states()
         if hasattr(self._dataset, "__getitems__"):
             items = self._dataset.__getitems__(indices)
@@ -168,7 +172,7 @@ def _synchronize_generators(worker_group: WorkerGroup, loader: Any) -> None:
 
 
 def why_not_split_loader(loader: Any) -> str:
-    """Describe why each worker must load all rows, and the remedy; empty if not."""
+    """Describe why each worker must load all rows, and the remedy; `""` if not."""
     import torch
 
     data = torch.utils.data

@@ -115,7 +115,7 @@ def _build_and_compare(strategy: Any, kind: str, describe: Callable[[], tuple]) 
         told, problem = None, str(error)
 
     def raise_first(problems: Sequence[str | None]) -> None:
-        """Raise the problem of the first worker that has one."""
+        """Raise a `ValueError` with the first worker's problem that is not `None`."""
         for rank, text in enumerate(problems):
             if text is not None:
                 raise ValueError(f"Worker {rank} cannot read its rows: {text}")
@@ -214,7 +214,8 @@ def rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) ->
 def supports_row_reads(source: Any) -> bool:
     """Return whether data is a `PyDataset` with the methods `rows` and `num_rows`.
 
-    An unrelated method or attribute `rows` is recognized by its signature.
+    An unrelated method or attribute `rows` is recognized by its signature. The user is
+    warned of a `PyDataset` with `rows` but without `num_rows`.
     """
     if not isinstance(source, keras.utils.PyDataset):
         return False

@@ -144,6 +144,7 @@ class PerReplicaDataset(tf_data.DistributedDatasetsFromFunction):
         self.generation = _generation_of(strategy, generation)
 
     def __iter__(self) -> PerReplicaIterator:
+        """Return an iterator; raise a `ValueError` if the workers have changed."""
         _check_generation(self)
         local_iterator = iter(self.dataset)
         iterator = PerReplicaIterator(local_iterator, self.strategy, self.read_options)
@@ -187,7 +188,7 @@ class PerReplicaDataset(tf_data.DistributedDatasetsFromFunction):
 
     @property
     def components(self) -> Any:
-        """The dataset of this worker, a composite tensor."""
+        """The `tf.data.Dataset` of this worker, the composite tensor inside."""
         return self.dataset
 
     @property

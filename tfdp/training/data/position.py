@@ -45,6 +45,7 @@ class DataPosition:
 
     Attributes:
         exit_stack: `contextlib.ExitStack`, closed when `fit` returns or raises.
+        iterator: Epoch iterator of Keras for the training data; `None` until `attach`.
         last_logs: Dict, the logs of the last batch before the interruption, until the
             interrupted epoch ends; or `None`.
         nondeterminism: String, why the position cannot be restored, or `None`.
@@ -129,7 +130,7 @@ class DataPosition:
         make = keras_data.dataset_maker(iterator)
 
         def begin_iterator() -> Any:
-            """Record one more iterator, and return its dataset."""
+            """Record an iterator of the validation data, and return its dataset."""
             is_read = keras_data.begins_to_read(iterator)
             self._validations.append([len(self._taken), is_read])
             return make()
@@ -245,7 +246,7 @@ class DataPosition:
                 yield first, last, data
 
     def _begin_iterator(self) -> Any:
-        """Create the dataset of an epoch, and begin to count its batches."""
+        """Return the dataset of the next epoch, and begin to count its batches."""
         self._taken.append(0)
         return self._make()
 
@@ -310,7 +311,7 @@ class DataPosition:
                 _skip(iter(self._validation), self._validation_steps)
 
     def _describe(self) -> dict[str, Any]:
-        """Return the properties of the data that must be equal in a resumed run."""
+        """Return, by name, the properties of the data that a resumed run must share."""
         source = self._source
         seeds = tf_data.shuffle_seeds(source) if self._is_dataset else []
         uses_global = self._order is None and keras_data.shuffles_arrays(self._adapter)

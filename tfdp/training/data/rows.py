@@ -306,7 +306,12 @@ def _first_size(part: Any) -> int | None:
 
 
 def _assert_equal_rows(parts: dict[str, Any]) -> None:
-    """Have the graph raise if row counts differ, unless specs show they are equal."""
+    """Add an assertion of equal row counts, unless static shapes show that they are.
+
+    Args:
+        parts: Dict of tensors by name. The error, raised when the graph runs, has the
+            names.
+    """
     static = {part.shape[0] for part in parts.values()}
     if len(parts) < 2 or (len(static) == 1 and None not in static):
         return

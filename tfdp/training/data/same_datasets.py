@@ -257,6 +257,7 @@ class Length(NamedTuple):
         return self.steps == ENDLESS
 
     def __str__(self) -> str:
+        """Format the number of batches, such as '4' or 'endlessly many'."""
         return _format_batches(self.steps, self.steps_per_batch)
 
 

@@ -48,7 +48,7 @@ class Stage:
     def rebuild_on_parts(self, divided: tf.data.Dataset) -> tf.data.Dataset:
         """Append the stage to pairs of a tuple and the row count of its global batch.
 
-        The tuple has an element for each local replica.
+        The tuple has an element for each local replica, and a `map` applies to each.
         """
         each = Stage(self.build, lambda parts: tuple(map(self.call, parts)))
         return each.rebuild_on_pairs(divided)
@@ -96,7 +96,7 @@ def gathers_array_rows(dataset: tf.data.Dataset) -> bool:
 
 
 def rebuild_map(dataset: tf.data.Dataset, call: Callable[[Any], Any]) -> Stage:
-    """Return a `Stage` that maps `call`, as parallel as a dataset's last stage."""
+    """Return a `Stage` that maps `call`, as parallel as the last `map` of a dataset."""
     parallel = pipelines.parallelism_of(dataset)
     return Stage(lambda rows, call: rows.map(call, num_parallel_calls=parallel), call)
 
@@ -171,7 +171,7 @@ def restart_shuffles(
 
 
 def no_autograph(function: Callable) -> Callable:
-    """Exclude a function from AutoGraph, which takes a second to convert nothing."""
+    """Return a function that AutoGraph does not convert, which would take a second."""
     return tf.autograph.experimental.do_not_convert(function)
 
 

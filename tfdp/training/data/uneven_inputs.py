@@ -97,6 +97,7 @@ class StepIterator(tf_data.DistributedIteratorInterface, tf_data.CompositeTensor
 
     @property
     def _iterator(self) -> Any:
+        """The iterator of this worker."""
         return self._kept[0]
 
     def delete_in_background(self) -> None:
@@ -112,6 +113,7 @@ class StepIterator(tf_data.DistributedIteratorInterface, tf_data.CompositeTensor
         return self
 
     def __next__(self) -> Any:
+        """Return the next batch; raise `StopIteration` at the end of the data."""
         try:
             return self.get_next()
         except tf.errors.OutOfRangeError as error:
@@ -151,7 +153,7 @@ class StepIterator(tf_data.DistributedIteratorInterface, tf_data.CompositeTensor
 
     @property
     def components(self) -> Any:
-        """The iterator of this worker, from which the type spec makes this object."""
+        """The iterator of this worker, from which a type spec rebuilds the object."""
         return self._iterator
 
 
@@ -291,6 +293,7 @@ class CountedRead:
     """
 
     def __enter__(self) -> CountedRead:
+        """Count a request; operations that the block creates run after the count."""
         if _counts:
             num_requested = _counts[0]
             self._number = _write_count(
@@ -301,6 +304,7 @@ class CountedRead:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        """End the block, whose operations run after the count of the request."""
         if _counts:
             self._order.__exit__(*error)
 

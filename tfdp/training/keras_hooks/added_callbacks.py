@@ -64,6 +64,9 @@ class SyncStopTraining(keras.callbacks.Callback):
 
         Args:
             rates: Sequence of floats, learning rates to compare. Defaults to none.
+
+        Raises:
+            ValueError: On every worker, if `rates` differ between workers.
         """
         worker_group = worker_group_of(self.model)
         stop = self._stop_requested or bool(self.model.stop_training)

@@ -170,7 +170,7 @@ def plain_optimizer(model: Any, full_state: FullState | None = None) -> Iterator
 
 
 def save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
-    """Save a Keras optimizer's variables; sum gradient accumulators over replicas."""
+    """Save an optimizer's variables to `store`; sum accumulators over replicas."""
     sums = _accumulators_of_replicas(optimizer)
     if not sums:
         original(optimizer, store)
@@ -187,7 +187,7 @@ def save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
 
 
 def load_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
-    """Load a Keras optimizer's variables; divide accumulators among replicas."""
+    """Load an optimizer's variables from `store`; divide accumulators by replicas."""
     original(optimizer, store)
     for variable in _accumulators_of_replicas(optimizer):
         variable.assign(variable.numpy() / num_replicas_of(optimizer))

@@ -153,8 +153,9 @@ class AccumulatedGradients:
         accumulation: `AccumulationState` of the replicas.
         scale: `LossScale` by which the gradients are scaled, or `None`.
         num_replicas: Int, number of replicas on all workers.
-        slices: List of pairs of a `StateTensor` and its `FullState`, if the slices of
-            sums are accumulated in shards, or `None`. Defaults to `None`.
+        slices: List with, for each variable, a pair of the `StateTensor` of its sum and
+            the `FullState` with the gathered value, if sums are accumulated in shards;
+            or `None`, the default.
     """
 
     accumulation: AccumulationState
@@ -204,7 +205,11 @@ class AccumulatedGradients:
         return VariableView(sum_view.path, sum_view.shape, read, write)
 
     def _local_sum(self, variable: Any) -> VariableView:
-        """Create a view of a replicated accumulator; reads estimate the global sum."""
+        """Create a view of an accumulator that each replica has.
+
+        A read estimates the sum over all replicas from those of this worker. A write
+        assigns the value to each local replica.
+        """
         return VariableView(
             variable.path,
             tuple(variable.shape),

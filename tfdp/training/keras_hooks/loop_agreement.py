@@ -307,7 +307,15 @@ def _compare_workers(
 
 
 def _array_facts(name: str, arrays: list[dict[str, Any] | None]) -> list[SharedFact]:
-    """Return a `SharedFact`, equal on all workers, of each description of arrays."""
+    """Return `SharedFact`s, by which workers check that their arrays are alike.
+
+    Args:
+        name: String, name of the loop or of the method for a batch, for the error.
+        arrays: List of descriptions of arrays, or `None` for data that is not arrays.
+
+    Returns:
+        List with a `SharedFact` for each item of `arrays`.
+    """
 
     def explain_arrays(parts: dict[int, Any]) -> str:
         """Return the error about different arrays, or `""` if a worker has a dataset.

@@ -41,8 +41,9 @@ def apply(
     """Reduce the gradients of a plain Keras optimizer over replicas, and apply them.
 
     While a step is traced as on one device, or compiled by XLA, the update is only
-    recorded; each replica runs it later, without what a user's own class does before it
-    calls this method. A step that only builds the model updates nothing.
+    recorded. Each replica later runs this function again, but not the `apply` of a
+    user's own class that has called it. A step that only builds the model updates
+    nothing.
     """
     if keras_model.is_built_symbolically():
         return None

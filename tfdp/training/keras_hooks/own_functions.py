@@ -16,10 +16,11 @@ from tfdp.training.keras_hooks.step_functions import FUNCTION_OF_LOOP
 
 @contextlib.contextmanager
 def checking_own_function(model: Any, loop_name: str) -> Iterator[None]:
-    """Within this context the model's own functions of a step must use all replicas.
+    """Open a context in which a model's own function of a step must use all replicas.
 
-    A function that calls the step directly computes the rows of one worker, and
-    returns them as if they were those of the batch.
+    Its first step raises a `ValueError` unless it calls `strategy.run`. A function that
+    calls `train_step` itself computes the rows of one worker, and returns the results
+    as if they were those of the global batch.
 
     Args:
         model: Keras model of a tfdp strategy.
@@ -96,7 +97,7 @@ def _checked(model: Any, method: str, function: Callable) -> Callable:
 
 
 def _message(model: Any, method: str) -> str:
-    """Return the message for a function that does not call `strategy.run`."""
+    """Return the error text, without a period, for a step without `strategy.run`."""
     step = method.removeprefix("make_").replace("function", "step")
     return (
         f"The function that `{method}` of {model.name!r} has made has not called "

@@ -102,9 +102,10 @@ def call_flat(original: Callable, function: Any, *args: Any) -> Any:
 
 
 def check_destinations(original: Callable, destinations: Any) -> bool:
-    """Return whether a reduction has a destination: a variable or a device is one.
+    """Return whether a reduction has destinations, such as a variable or a device.
 
-    An empty string is the current device: that of an argument of a `tf.function`.
+    A string counts as a device, also the empty one, which is the current device: an
+    argument of a `tf.function` has it.
     """
     kinds = (tf.distribute.DistributedValues, str)
     return isinstance(destinations, kinds) or original(destinations)

@@ -61,10 +61,10 @@ def save_atomically(
 
 
 def _save(original: Callable, model: Any, path: Any, *rest: Any, **options: Any) -> Any:
-    """Save to a temporary path, and move the file; `is_saving` stays as it is.
+    """Save to a temporary path, and move the file to `path`.
 
-    Arguments and result are those of `save_atomically`, which sets it for its thread
-    around the call.
+    It does the work of `save_atomically`, which sets `is_saving` around the call.
+    Arguments and result are the same.
     """
     worker_group = worker_group_of(model)
     target = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None

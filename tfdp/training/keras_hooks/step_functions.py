@@ -104,7 +104,10 @@ def _trace_conditions(model: Any) -> tuple[int, int]:
 
 
 def _build_for_predict(model: Any, batch: Any) -> None:
-    """Build the layers that `predict_step` calls; Keras does so for other loops."""
+    """Build the layers that `predict_step` calls, from the shapes of a batch.
+
+    Keras builds them itself for the steps of training and evaluation.
+    """
 
     def spec(part: Any) -> Any:
         """Return the spec of a replica's tensor, with any number of rows."""
@@ -119,7 +122,8 @@ def _build_for_predict(model: Any, batch: Any) -> None:
 def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
     """Wrap a step so that it also updates, without gradients, when its data has ended.
 
-    So does Keras, in the additional step at the end of data of unknown length.
+    Keras makes such an update in the additional step that it begins at the end of data
+    of unknown length.
 
     Args:
         model: The Keras model.
@@ -240,10 +244,11 @@ def _spec_of_array(array: Any) -> tf.TensorSpec | None:
 
 
 def value_in_symbolic_build(original: Callable, scope: Any, variable: Any) -> Any:
-    """Return the value that a scope keeps for a variable, or `None` for its own value.
+    """Return the value that a `StatelessScope` of Keras keeps for a variable.
 
-    While a model is built symbolically, only shapes matter. A value from inside of a
-    `tf.function` or a loop is then left out after it, where no graph can read it.
+    It is `None` if the scope keeps none, and Keras then reads the variable. While a
+    model is built symbolically, it is also `None` for a tensor from inside of a
+    `tf.function` or a loop that has ended, which the current graph cannot read.
     """
     value = original(scope, variable)
     if not keras_model.is_built_symbolically() or not tf.is_symbolic_tensor(value):

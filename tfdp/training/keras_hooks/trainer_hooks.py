@@ -230,7 +230,7 @@ def _begin_fit(strategy: Any, model: Any, arguments: dict[str, Any]) -> Fit:
 
 
 def _gradient_exchange(fit: Fit | None) -> Any:
-    """Return the `GradientExchange` of a feature, for steps of `fit`, or `None`."""
+    """Return the first `GradientExchange` that a feature has for `fit`, or `None`."""
     if fit is None:
         return None
     features = overriders(Feature.gradient_exchange)

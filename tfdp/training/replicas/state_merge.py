@@ -127,6 +127,6 @@ def _unflatten(flat: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
 
 
 def _size(tensor: tf.Tensor) -> int | tf.Tensor:
-    """Return the number of elements of `_flatten`, an int if the shape is static."""
+    """Return the length of `_flatten(tensor)`, an int if the shape is static."""
     count = tensor.shape.num_elements()
     return (tf.size(tensor) if count is None else count) * (1 + tensor.dtype.is_complex)

@@ -53,6 +53,7 @@ class NewVariables:
         self._are_local = False
 
     def __len__(self) -> int:
+        """Return the number of recorded variables, with garbage-collected ones."""
         return len(self._records)
 
     def add(self, variable: Any) -> None:
@@ -166,6 +167,7 @@ class SynchronizedScope:
         self._outer: list[tuple[bool, int]] = []
 
     def __enter__(self) -> Any:
+        """Enter TensorFlow's scope; with `defers`, new parameters are sharded."""
         extended = self._strategy.extended
         calls = extended.worker_group.num_calls
         self._outer.append((extended.defers_parameters, calls))
@@ -176,6 +178,7 @@ class SynchronizedScope:
 
     @patches.filter_traceback
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+        """Leave TensorFlow's scope; broadcast new variables if it is the outermost."""
         extended = self._strategy.extended
         extended.defers_parameters, calls = self._outer.pop()
         extended.num_scopes -= 1
@@ -297,7 +300,7 @@ def _synchronize(strategy: Any, new: NewVariables, line: str = "") -> None:
     group: WorkerGroup = strategy.extended.worker_group
 
     def check(rank: int) -> None:
-        """Raise if the worker `rank` has left the scope without new variables."""
+        """Raise if worker `rank` has left the scope without new variables to compare."""
         other, own = group.progress_of(rank), created.signatures
         if own and other is not None and progress.has_left_scope(other, line):
             raise ValueError(left_scope_message(rank, line, own))

@@ -21,9 +21,10 @@ _STATISTICS = ("moving_mean", "moving_variance")
 
 
 class _Array:
-    """Mixin with conversions of a variable that TensorFlow's distributed ones lack.
+    """Mixin that converts a variable to an array, an int, a float or a bool.
 
-    Keras and NumPy use them, such as `int(optimizer.iterations)`.
+    TensorFlow's distributed variables lack the conversions. Keras and NumPy use them,
+    as in `int(optimizer.iterations)`.
     """
 
     numpy: Any
@@ -63,7 +64,7 @@ class MirroredVariable(_Array, tf_distribute.MirroredVariable):
     assigned: AssignedValues | None = None
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        """Update this replica's copy; a step traced as on one device records it."""
+        """Update this replica's copy by `update_fn`, and record the assignment."""
         if (trace := program_trace.current()) is not None:
             trace.record_assigned(self)
             return update_fn(self._get_on_device_or_primary(), value, **kwargs)
@@ -133,7 +134,7 @@ class StatisticVariable(MirroredVariable):
     """
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        """Update this replica's statistic, which the step then averages."""
+        """Update this replica's statistic by `update_fn`; the step then averages it."""
         if program_trace.current() is None and loops.independent_groups() is None:
             self.distribute_strategy.extended.record_statistics([self])
         return super()._update_replica(update_fn, value, **kwargs)
@@ -153,16 +154,17 @@ class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
     _begins_with: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Create the components; a sum keeps its initial value on rank 0 only."""
         super().__init__(*args, **kwargs)
         if self.is_merged and not self.dtype.is_bool and tf.executing_eagerly():
             self._count_once()
 
     @property
     def is_merged(self) -> bool:
-        """Bool, whether the components are merged: not those of text.
+        """Bool, whether components are merged: no strings, and aggregated by a sum.
 
-        Nor are those with another aggregation than a sum: in Keras's loops, all of them
-        have the value of one device.
+        With another aggregation, all components have the value of one device in Keras's
+        loops.
         """
         is_sum = self.aggregation == tf.VariableAggregation.SUM
         return is_sum and self.dtype != tf.string
@@ -197,7 +199,11 @@ class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
         return super().assign(value, *args, **kwargs)
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        """Update this replica's component; record it unless components are merged."""
+        """Update this replica's component by `update_fn`, and record the assignment.
+
+        A step that is traced as on one device records it only for components that are
+        not merged.
+        """
         if not self.is_merged and (trace := program_trace.current()) is not None:
             trace.record_assigned(self)
         self.distribute_strategy.extended.record_assigned(self)

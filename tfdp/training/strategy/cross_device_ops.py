@@ -40,6 +40,7 @@ class CrossDeviceOps(tf_distribute.CollectiveAllReduce):
         return self._reducer.reduce(reduce_op, value, replica_id)
 
     def __deepcopy__(self, memo: dict) -> CrossDeviceOps:
+        """Return this object itself."""
         # Collectives of a device need one launch order, and a copy of a strategy has
         # the devices of the original. So both share this object.
         return self

@@ -230,7 +230,7 @@ class ReplicaExtended:
             return [tf.debugging.Assert(is_current, [_OTHER_WORKERS])]
 
     def applicants(self) -> list[str]:
-        """Return the processes that apply to join the job: none by default."""
+        """Return the addresses of processes that apply to join the job: here none."""
         return []
 
     @property

@@ -101,7 +101,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
 
 
 def run_after(operations: list, fn: Callable) -> Callable:
-    """Return a replica function that runs after operations of the step's graph."""
+    """Wrap a replica function to run after `operations`; if empty, return it as is."""
     if not operations:
         return fn
 
@@ -180,7 +180,7 @@ def _divided_step(
 
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
-        """Run the step of the calling replica."""
+        """Run the calling replica's part of the step, and return its result."""
         replica = tf_distribute.local_replica_id(tf.distribute.get_replica_context())
         part = parts[replica]
         group = training_group(strategy)

@@ -88,7 +88,8 @@ class _Strategy:
     def num_replicas_in_sync(self) -> int:
         """Number of replicas, on all workers, whose gradients are added up.
 
-        It is 1 in a step of Keras's loops, which is that of one device.
+        It is 1 while a step of Keras's loops runs or is traced, because the step is
+        that of one device.
         """
         if program_trace.current() is not None:
             return 1
