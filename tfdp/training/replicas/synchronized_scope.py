@@ -300,7 +300,7 @@ def _synchronize(strategy: Any, new: NewVariables, line: str = "") -> None:
     group: WorkerGroup = strategy.extended.worker_group
 
     def check(rank: int) -> None:
-        """Raise if worker `rank` has left the scope without new variables to compare."""
+        """Raise if worker `rank` has left the scope without any new variables."""
         other, own = group.progress_of(rank), created.signatures
         if own and other is not None and progress.has_left_scope(other, line):
             raise ValueError(left_scope_message(rank, line, own))
