@@ -109,10 +109,10 @@ def _build_and_compare(strategy: Any, kind: str, describe: Callable[[], tuple]) 
     worker_group = strategy.extended.worker_group
     dataset = None
     try:
-        dataset, told = describe()
+        dataset, description = describe()
         problem = None
     except ValueError as error:
-        told, problem = None, str(error)
+        description, problem = None, str(error)
 
     def raise_first(problems: Sequence[str | None]) -> None:
         """Raise a `ValueError` with the first worker's problem that is not `None`."""
@@ -122,7 +122,7 @@ def _build_and_compare(strategy: Any, kind: str, describe: Callable[[], tuple]) 
 
     fact = SharedFact(
         "batches",
-        told,
+        description,
         f"Workers have different {kind}. Each reads its own rows of every batch, so "
         "that all need the same batches.",
     )

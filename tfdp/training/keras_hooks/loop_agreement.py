@@ -29,9 +29,9 @@ from tfdp.training.data.value_differences import find_difference, values_fact
 from tfdp.training.keras_hooks import configs, scope_checks
 from tfdp.training.keras_hooks.worker_callbacks import (
     callback_list,
-    decide_per_batch,
     describe_mismatch,
     find_callback_problem,
+    may_stop_after_batch,
     tfdp_callback_names,
 )
 from tfdp.training.replicas.assigned_values import recorded_weights
@@ -99,7 +99,7 @@ def agree_on_loop(
         # `find_callback_problem`.
         callbacks = [c for c in given if not isinstance(c, type)]
         own["callbacks"] = tfdp_callback_names(callbacks)
-        extra["each_batch"] = decide_per_batch(callbacks)
+        extra["each_batch"] = may_stop_after_batch(callbacks)
     has_trained = strategy.extended.generation > 0
     own["configs"] = configs.configs_of(name, model, callbacks, has_trained=has_trained)
     gathered = _compare_workers(

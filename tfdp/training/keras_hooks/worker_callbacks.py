@@ -260,16 +260,16 @@ def _saving_participants(callback: Any) -> list:
     return []
 
 
-def decide_per_batch(callbacks: list) -> bool:
+def may_stop_after_batch(callbacks: list) -> bool:
     """Return whether a callback may stop training after a batch on some workers only.
 
     Only callbacks of the user may: those of Keras, tfdp, MLflow and W&B do not stop
     after a batch, or do so on all workers.
     """
-    return any(_decides_per_batch(callback) for callback in callbacks)
+    return any(_may_stop_after_batch(callback) for callback in callbacks)
 
 
-def _decides_per_batch(callback: Any) -> bool:
+def _may_stop_after_batch(callback: Any) -> bool:
     """Return whether a callback may stop training after a batch on some workers."""
     kind = type(callback)
     if isinstance(callback, keras.callbacks.LambdaCallback):

@@ -52,7 +52,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
     """
     loop = loops.current()
     divider = _divider_of_rows(strategy, loop, args)
-    args = _taken_by_features(loop, divider, args)
+    args = _pass_through_features(loop, divider, args)
     args, total = batch_weights.unpack_counted(args)
     args, others = unwrap_other_rows(args)
     if loop is None:
@@ -249,7 +249,7 @@ def _divider_of_rows(
     return loop.features.divider_of_rows
 
 
-def _taken_by_features(
+def _pass_through_features(
     loop: loops.Loop | None, divider: RowDivider | None, args: tuple
 ) -> tuple:
     """Pass the arguments of a step through the features that keep or replace its batch.
