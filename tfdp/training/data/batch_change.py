@@ -14,7 +14,9 @@ from tfdp.ground.text import pluralize
 
 @dataclasses.dataclass(frozen=True)
 class BatchChange:
-    """Change of the global batch size with the number of replicas.
+    """Change of the global batch size between an interrupted run and its continuation.
+
+    It converts numbers of old batches to numbers of new batches.
 
     Args:
         before: Int, samples of a batch in the interrupted run.

@@ -43,7 +43,7 @@ class FileShard:
 
     Args:
         num_workers: Int, number of workers that the files are divided among.
-        rank: Int, the worker.
+        rank: Int, rank of the worker among them.
         digest: String, digest of the names and sizes of all files and of the seed.
     """
 
@@ -307,7 +307,8 @@ def _explain_files(seen: dict[int, list], texts: Sequence[str]) -> str:
     It names a file that differs, if it is among the first of a long list.
 
     Args:
-        seen: Dict from the ranks of two workers to pairs of a name and a size.
+        seen: Dict from the ranks of two workers to the list of their files, pairs of a
+            name and a size in bytes.
         texts: Sequence of the text of each worker's `Listing`.
     """
     rank = max(seen)

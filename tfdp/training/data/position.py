@@ -257,7 +257,9 @@ class DataPosition:
 
         Args:
             taken: List of ints, number of batches taken from each iterator.
-            validations: List of pairs, as `_validations`.
+            validations: List with a pair for each iterator of the validation data: the
+                number of iterators of the training data before it, and whether its
+                batches were read.
             keeps_one: Bool, whether the last iterator continues in the next epoch.
 
         Returns:
@@ -296,7 +298,7 @@ class DataPosition:
         """Let the validation data draw the seeds that it drew at a point of training.
 
         Args:
-            validations: List of pairs, as `_validations`.
+            validations: List of pairs, as for `_recreate_iterators`.
             number: Int, number of iterators of the training data before that point.
         """
         for after, is_read in validations:

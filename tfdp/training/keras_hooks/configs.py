@@ -101,6 +101,9 @@ def _without_rates(value: Any) -> Any:
 def comparable(value: Any) -> Any:
     """Return a value without settings that may differ between workers that train alike.
 
+    The result consists of dicts, lists and plain values, for JSON. An object of another
+    class becomes the name of the class.
+
     Example:
 
     >>> comparable({"name": "sgd_1", "clipnorm": 1.0, "seed": 7, "loss": "mse"})

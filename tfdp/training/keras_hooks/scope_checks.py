@@ -100,8 +100,8 @@ def bring_optimizer_into_scope(optimizer: Any) -> None:
 
     It then belongs to the active strategy, and its counter and learning rate are
     created again in the scope. Inner optimizers are moved as well. Outside of a scope
-    nothing is moved. Of an optimizer from the scope, only the inner optimizer of a
-    `LossScaleOptimizer` may be moved.
+    nothing is moved. A `LossScaleOptimizer` from the scope stays there, but its inner
+    optimizer is moved if it is from outside.
 
     Args:
         optimizer: Keras optimizer, or `None`.

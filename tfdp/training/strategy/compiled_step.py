@@ -190,6 +190,9 @@ def _in_backward_order(update: Update, gradients: list) -> list:
     Args:
         update: `Update` that was taken out, with its gradients in the compiled part.
         gradients: List of the gradients that the compiled part has returned.
+
+    Returns:
+        List of the copies, at the positions of `gradients`; `None` stays `None`.
     """
     present = [index for index, own in enumerate(gradients) if own is not None]
 
