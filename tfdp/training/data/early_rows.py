@@ -277,8 +277,7 @@ def divide_local_rows(
         part = LocalRowRange(total, static, ranks[0], is_shared)
         parts = tuple(rows_of_rank(rows, rank, num_replicas, part) for rank in ranks)
         # `DeepCopy` is stateful, which keeps TensorFlow from making the `map` parallel.
-        # Parallel calls would read batches ahead, which a Python generator cannot
-        # repeat.
+        # Parallel calls would read ahead in a Python generator, which loses batches.
         return parts, tf.raw_ops.DeepCopy(x=tf.cast(total, tf.float32))
 
     return batches.map(divide)

@@ -95,8 +95,7 @@ def divide_batches(
             for rank in ranks
         )
         # `DeepCopy` is stateful, which keeps TensorFlow from making the `map` parallel.
-        # Parallel calls would read batches ahead, which a Python generator cannot
-        # repeat.
+        # Parallel calls would read ahead in a Python generator, which loses batches.
         return parts, tf.raw_ops.DeepCopy(x=num_rows(first_tensor(element)))
 
     return dataset.map(as_map_function(dataset, divide))

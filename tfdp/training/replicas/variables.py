@@ -15,8 +15,7 @@ from tfdp.training.replicas.assigned_values import AssignedValues
 
 _MERGE_OPS = {"Maximum": "max", "Minimum": "min", "LogicalAnd": "min"}
 # Moving statistics of BatchNormalization, and of layers modelled on it, are recognized
-# by their names. Replicas update them from different rows, so that they need an
-# average.
+# by name. Replicas update them from different rows, so that they need an average.
 _STATISTICS = ("moving_mean", "moving_variance")
 
 
@@ -59,8 +58,7 @@ class MirroredVariable(_Array, tf_distribute.MirroredVariable):
     # assignment outside of a step, until workers have compared the value.
     was_assigned = False
     # With sharded state, a checksum of the weights does not show whether workers have
-    # assigned the same values outside of steps. So such a variable has a record of
-    # them.
+    # assigned the same values outside of steps. So such a variable records them.
     assigned: AssignedValues | None = None
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:

@@ -97,9 +97,8 @@ class ReplicaExtended:
     # For each model and loop, the tensors that its step gathers, kept for reports of
     # the communication that they cost, see `tfdp.training.program.checks`.
     step_gathers: weakref.WeakKeyDictionary[Any, dict[str, Any]]
-    # Names that the user's script gives to the number of replicas. By these names a
-    # loss that is wrongly divided by it is found, see
-    # `tfdp.training.program.divisions`.
+    # Names that the user's script gives to the number of replicas, by which a loss that
+    # is wrongly divided by it is found, see `tfdp.training.program.divisions`.
     replica_count_names: set[str]
     # True in a scope with `init="deferred"`: parameters are sharded when they are
     # created, because the model may be too large for one replica.
