@@ -187,7 +187,7 @@ def save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
 
 
 def load_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
-    """Load an optimizer's variables from `store`; divide accumulators by replicas."""
+    """Load an optimizer's variables from `store`; split accumulators over replicas."""
     original(optimizer, store)
     for variable in _accumulators_of_replicas(optimizer):
         variable.assign(variable.numpy() / num_replicas_of(optimizer))
