@@ -368,8 +368,8 @@ def warn_not_split_early(strategy: Any, obstacle: str) -> None:
     """
     extended = strategy.extended
     num_workers = extended.worker_group.num_workers
-    # All workers read the same data, mostly with the same obstacle, so that the warning of
-    # one worker is enough.
+    # Workers read the same data, mostly with the same obstacle, so that one warning, of
+    # the first worker, is enough.
     if obstacle and extended.worker_group.is_chief:
         user_code.warn(
             f"Each of the {num_workers} workers prepares all rows of this dataset, and "
