@@ -60,8 +60,8 @@ def this_machine() -> str:
         String, equal for two processes if and only if they run as one user and their
         abstract Unix sockets reach each other.
     """
-    # If the system gives no key of the network namespace, a random key is used. No
-    # other process has the same one, so that workers connect by TCP.
+    # Without a key of the network namespace, it is unknown whether Unix sockets reach
+    # another process. A random key equals no other, so that workers connect by TCP.
     network = network_of_host() or secrets.token_hex(16)
     return f"{network} {os.getuid()}"
 
@@ -130,7 +130,7 @@ def _preference(address: str) -> tuple[bool, bool]:
 
 
 def _address_of_interface(interface: str) -> str:
-    """Return the address of an interface, whose name or address is given.
+    """Return the address of an interface, given by its name or an address of it.
 
     Raises `TransportError` if this host has no such interface that is up.
     """
@@ -160,7 +160,7 @@ def _resolve(host: str) -> list[str]:
 
 
 def _external_address(host: str, loopback: str) -> str:
-    """Return this host's only address that others reach, `loopback` without one.
+    """Return this host's only address that other hosts reach, else `loopback`.
 
     Raises `TransportError` if there are several.
 

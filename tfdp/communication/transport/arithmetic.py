@@ -55,8 +55,9 @@ def sum_into(target: Array, addends: Sequence[Array]) -> None:
 def _sum_into(target: Array, addends: Sequence[Array]) -> None:
     """Set `target`, which may share memory with an addend, to the sum of `addends`."""
     if is_half(target.dtype):
-        # NumPy's sum of two halves has the same values, but converts element by
-        # element, which takes two to three times as long for bfloat16.
+        # Halves are added in float32, which rounds a sum only once. NumPy's own sum of
+        # two halves has the same values, but converts element by element, which takes
+        # two to three times as long for bfloat16.
         first, *others = (addend.astype(np.float32) for addend in addends)
         target[:] = _add_to(first, others)
     elif any(np.may_share_memory(addend, target) for addend in addends[2:]):

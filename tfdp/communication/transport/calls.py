@@ -17,7 +17,9 @@ from tfdp.ground.text import pluralize
 _HEADER = struct.Struct("!16s12sIQQ")
 HEADER_BYTES = _HEADER.size
 _MASK = (1 << 64) - 1
-# The first 16 bits of a tag are its generation; the last 48 identify the collective.
+# The first 16 bits of a tag count the failed steps of its worker, so that an error can
+# report that a step failed on some workers only. The last 48 bits identify the
+# collective.
 _GENERATIONS, _REST_BITS = 1 << 16, 48
 _STEPS_DIFFER = "An earlier step ended with an error on some workers only"
 _ERRORS = re.compile(rf"{_STEPS_DIFFER}: (\d+) of .*?, (\d+) of ")

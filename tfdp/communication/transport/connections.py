@@ -25,13 +25,14 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 CONTROL = "control"
 _CLOSED = "it has closed its connections"
-# Largest number of bytes of a control message, and of characters of a cause in it.
+# Limits of a control message in bytes, and of a cause in it in characters. JSON takes
+# at most 12 bytes for a character, so a message with a shortened cause is within its
+# limit.
 _MAX_BYTES, _MAX_CHARACTERS = 65536, 4096
 _UNIX_BUFFER_BYTES = 1 << 20
-# Send buffer of TCP between processes of one host. A default buffer grows to megabytes,
-# which do not fit into the cache: with this size, all-reduces took four fifths of the
-# CPU time. The kernel doubles the size, and limits it to `net.core.wmem_max`; with that
-# limit, all-reduces were as fast.
+# Send buffer in bytes of TCP within a host. A default buffer grows to megabytes, which
+# do not fit into the cache; with this size, all-reduces took a fifth less CPU time.
+# They were as fast where `net.core.wmem_max` limits the buffer to less.
 _LOCAL_TCP_BUFFER_BYTES = 512 << 10
 
 
@@ -264,7 +265,9 @@ class Connection:
         self._registry.send_close_reason(self.peer, self.lane, self._close_reason)
         with self._lock:
             if self._users:
-                shut_down(self.sock)  # `__exit__` closes it
+                # A thread uses the descriptor, whose number the system would assign
+                # again after a close. So the last `__exit__` closes the socket.
+                shut_down(self.sock)
             else:
                 self.sock.close()
         self._registry.forget(self)
@@ -339,7 +342,8 @@ def tune(sock: socket.socket) -> None:
     if _is_within_host(sock):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_TCP_BUFFER_BYTES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Keep-alive detects, after half a minute, a host that has failed silently.
+    # A host that loses power closes no connection. Keep-alive detects its loss after
+    # half a minute: 15 seconds without data, and three probes at intervals of 5.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
@@ -350,12 +354,13 @@ def _is_within_host(sock: socket.socket) -> bool:
     """Whether both ends of a TCP connection have the same address."""
     try:
         return bool(sock.getsockname()[0] == sock.getpeername()[0])
-    except OSError:  # the connection has ended, and its first use raises an error
+    except OSError:  # the connection has ended: its first use raises the error
         return False
 
 
 def shut_down(sock: socket.socket) -> None:
     """Shut a socket down, so that waiting calls at both ends return."""
-    # An `OSError` means that the socket is not connected, or its connection has ended.
+    # An `OSError` means that the socket has no connection to shut down: it has ended,
+    # or was never made.
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -14,7 +14,8 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-# These constants are missing on macOS, where this module is imported but not used.
+# macOS lacks these constants. The module is imported there but not used, so 0 stands in
+# for them.
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
 _NON_BLOCKING = socket.MSG_DONTWAIT | _NO_SIGNAL
@@ -194,7 +195,7 @@ class Flow:
             return passed
         except OSError as error:
             raise self._link.lost(error) from error
-        if num_bytes == 0:  # the end of the stream that is received
+        if num_bytes == 0:  # only `recv_into` returns 0: the peer has closed the stream
             raise self._link.lost(None)
         queue.advance(num_bytes)
         return True
@@ -219,8 +220,8 @@ class Flow:
         if self._out.is_blocked:
             events |= select.POLLOUT
         if self._out.piece is not None:
-            # It is an error if the peer closes the connection before it has received
-            # all data.
+            # A peer that closes the connection before it has received all data is lost.
+            # The poll must report that, even while this flow waits for other flows.
             events |= _PEER_CLOSED
         return events
 

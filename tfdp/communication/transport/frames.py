@@ -13,8 +13,8 @@ from tfdp.communication.transport.communicator import Array
 from tfdp.communication.transport.schedules import bytes_of
 
 _LENGTH = struct.Struct("!I")
-# Largest length of a head. If the other end sends a larger one, it does not send
-# messages of this format.
+# Largest length of a head in bytes. A larger number shows that the other end sends
+# another format, and must not make this end allocate that much memory.
 _MAX_HEAD_BYTES = 1 << 22
 
 

@@ -57,19 +57,22 @@ from tfdp.ground.forks import Owner, close_in_forks
 
 _logger = logging.getLogger("tfdp.transport")
 
-# Format of what a dialer claims in a handshake: its rank, and a digest of the lane.
+# Claim of a dialer in the handshake: its rank, and a digest of its lane, since all
+# claims have one length and the names of lanes do not.
 _CLAIM = struct.Struct("!I32s")
-# Time limit of one attempt to dial, after which a busy or silent peer is dialed again.
+# Longest wait for the answer to one attempt to dial: a peer that was busy or suspended
+# may answer the next attempt.
 _ATTEMPT_SECONDS = 10.0
-# Time limit in seconds of one read of the store. A waiting call notices `close` only
-# between two reads.
+# A thread that waits for a key of the store notices `Mesh.close` only between two
+# reads, so each read is limited to this time.
 _STORE_SECONDS = 2.0
 _RETRY_SECONDS = 0.05
 _BACKLOG = 512
-# Longest wait for the message with the reason that a connection was closed, which the
-# peer sends before it closes the connection.
+# A peer sends its reason before it closes a connection, but over the control
+# connection, so the reason may arrive later. This is the longest wait for it.
 _REASON_SECONDS = 0.5
-# Open meshes, which are closed at exit so that peers get a reason.
+# Meshes of this process, which are closed at exit, so that peers receive a reason and
+# do not take the end for a loss.
 _meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
@@ -135,7 +138,8 @@ class Mesh:
         self._use_unix = use_unix
         self._changed = threading.Condition()
         self._closed: str | None = None
-        # Reason that no connection can be accepted at the moment, or `None`.
+        # Why no connection can be accepted at the moment, or `None`. Waiting calls of
+        # `connect` raise this reason at once rather than time out.
         self._accept_error: str | None = None
         self._owner = Owner()
         self._addresses: dict[int, Addresses] = {}
@@ -239,8 +243,6 @@ class Mesh:
                 sock.close()
             self._accepted.clear()
 
-    # A `Connection` calls the next methods, those of its interface `Registry`.
-
     def send_close_reason(
         self, peer: int, lane: str, close_reason: CloseReason
     ) -> None:
@@ -266,7 +268,8 @@ class Mesh:
         with self._changed:
             self._connections.discard(connection)
 
-    # The acceptor's thread calls the next methods, which must not wait for peers.
+    # `_accept`, `_set_accept_error` and `_read` run on the acceptor's thread, which
+    # serves all peers, so they must not wait for one of them.
 
     def _accept(self, sock: socket.socket, authenticated: Authenticated) -> None:
         """Store an accepted connection until `connect` takes it.
@@ -285,8 +288,8 @@ class Mesh:
             previous = self._accepted.pop((rank, lane), None)
             self._accepted[rank, lane] = sock
             self._changed.notify_all()
-        # If the peer has an earlier connection for this lane that was not taken, it has
-        # dialed again, and does not use the earlier one any more.
+        # A peer that dials a lane again has given up its earlier connection, which
+        # `connect` has not taken, so that connection is closed.
         if previous is not None:
             previous.close()
 
@@ -301,7 +304,7 @@ class Mesh:
             self._changed.notify_all()
 
     def _read(self, control: ControlConnection) -> bool:
-        """Record a peer's reasons for closing connections, and the end of the peer.
+        """Read a control connection: record close reasons, and the end of the peer.
 
         Returns:
             Bool, false if the peer has ended.
@@ -461,8 +464,9 @@ class Mesh:
             ), f"\0{peer_addresses.unix_name}"
         sock = close_in_forks(socket.socket(family_of(peer_addresses.ip)))
         ip = self.addresses.ip
-        # The socket is bound to the interface that this worker listens on, if that can
-        # reach the peer.
+        # The socket is bound to the address that this worker listens on, so that data
+        # uses the interface that the user has chosen. An address of another family, or
+        # a loopback address at only one end, could not be connected.
         if family_of(ip) == sock.family and is_loopback(ip) == is_loopback(
             peer_addresses.ip
         ):
@@ -504,7 +508,8 @@ class Mesh:
             raise self._not_connected_error(peer)
         tune(sock)
         sock.settimeout(None)
-        # If the peer has ended, the first use of the socket will raise an error.
+        # An `OSError` means that the peer has ended. It is ignored, since the first use
+        # of the connection raises an error that gives the reason.
         with contextlib.suppress(OSError):
             sock.send(b"\1", socket.MSG_NOSIGNAL)
         return sock

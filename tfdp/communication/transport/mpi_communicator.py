@@ -191,8 +191,9 @@ class MpiCommunicator:
             if array.nbytes <= SMALL_BYTES * size:
                 self._broadcast_by_tree(array, source, call)
                 return
-            # A large array is scattered and then all-gathered: the source sends each
-            # byte once, and the others forward it.
+            # A large array is scattered and then all-gathered: the source sends less
+            # than twice the bytes of the array, rather than the whole array to several
+            # members.
             bounds = equal_bounds(len(array), size)
             self._scatter(array, bounds, source, call)
             self._all_gather(array, bounds, call)
@@ -218,7 +219,8 @@ class MpiCommunicator:
         self._messages.close(reason)
         self._job.discard(self)
 
-    # Collectives share phases: an all-reduce is a reduce-scatter and an all-gather.
+    # Collectives share phases: an all-reduce and a large broadcast both end with an
+    # all-gather. So each phase is a method, which runs within `MpiMessages.call`.
 
     def _exchange_and_add(
         self, array: Array, target: Array, call: CollectiveHeader
@@ -372,8 +374,9 @@ def _create_comm(
         return job.mpi.COMM_SELF
     members = [job.world_ranks[rank] for rank in ranks]
     text = f"{lane} {ranks}"
-    # The tag is computed from the lane and its ranks. It is above the job's tags and
-    # below 32767, the largest tag that every MPI library allows.
+    # The tag is computed from the lane and its ranks, so that all members get the same
+    # one. It is above the job's tags and below 32767, the largest tag that every MPI
+    # library allows.
     tag = 16 + zlib.crc32(text.encode()) % 32000
     names = job.exchange({"lane": text}, timeout_seconds, members, tag)
     others = [each["lane"] for each in names if each["lane"] != text]
@@ -382,7 +385,8 @@ def _create_comm(
             "The workers create different communicators at the same time. Received: "
             f"{text!r} and {others[0]!r}"
         )
-    # All members have joined, as the exchange shows, so that `Create_group`, a
-    # collective, does not wait for a member while this thread holds the lock.
+    # `Create_group` waits for all members while this thread holds the lock. The
+    # exchange of lanes has shown that all members have joined, so that this wait is
+    # short.
     with job.lock:
         return job.comm.Create_group(job.comm.Get_group().Incl(members), tag)

@@ -24,27 +24,31 @@ from tfdp.communication.transport.communicator import (
     TransportError,
 )
 
-# Largest number of bytes of data that are sent in one message with the header. MPI
-# sends messages of this size at once, and not only when the peer receives them.
+# Largest size in bytes of data that is sent in one message with the header. MPI sends
+# such a small message at once, and not only when the peer receives it.
 SMALL_BYTES = 16 << 10
 
-# Kind of the only call in which members may send and receive different numbers of
-# bytes.
+# Kind of the only collective in which members may send and receive different numbers of
+# bytes, so that its headers differ between pairs of members.
 ALL_TO_ALL = "all-to-all"
 
-# MPI tags that tell the kinds of messages in the communicator of a lane apart.
+# MPI tags of headers, data and reasons for leaving. They differ, so that a member that
+# waits for one of these does not receive another.
 _HEADER, _DATA, _LEAVE = 1, 2, 3
 _LEAVE_REASON_BYTES = 1024
-# Largest message in bytes, since MPI counts the bytes of a message in 32 bits.
+# Larger arrays are sent in several messages, since MPI counts the bytes of a message in
+# a signed integer of 32 bits.
 _MAX_BYTES = 1 << 30
 # Longest pauses in seconds between two polls of MPI. Before data moves, pauses are
 # longer, since the other members compute and need the cores. While data moves, they are
 # shorter, since MPI makes progress only during polls.
 _MAX_WAIT_SECONDS, _MAX_MOVE_SECONDS = 1e-3, 1e-4
-# Number of pauses between two checks for members that have left, and number of checks
-# that must find that a member has left, since its last messages may still arrive.
+# A check for members that have left tests a request of each, so only every eighth pause
+# is followed by one. A member is lost after three checks that find that it has left,
+# since its last messages may still arrive.
 _PAUSES_PER_CHECK, _CHECKS_UNTIL_LOST = 8, 3
-# Longest wait of `close` until the thread in a collective has stopped.
+# Longest wait of `close` for a thread in a collective, which may be computing a sum:
+# after a longer time, that thread cleans up by itself.
 _CLOSE_SECONDS = 1.0
 
 
@@ -101,8 +105,8 @@ class MpiMessages:
         self._index = comm.rank
         self._others = [place for place in range(len(ranks)) if place != self._index]
         self._reason: str | None = None
-        # Lock that a thread holds during a collective. `close` tries to acquire it for
-        # a limited time.
+        # A thread holds this lock during a collective. `close` needs it to clean up,
+        # but tries only for a limited time, since the thread may compute for longer.
         self._in_call = threading.Lock()
         self._closing = threading.Lock()
         self._pending: list[_Pending] = []
@@ -172,17 +176,15 @@ class MpiMessages:
         if not self._set_reason(reason) or self._job.mpi.Is_finalized():
             return
         self._send_leave_reason()
-        # The thread of a collective holds this lock. While it waits for messages, it
+        # A thread in a collective holds `_in_call`. While it waits for messages, it
         # checks `_reason` after each pause, and then releases the lock. While it
-        # computes a sum, it may hold the lock for longer than the timeout; it then
-        # cleans up itself when it next checks `_reason`.
+        # computes a sum, it may hold the lock for longer than the timeout, and cleans
+        # up itself afterwards.
         if self._in_call.acquire(timeout=_CLOSE_SECONDS):
             try:
                 self._clean_up()
             finally:
                 self._in_call.release()
-
-    # Steps of `exchange`: headers and small data are sent first, then large data.
 
     def _begin(self, member: int, peer: _Peer, call: CollectiveHeader) -> None:
         """Start to exchange headers with a member; data follows the member's header.
@@ -304,7 +306,8 @@ class MpiMessages:
                 pending.then(status)
         return True
 
-    # A member that leaves sends the others its reason, by which they detect its loss.
+    # MPI does not report that a member has left a collective for good. So each member
+    # sends the others a reason when it leaves, by which they detect its loss.
 
     def _lost(self, peers: Mapping[int, _Peer]) -> int | None:
         """Return the index of a peer that left with pending requests, or `None`."""
@@ -319,7 +322,7 @@ class MpiMessages:
         return next(waiting, None)
 
     def _set_reason(self, reason: str) -> bool:
-        """Mark this as closed for a reason, if it is open; return whether it was."""
+        """Record the reason for closing; return false if there is one already."""
         with self._closing:
             is_first = self._reason is None
             if is_first:
@@ -327,7 +330,7 @@ class MpiMessages:
             return is_first
 
     def _fail(self, reason: str) -> None:
-        """Close after an error, for `reason`; the job keeps the pending requests."""
+        """Close this after an error; the job keeps requests that are still pending."""
         pending, self._pending = self._pending, []
         if pending:
             sends = [each.request for each in pending if each.is_send]

@@ -83,7 +83,7 @@ class QuorumMember:
             share = dataclasses.replace(share, arrays=())
         try:
             self._contribute(share)
-        except Exception as error:  # noqa: BLE001 `_fail` ends all waits
+        except Exception as error:  # noqa: BLE001 whatever fails must end all waits
             self._fail(error)
         with self._changed:
             self._changed.wait_for(lambda: self._sums or self._error)
@@ -160,7 +160,7 @@ class QuorumFollower(QuorumMember):
             while True:
                 head, arrays = receive_frame(self._link)
                 self._receive(QuorumSum(arrays=arrays, **head))
-        except Exception as error:  # noqa: BLE001 `_fail` ends all waits
+        except Exception as error:  # noqa: BLE001 whatever fails must end all waits
             self._fail(error)
 
 
@@ -189,8 +189,8 @@ class QuorumLeader(QuorumMember):
         self._least, self._most_behind, self._joined = least, most_behind, joined
         self._lock = threading.Lock()
         self._num_closed = 0
-        # Number of contributions of each worker so far, and contributions to the open
-        # step.
+        # The number of contributions of each worker so far shows how late the worker
+        # is. Those to the open step are kept by rank until the step closes.
         self._made = dict.fromkeys([0, *links], 0)
         self._shares: dict[int, Share] = {}
         self._unsent: dict[int, queue.SimpleQueue[QuorumSum | None]]
@@ -222,8 +222,8 @@ class QuorumLeader(QuorumMember):
             result = self._close_step()
             for unsent in self._unsent.values():
                 unsent.put(result)
-            # TensorFlow gets copies of the arrays: it may write to its arrays while the
-            # threads still send these.
+            # TensorFlow may write to the arrays that it receives while threads still
+            # send the sum to the other workers, so it gets copies.
             own = [np.array(array) for array in result.arrays]
             self._receive(dataclasses.replace(result, arrays=own))
 
@@ -270,7 +270,7 @@ class QuorumLeader(QuorumMember):
             while True:
                 head, arrays = receive_frame(self._links[rank])
                 self._add(rank, Share(arrays=arrays, **head))
-        except Exception as error:  # noqa: BLE001 `_fail` ends all waits
+        except Exception as error:  # noqa: BLE001 whatever fails must end all waits
             self._fail(error)
 
     def _write(self, rank: int) -> None:
@@ -278,7 +278,7 @@ class QuorumLeader(QuorumMember):
         try:
             while (result := self._unsent[rank].get()) is not None:
                 send_frame(self._links[rank], {"absent": result.absent}, result.arrays)
-        except Exception as error:  # noqa: BLE001 `_fail` ends all waits
+        except Exception as error:  # noqa: BLE001 whatever fails must end all waits
             self._fail(error)
 
 

@@ -28,9 +28,11 @@ from tfdp.communication.transport.frames import Link, receive_frame, send_frame
 from tfdp.ground.base.threads import start_thread
 from tfdp.ground.text import pluralize
 
-# Version in a follower's message that pauses its rounds until all workers synchronize.
+# A follower sends this version, which no round has, to pause its rounds until all
+# workers synchronize.
 _PAUSE_VERSION = -1
-# Contribution of a participant: its number of samples, which is its weight, and arrays.
+# Number of samples and arrays of one participant. The number is the weight of the
+# arrays in the mean of a round.
 Contribution = tuple[float, Sequence[Array]]
 
 
@@ -137,14 +139,14 @@ class Rounds:
         self._changed = threading.Condition()
         self._members: dict[int, Participant] = {}
         self._may_come = set(indices)
-        # Number of rounds so far. A participant that has missed rounds receives
-        # `_state`, the state after one of the rounds with the number of that round, and
+        # `_version` counts the rounds. A participant that has missed rounds catches up
+        # by `_state`, the state after some round with the number of that round, and
         # `_means`, the means of later rounds with their numbers.
         self._version = 0
         self._state: tuple[int, list[Array]] | None = None
         self._means: list[tuple[int, list[Array]]] = []
-        # Contributions that arrived after the end of the previous round, and count in
-        # the present round.
+        # Contributions of participants that have missed only the previous round. They
+        # count in the present round, so that their work is not lost.
         self._late: list[Contribution] = []
         self._is_open = True
         self._deadline = 0.0
@@ -232,7 +234,8 @@ class Rounds:
         ]
         if self._least is None:
             return not missing
-        # Fewer contributions are enough if fewer than `least` participants are left.
+        # If fewer than `least` participants are left, a round would never get `least`
+        # contributions, so one from each of them is enough.
         is_enough = len(self._waiting()) >= min(self._least, len(self._may_come))
         return is_enough and (is_late or all(m.is_away for m in missing))
 
@@ -278,7 +281,8 @@ class RoundLeader(Rounds):
         self._generation = 0
         self._own_state: list[Array] = []
         self._reasons: list[str] = []
-        # Lock that is held during a round, so that a pause begins only after the round.
+        # `exchange` holds this lock during a round, so that `pause` begins only after
+        # it: a pause within a round would leave its participants without a mean.
         self._lock = threading.Lock()
         for rank, link in links.items():
             name, member = f"tfdp rounds {rank}", self._members[rank]
@@ -334,8 +338,8 @@ class RoundLeader(Rounds):
             is_late: Bool, whether the time for further contributions is over, so that
                 those of `least` workers are enough.
         """
-        # With fewer workers than `_least`, the threads that serve followers do not end
-        # the round, and `_check` raises an error in the leader's thread.
+        # With fewer workers than `_least`, the threads that serve followers must not
+        # end the round: the leader's thread raises an error in `_check` instead.
         assert self._least is not None
         is_enough = len(self._members) >= self._least
         return is_enough and super()._is_complete(is_late=is_late)
@@ -399,13 +403,14 @@ class RoundLeader(Rounds):
             wait for it until all workers synchronize.
         """
         with self._changed:
-            # A follower may leave a synchronization of all workers before worker 0. Its
-            # message then waits until worker 0 has counted that synchronization, too.
+            # A follower may return from a synchronization of all workers before worker
+            # 0 does. Its message then waits until worker 0 has counted that
+            # synchronization, too.
             self._changed.wait_for(lambda: generation <= self._generation)
             if version != _PAUSE_VERSION:
                 return self.contribute(member, version, (samples, arrays))
-            # A pause message of an earlier generation has arrived too late, and is
-            # ignored.
+            # All workers take part again after they have synchronized. So a pause
+            # message of an earlier generation, which has arrived late, is ignored.
             if generation == self._generation:
                 member.has_begun = False
                 self._may_come.discard(member.index)

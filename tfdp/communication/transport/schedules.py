@@ -16,8 +16,8 @@ from tfdp.communication.transport.flows import Piece, PieceCounter
 # With segments of 64 KB, Python took a third more CPU time; from 256 KB to 1 MB there
 # was no difference.
 SEGMENT_BYTES = 512 << 10
-# Number of slots of `pipeline` from one step of a segment to its next step. In this
-# time the segment arrives from another member.
+# A segment must arrive before its next step can send it, so `pipeline` puts this number
+# of slots between two steps of a segment.
 LAG = 2
 
 

@@ -56,12 +56,14 @@ CHUNKS_BYTES = 1 << 21
 # Largest array in bytes that is sent over the sockets. Sending it takes hardly longer
 # than sending a ready message, which shared memory needs in any case.
 SMALL_BYTES = 1 << 15
-# Format of the number of the step, which follows the header in a ready message.
+# Number of the step, which follows the header in a ready message. Members compare only
+# the headers.
 _STEP = struct.Struct("<Q")
-# Index in an outbox of the chunk for sums, which follows the chunks for the members.
+# The chunk for sums follows those for the members in an outbox, so this index finds it
+# whatever the number of members.
 _SUMS = -1
 # Tags of two votes: on whether all members have created their outboxes, and on whether
-# all members have mapped the outboxes of all.
+# all have mapped them. One member without memory makes all members use sockets.
 _HAVE_CREATED, _HAVE_MAPPED = 1, 2
 
 
@@ -97,8 +99,8 @@ class SharedMemoryCommunicator(SocketCommunicator):
         super().__init__(mesh, ranks, lane)
         self._small_array_bytes = small_bytes
         self._outboxes: list[_Outbox] = []
-        # The bytes of a chunk are a multiple of 64, and therefore of the size of every
-        # dtype.
+        # A multiple of 64 bytes is a multiple of the size of every dtype, so that a
+        # chunk holds whole elements.
         self._chunk_bytes = chunks_bytes // self._size // 64 * 64
         self._step = 0
         with self._collective():
@@ -301,7 +303,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
                     descriptors[index],
                     self._size,
                     self._chunk_bytes,
-                    is_own=index == self.index,  # the others are read only
+                    is_own=index == self.index,  # members only read others' outboxes
                 )
                 for index in range(self._size)
             ]
@@ -431,7 +433,7 @@ def _logged_lack_of_memory() -> Iterator[None]:
 
 def _log_lack_of_memory(reason: str) -> None:
     """Log that sockets replace shared memory, once for each reason."""
-    # Each lane of a group reports the same lack of memory.
+    # Each lane of a group finds the same lack of memory, which is logged only once.
     if user_code.record_if_new(reason, _log_lack_of_memory):
         _logger.warning(
             "This worker gets no shared memory for the other workers of its host (%s): "

@@ -188,7 +188,8 @@ class SocketCommunicator:
         for link in self._links.values():
             link.close(close_reason.cause, close_reason if close_reason.cause else None)
 
-    # Small arrays are exchanged whole between all pairs, faster than in a ring's steps.
+    # Small arrays are exchanged whole between all pairs, since the steps of a ring
+    # would take longer than the additional bytes.
 
     def _exchange_whole(
         self, call: CollectiveHeader, array: Array, total: Array
@@ -325,8 +326,8 @@ class SocketCommunicator:
             self._flow(before, None, (), call, incoming),
         ]
 
-    # Two transfers use no ring: broadcasts, and sums in half precision, which each hop
-    # of a ring would round.
+    # Broadcasts and sums in half precision use no ring: a broadcast has only one
+    # source, and each hop of a ring would round a half.
 
     def _reduce_direct(
         self,
@@ -397,7 +398,8 @@ class SocketCommunicator:
             flows.append(self._flow(self._links[following], call, outgoing, None, ()))
         self._run(flows)
 
-    # In every collective, a member checks the header of each peer that sends to it.
+    # Members that call different collectives would sum wrong values. So a member checks
+    # the header of each peer that sends to it, in every collective.
 
     def _run(self, flows: list[Flow]) -> None:
         """Run flows; raise if any member's connection ends, even without a flow."""
