@@ -25,8 +25,8 @@ from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan
 from tfdp.ground.plans.topology import Topology
 
-# Number that Keras appends to the name of a variable. In the name of an optimizer's
-# slot, more text follows the number, since the variable's name comes first.
+# Number that Keras appends to a name, which differs on a worker that has built other
+# models before. In the name of an optimizer's slot, more text follows the number.
 _AUTO_NUMBER = re.compile(r"_\d+(?=[/:_]|$)")
 _LET_NOTHING_CHOOSE = (
     "What a step computes must not depend on anything that differs between workers, "
@@ -103,7 +103,8 @@ def setup_facts(
         "settings of `rebalance`": str(rebalances).lower(),
     }
     for field in dataclasses.fields(options):
-        # Timeouts and network interfaces may differ between workers.
+        # Timeouts and network interfaces do not change what a step computes, so they
+        # may differ between workers.
         if field.name not in ("timeout_seconds", "interface"):
             facts[f"`{field.name}` options"] = repr(getattr(options, field.name))
     return facts
@@ -117,8 +118,8 @@ def _name_in_cluster(device: str, rank: int) -> str:
         rank: Int, rank of the worker.
     """
     spec = tf.DeviceSpec.from_string(device)
-    # If TensorFlow's server runs, the name of the device already contains the job and
-    # the task of the worker.
+    # TensorFlow's server puts the job and the task of the worker into the name of a
+    # device, which makes the name unique. Without the server, the job is `localhost`.
     is_unique = spec.job != "localhost"
     return device if is_unique else spec.replace(job="worker", task=rank).to_string()
 
@@ -402,7 +403,8 @@ def _first_difference(lists: dict[int, list]) -> tuple[int, int, str, str] | Non
 
 def signature_of(variable: Any) -> list:
     """Return the name, shape and dtype by which workers compare a variable."""
-    # Automatic numbers are removed: they differ if a worker has built another model.
+    # Automatic numbers are removed: equal variables have different ones if a worker has
+    # built another model before.
     return [_AUTO_NUMBER.sub("", _name(variable)), *_type(variable)]
 
 

@@ -7,8 +7,9 @@ import time
 
 from tfdp.ground.forks import in_forks
 
-# The watchdog reads the clock every second. After a longer gap between two readings,
-# this process was suspended, or its machine was too busy to run it.
+# The watchdog reads the clock every second. During a longer gap between two readings,
+# this process was suspended, or its machine was too busy to run it, so the gap does not
+# count.
 _MAX_GAP_SECONDS = 2.5
 _USUAL_GAP_SECONDS = 1.0
 

@@ -43,12 +43,14 @@ class BatchWait:
     """
 
     def __init__(self) -> None:
-        # `tfdp.training.data` sets a function that reads the counters of its graphs.
+        # This package cannot import `tfdp.training.data`, whose graphs count their
+        # batches. So that package sets a function here that reads the counters.
         self.read_counts: Callable[[], ReadCounts] = lambda: ReadCounts(0, 0)
         self._lock = threading.Lock()
         self._num_reads = self._num_reading = 0
-        # The pending reads at the last call of `seconds`, and the time when that value
-        # was first seen.
+        # Steps count batches in a graph, without times. So `seconds` measures a wait
+        # from its first call that saw the same pending reads, which are kept with that
+        # time.
         self._seen: tuple[int, ReadCounts] | None = None
         self._since = 0.0
 

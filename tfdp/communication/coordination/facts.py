@@ -27,7 +27,8 @@ from typing import Any
 
 from tfdp.communication.coordination.worker_group import WorkerGroup
 
-# Largest number of characters of a value in the description of a difference.
+# A value in the description of a difference is cut to this number of characters, so
+# that a long one does not hide the rest of the error.
 _MAX_VALUE = 60
 
 
@@ -185,7 +186,8 @@ def _first_differing_path(first: Any, other: Any) -> tuple | None:
     elif isinstance(first, list) and isinstance(other, list):
         keys = list(range(max(len(first), len(other))))
     else:
-        # NaN counts as equal to NaN, since two workers that have it do not differ.
+        # NaN is not equal to itself in Python, but two workers that both have NaN do
+        # not differ.
         is_same = first == other or (first != first and other != other)
         return None if is_same else ()
     for key in keys:

@@ -16,19 +16,23 @@ from typing import TypeVar
 from tfdp.communication.cluster import tf_config
 from tfdp.ground.base.json_fields import from_fields
 
-# Signals on which all workers of a job write their records. `tfdp run` sends
+# All workers of a job write their flight records on either signal. `tfdp run` sends
 # `LAUNCHER_SIGNAL` before it stops workers, since a script may use SIGUSR2 itself.
 RECORD_SIGNAL = getattr(signal, "SIGUSR2", signal.SIGTERM)
 LAUNCHER_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else RECORD_SIGNAL
-# Number of the last collectives that a worker keeps for its flight record.
+# A flight record has only this number of the last collectives, which bounds its memory
+# and the size of its file.
 NUM_COLLECTIVES = 512
-# Kind, in a flight record, of an all-gather of texts over the job's store.
+# All-gathers of texts run over the job's store and not on devices, so they have a kind
+# of their own in a flight record.
 TEXTS = "all-gather of texts"
-# Key of the log folder in the `tfdp` key of `TF_CONFIG`, and the default log folder.
+# `tfdp run` passes its log folder to workers by this key in the `tfdp` key of
+# `TF_CONFIG`. Without a launcher, workers write flight records into the default folder.
 FOLDER_KEY, DEFAULT_FOLDER = "logs", "tfdp-logs"
-# Largest accepted number of workers in a file: with more, the file is damaged.
+# No job has more workers than this: a file that names more is damaged.
 _MAX_WORKERS = 1 << 20
-# Version of the format of a record's file: other versions are rejected.
+# Version of the format of a flight record's file. Other versions are rejected, since
+# their fields differ.
 _FORMAT = 1
 
 _T = TypeVar("_T")
@@ -181,7 +185,7 @@ def wall_offset() -> float:
 def copy_of(ring: collections.deque[_T]) -> list[_T]:
     """Return a copy of a deque to which other threads may append at the same time."""
     while True:
-        with contextlib.suppress(RuntimeError):  # the ring changed during the copy
+        with contextlib.suppress(RuntimeError):  # another thread appended: try again
             return list(ring)
 
 
@@ -349,7 +353,7 @@ def record_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(logs if isinstance(logs, str) and logs else DEFAULT_FOLDER).absolute()
 
 
-# The last collectives of this process, for its flight record, and outside of Keras's
-# loops the last calls of functions whose collectives TensorFlow runs. These are few,
-# since each has the order of all its collectives.
+# Rings for the flight record of this process: of all collectives that tfdp runs, and of
+# calls outside of Keras's loops whose collectives TensorFlow runs. The second ring is
+# short, since each entry has the order of all collectives of its call.
 collective_ring, tensorflow_calls = CollectiveRing(), CollectiveRing(capacity=16)

@@ -18,8 +18,9 @@ from tfdp.communication.coordination.flight_record import (
 )
 from tfdp.communication.coordination.progress import ComputedStep
 
-# Words of a flight record: the kind of an entry for all collectives of a step, and the
-# lanes of steps in Keras's loops and of calls outside of the loops.
+# TensorFlow's collectives are not recorded one by one. In a flight record, an entry of
+# this kind stands for all collectives of a step or call, in a lane for steps of Keras's
+# loops and one for calls outside of them.
 TENSORFLOW, _STEPS, _CALLS = "collectives of TensorFlow", "steps", "calls"
 _SEPARATOR, _END = "; ", "no further one"
 
@@ -183,8 +184,8 @@ def recorded_steps(
                 ranks=ranks,
                 kind=TENSORFLOW,
                 dtype="",
-                # The order of its collectives is not compared, since a step may run any
-                # traced function of its loop.
+                # The order of a step's collectives is not compared, since a step may
+                # run any traced function of its loop.
                 key="",
                 name=name,
                 number=step.number,
@@ -196,5 +197,6 @@ def recorded_steps(
     return found
 
 
-# Collectives of TensorFlow that this process has traced, for its flight record.
+# A function is traced once and called often, so its collectives are kept from the time
+# of tracing, for flight records of this process.
 traced_collectives = TracedCollectives()

@@ -20,13 +20,15 @@ from tfdp.ground import forks, user_code
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.text import say
 
-# Default of the longest wait for the other workers after a cluster has changed.
+# After a cluster has changed, a worker without a timeout waits at most this long for
+# the others, since one of them may be lost meanwhile.
 _REFORM_SECONDS = 60.0
-# Interval at which a process applies to a running job, and time without an answer after
-# which the process assumes that the job has ended.
+# A process applies to a running job at the first interval. If no worker of the job
+# answers for the second time, the process assumes that the job has ended.
 _APPLY_SECONDS, _JOB_ENDED_SECONDS = 0.2, 20.0
 _WARN_AFTER_SECONDS = 10.0
-# The present membership of this process, at most one.
+# The membership in the present cluster, at most one: a process is a worker of one
+# cluster at a time.
 _memberships: list[Membership] = []
 
 
@@ -95,7 +97,8 @@ def start_worker(
         _cluster_of(resolver) if resolver else find_cluster(options.timeout_seconds)
     )
     if cluster is None or not cluster.is_job:
-        # As in TensorFlow, an evaluator is not part of the training cluster.
+        # A process outside of a job trains or evaluates alone. As in TensorFlow, an
+        # evaluator is not part of the training cluster.
         if cluster is not None and cluster.devices_per_worker:
             set_logical_cpus(cluster.devices_per_worker)
         resolver = resolver or resolver_of_environment(cluster)
@@ -127,8 +130,8 @@ def start_worker(
             None, resolver, devices, limit, job_to_join=cluster, min_workers=least
         )
     if membership.generation:
-        # Workers were lost since the job started, and the cluster differs from
-        # `TF_CONFIG`.
+        # Workers were lost or have joined since the job started, so the cluster differs
+        # from `TF_CONFIG`, and from the user's resolver.
         cluster, resolver = membership.cluster, None
     return Worker(
         cluster,
@@ -197,8 +200,8 @@ def join_running_job(
     begin = heard = time.monotonic()
     first: int | None = None
     while True:
-        # The first request does not apply yet, but only asks for the facts of the job's
-        # set-up: the workers must not wait for a process whose facts differ.
+        # The first request only asks for the facts of the job's set-up, and later ones
+        # apply to join: the workers must not wait for a process whose facts differ.
         state = ask_job(origin, applies=first is not None)
         if state is not None:
             heard = time.monotonic()
@@ -328,8 +331,8 @@ def resolver_of_environment(cluster: Cluster | None) -> Any:
     """
     text = os.environ.get("TF_CONFIG", "").strip()
     config = json.loads(text) if text else {}
-    # TensorFlow's resolver would raise for a cluster or task of `null`, which some
-    # cluster managers write.
+    # TensorFlow's resolver raises an error for a cluster or task of `null`, which some
+    # cluster managers write for a single machine, so such a `TF_CONFIG` is not read.
     if config.get("task") and config.get("cluster", {}) is not None:
         return tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if cluster is not None:

@@ -9,7 +9,8 @@ import keras
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground.base.context import strategy_of
 
-# Worker groups of a single worker, for models without a strategy, by model.
+# A model without a strategy trains on one worker. Its group is kept while the model
+# exists, so that all callers get the same one.
 _alone: weakref.WeakKeyDictionary[keras.Model, WorkerGroup]
 _alone = weakref.WeakKeyDictionary()
 

@@ -15,15 +15,16 @@ from tfdp.ground.text import say
 # Exit code of a worker that has saved a checkpoint and should be restarted: EX_TEMPFAIL
 # of sysexits.h.
 PREEMPTED = 75
-# `tfdp run` sends this signal to make workers save and exit, before it restarts with
-# more workers. A process without a handler ignores it, unlike SIGTERM.
+# `tfdp run` sends this signal, SIGURG, to make workers save and exit before it restarts
+# with more workers. Unlike SIGTERM, it does not end a process without a handler.
 SAVE_SIGNAL = getattr(signal, "SIGURG", signal.SIGTERM)
 _SIGNALS = tuple({signal.SIGTERM, SAVE_SIGNAL})
 _listening: weakref.WeakSet[PreemptionNotice] = weakref.WeakSet()
-# Seconds of training between two all-gathers of the workers' preemption notices. They
-# bound the delay of a save, and keep short steps from an all-gather in each of them.
+# Seconds of training between two all-gathers of the workers' preemption notices. A
+# longer interval would delay a save; a shorter one would slow short steps down.
 _ASK_SECONDS = 1.0
-# Time in which a signal that is sent to all workers reaches each of them.
+# A signal that is sent to all workers reaches each of them within this time, so workers
+# without a notice are asked again after it.
 _NOTICES_SECONDS = 0.2
 
 
@@ -70,8 +71,8 @@ class PreemptionNotice:
             return
         self.restore()
         if signal.SIGTERM in self._received and not self._is_answered:
-            # The signal came after the last step that could save, so it is raised
-            # again.
+            # No step has answered the signal, since it came after the last step that
+            # could save. So it is raised again, for the previous handler.
             signal.raise_signal(signal.SIGTERM)
 
     def restore(self) -> None:

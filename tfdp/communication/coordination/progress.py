@@ -15,7 +15,8 @@ from typing import NamedTuple
 from tfdp.communication.coordination.clock import clock
 from tfdp.communication.coordination.flight_record import Span, copy_of, wall_offset
 
-# Number of changes of progress kept for flight records. A step of `fit` has three.
+# A flight record has this number of the last changes of progress. A step of `fit` makes
+# three, so the record covers about 170 steps.
 _NUM_PLACES = 512
 
 
@@ -115,16 +116,17 @@ class ProgressRecorder:
     def __init__(self) -> None:
         self._count = 0
         self._since = clock.now()
-        # The loops that run, the innermost or, of threads, the latest last.
+        # The loops of Keras that run. Messages name the last one, which is the
+        # innermost or, if several threads run loops, the latest.
         self._loops: list[_Loop] = []
         self._topics: list[str] = []
         self._reductions: set[int] = set()
         self._num_answers = 0
         self._left_scopes: dict[str, int] = {}
         self._restarted_at = float("-inf")
-        # The last changes of progress: the time, the fields of the loop or `None`, the
-        # topic of an all-gather, and the count. Names are formatted when they are read,
-        # since steps may take less than a millisecond.
+        # The last changes of progress, each with its time, the fields of the loop or
+        # `None`, the topic of an all-gather, and the count. Names are formatted only
+        # when they are read, since steps may take less than a millisecond.
         self._places: collections.deque[tuple[float, tuple | None, str, int]]
         self._places = collections.deque(maxlen=_NUM_PLACES)
 

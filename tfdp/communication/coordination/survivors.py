@@ -15,12 +15,14 @@ from tfdp.communication.coordination.clock import clock
 from tfdp.communication.store import HostLost, Membership
 from tfdp.ground.text import pluralize, say
 
-# Interval at which a waiting worker asks the store which workers are missing, and
-# pause between two attempts to restart the store.
+# Seconds between two questions of a waiting worker to the store, by which it finds
+# further lost workers; and pause before a failed attempt is repeated.
 _CHECK_SECONDS, _RETRY_SECONDS = 0.25, 0.1
-# Longest wait until the process of a lost worker has closed its port.
+# The port of a lost worker stays open for a moment while its process ends, so the
+# survivors wait at most this long for the port to close.
 _END_SECONDS = 1.0
-# Longest wait for a worker whose port still accepts connections, by default.
+# A worker whose port still accepts connections may answer late, so the others wait for
+# it at most this long by default.
 _LIMIT_SECONDS = 60.0
 
 
@@ -61,7 +63,9 @@ def find_survivors(
             survivors, joining = _agree(membership, lost, applicants, limit)
             break
         except HostLost:
-            # Both workers with a copy of the store are lost, so the store is restarted.
+            # Both workers with a copy of the store, its host and the standby, are lost.
+            # An empty store replaces it, and the survivors try to agree again until the
+            # limit.
             if clock.now() - begin > limit:
                 raise
         with contextlib.suppress(ConnectionFailed):
@@ -84,7 +88,7 @@ def _agree(
     came = _gather(membership, "who is left", list(applicants), limit)
     joining = sorted({each for value in came if value is not None for each in value})
     gone = [rank for rank, value in enumerate(came) if value is None]
-    # All workers receive the same values from the store's host, and decide alike.
+    # The store's host sends all workers the same values, so all of them decide alike.
     seen = _gather(membership, "who has ended", _await_ended(membership, gone), limit)
     survivors = [rank for rank, value in enumerate(seen) if value is not None]
     ended = {rank for value in seen if value is not None for rank in value}
@@ -179,7 +183,8 @@ def _gather(
     cluster, store = membership.cluster, membership.store
     gathering = store.gather(topic, json.dumps(value), is_of_living=True)
     begin = clock.now()
-    # `may_wake` is false, so that the loss that is known already does not end the wait.
+    # A loss that is known already has called `Store.wake`, whose effect lasts. With
+    # `may_wake`, it would end each wait at once.
     while (texts := gathering.texts(_CHECK_SECONDS, may_wake=False)) is None:
         missing = [rank for rank in gathering.missing() if rank != cluster.rank]
         is_over = clock.now() - begin > limit_seconds

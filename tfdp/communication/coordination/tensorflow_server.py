@@ -15,7 +15,8 @@ from tfdp.ground import forks, user_code
 from tfdp.ground._compat import runtime
 from tfdp.ground.options import CommunicationOptions
 
-# The cluster for which this process has started the server; TensorFlow allows only one.
+# TensorFlow allows only one server in a process, so the cluster of the server that was
+# started is kept.
 _started: list[Cluster] = []
 
 

@@ -29,14 +29,15 @@ from tfdp.ground.base.feature import job_part
 from tfdp.ground.text import list_ranks
 
 _WARN_AFTER_SECONDS = 10.0
-# Seconds between two checks of whether an awaited worker is alive: at the start of a
-# wait, and at most. The interval grows during the wait.
+# Seconds between two checks of whether an awaited worker is alive. Each check asks the
+# store, so the interval grows during a wait, from the first value to the second.
 _CHECK_SECONDS, _MAX_CHECK_SECONDS = 0.25, 3.0
-# Text in messages for where a worker is if its progress names no call.
+# Messages describe the place of a worker by this text if its progress names no call, as
+# in the user's own code.
 NO_CALL = "no call of Keras or tfdp"
 # The latest group of several workers (key `True`), and of one worker. The references
-# are strong: workers must agree on the latest group whenever their garbage collectors
-# run.
+# are strong, since workers must agree on the latest group, but their garbage collectors
+# run at different times.
 _latest: dict[bool, WorkerGroup] = {}
 
 
@@ -64,16 +65,17 @@ class WorkerGroup:
         self._store = store
         self._prefix = self.new_prefix()
         self._progress, self._ring = progress, collective_ring
-        # Whether the user is warned of long waits.
+        # Whether this group warns the user of long waits. A group for another thread
+        # does not, since the main thread may only be busy.
         self.warns = True
-        # Number of all-gathers that this worker has begun, which is a part of the key
-        # of the next all-gather.
+        # Number of all-gathers that this worker has begun. All workers make the same
+        # calls in order, so it gives the next all-gather the same key on each of them.
         self.num_calls = 0
         self.owner = forks.Owner()
-        # Hooks that `tfdp.communication.coordination.watch` sets: `check` raises an
-        # error if the awaited worker is lost, `check_on_thread` raises it on a thread
-        # other than the main one, `progress_of` returns a worker's progress, and
-        # `guard` translates errors of the store.
+        # `tfdp.communication.coordination.watch` imports this module, and so sets its
+        # hooks here: `check` raises an error if the awaited worker is lost,
+        # `check_on_thread` raises it on a thread other than the main one, `progress_of`
+        # returns a worker's progress, and `guard` translates errors of the store.
         self.check: Callable[[int, bool, str], None] = lambda rank, is_over, call: None
         self.check_on_thread = self.check
         self.progress_of: Callable[[int], WorkerProgress | None] = lambda rank: None
@@ -222,9 +224,9 @@ class WorkerGroup:
                 for rank in missing:
                     check(rank)
             except ValueError:
-                # This worker withdraws its text, and raises the error of `check`. If
-                # all texts have arrived before, the other workers use them, and this
-                # one continues.
+                # This worker withdraws its text, and raises the error of `check`,
+                # unless all texts have arrived before: the other workers then use them,
+                # and this one continues.
                 if gathering.withdraw():
                     self.num_calls -= 1
                     raise

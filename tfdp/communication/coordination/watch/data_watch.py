@@ -34,8 +34,9 @@ class DataWatch:
     def __init__(self, limit_seconds: float | None = None) -> None:
         self._limit_seconds = limit_seconds
         self.seconds = 0.0
-        # Last reading of the CPU time of this process and its descendants, and when it
-        # was read; `None` while this process does not wait for a batch.
+        # CPU use is the difference between two readings, so the last reading of the CPU
+        # time of this process and its descendants is kept with its time; `None` while
+        # this process does not wait for a batch.
         self._last: tuple[float, float] | None = None
 
     def update(self) -> float:

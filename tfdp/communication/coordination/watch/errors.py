@@ -10,12 +10,14 @@ import tensorflow as tf
 
 from tfdp.ground.text import pluralize
 
-# Exit code of a worker that its watchdog has ended: EX_UNAVAILABLE of sysexits.h.
+# A worker that its watchdog has ended exits with EX_UNAVAILABLE of sysexits.h, by which
+# a launcher can distinguish it from a worker whose script has failed.
 EXIT_CODE = 69
-# Message of tfdp's assertions in the graph. In an error of TensorFlow, it shows that a
-# collective between workers has failed.
+# Message of tfdp's assertions in the graph. TensorFlow repeats it in its error, which
+# so shows that a collective between workers has failed, and no other operation.
 COLLECTIVE_FAILED = "a collective between workers failed"
-# Cause of the loss of a worker that ended without an error.
+# Cause of the loss of a worker that has ended without an error. Its message has another
+# remedy: all workers must run the same calls.
 SCRIPT_ENDED = "its script has ended"
 
 
@@ -124,7 +126,8 @@ def failure_message(
         )
     where = f" at {place}" if place else ""
     what = f", while {bucket} was reduced" if bucket else ""
-    # The cause may quote a sentence of another worker, which ends with a full stop.
+    # The cause may quote a sentence of another worker, whose full stop would be
+    # repeated.
     cause = failure.cause.rstrip(".")
     records = f" and `{command}`" if command else ""
     return (

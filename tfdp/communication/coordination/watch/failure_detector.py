@@ -14,11 +14,13 @@ from tfdp.communication.coordination.watch.errors import SCRIPT_ENDED
 from tfdp.communication.store import beat_seconds
 from tfdp.ground.base.process_identity import ProcessIdentity
 
-# Silence after which a worker's port is probed: a number of heartbeat intervals, at
-# most some seconds, since many workers have long intervals, but at least the number of
-# intervals after which the store reports the age of a heartbeat.
+# The port of a silent worker is probed after `_SUSPECT_BEATS` heartbeat intervals, but
+# at most `_SUSPECT_SECONDS`, since intervals are long in large jobs; and at least
+# `_MIN_SUSPECT_BEATS` intervals, before which the store reports no age of a heartbeat.
 _SUSPECT_BEATS, _SUSPECT_SECONDS, _MIN_SUSPECT_BEATS = 2.5, 8.0, 1.5
-# Number of successive refused connections that show that a worker's process has ended.
+# After the first refused connection, the watchdog reads the worker's last heartbeat,
+# which may announce a normal end. A second one in succession shows that the process has
+# ended.
 _REFUSALS = 2
 
 
@@ -298,8 +300,8 @@ class FailureDetector:
             idle_seconds: Float, least time for which each worker must have been idle.
         """
         others = [self.status(rank) for rank in self.ranks()]
-        # A worker in a custom training loop has no name in its progress, and its count
-        # is not comparable with those of the others.
+        # Workers in a custom training loop have no name in their progress, and their
+        # counts are not comparable, so only their idle times count.
         return own.is_computing and all(
             status.progress is not None
             and status.progress.is_computing

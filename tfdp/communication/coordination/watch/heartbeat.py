@@ -23,15 +23,15 @@ from tfdp.ground import user_code
 from tfdp.ground._compat import runtime
 from tfdp.ground.base.process_identity import ProcessIdentity
 
-# Seconds of a wait after which a worker's report is sent to all workers, long before
-# the watchdog warns of stragglers.
+# After a wait of this number of seconds, a worker's report is sent to all workers, so
+# that they have it long before the watchdog warns of stragglers.
 _LONG_WAIT_SECONDS = 5.0
 # Fraction of one CPU core below which a process is idle: one that only sends heartbeats
 # uses less, and one that computes uses more.
 _IDLE_FRACTION = 0.2
-# Fields of a worker's report. A change of `_NEWS` is sent to all workers at once; while
-# one of `_NOTABLE` is set, all receive the report with each heartbeat; `_STATUS` are
-# also fields of `WorkerStatus`.
+# Fields of a worker's report, which is not always sent to all workers, since jobs may
+# be large: a change of `_NEWS` is, at once, and a report in which a field of `_NOTABLE`
+# is set, with each heartbeat. `_STATUS` are also fields of `WorkerStatus`.
 _NEWS = ("num_record_requests", "has_left", "last_error", "failure")
 _NOTABLE = ("has_left", "last_error", "failure")
 _STATUS = ("has_left", "last_error", "idle_seconds")
@@ -93,14 +93,16 @@ class Heartbeat(threading.Thread):
         self.failure: WorkerFailure | None = None
         self.last_error = ""
         self.has_left = False
-        # The data source that this worker waits for, or `""`.
+        # The data source that this worker waits for, or `""`. Other workers receive it,
+        # and do not declare a worker lost while it waits for data.
         self.source = ""
-        # Number of signals that have requested flight records from this worker, and the
-        # last known numbers of the other workers.
+        # A worker requests flight records from all others by counting up the first
+        # number in its report. The dict has the last known numbers of the others, so
+        # that a request that is reported again has no effect.
         self.num_record_requests = 0
         self._record_requests: dict[int, int] = {}
-        # Callable, receives the rank of another worker that was signaled to write its
-        # flight record.
+        # A hook for the watchdog: when another worker, whose rank it receives, was
+        # signaled to write its flight record, this worker writes one, too.
         self.record_requested: Callable[[int], None] = lambda rank: None
         self.rank = rank
         self._store = store
@@ -112,8 +114,8 @@ class Heartbeat(threading.Thread):
         self._process = dataclasses.asdict(ProcessIdentity.current())
         self._count = 0
         self._wake = threading.Event()
-        # Number of completed beats. `beat_now` waits for a beat that begins after its
-        # call.
+        # Number of completed beats. `beat_now` waits until a beat that began after its
+        # call is complete, since an earlier one may lack the latest status.
         self._num_done = 0
         self._condition = threading.Condition()
 
@@ -189,8 +191,8 @@ class Heartbeat(threading.Thread):
             wants_all=seconds >= self._detector.beat_seconds,
         )
         self._receive(summary)
-        # The summary gives an age for each worker whose heartbeat is old. The detector
-        # receives these ranks, and takes the heartbeats of all others as recent.
+        # The summary has an age for each worker whose report it contains or whose
+        # heartbeat is old. So a worker without an age has sent a heartbeat recently.
         self._detector.record_answer(
             set(map(int, [*summary["beats"], *summary["ages"]]))
         )
@@ -248,8 +250,8 @@ class Heartbeat(threading.Thread):
             report: Dict, the result of `_report` on that worker.
             age: Float, age of the report in seconds.
         """
-        # The failure is read first, since a worker that ends because another one is
-        # lost must not be declared lost itself.
+        # The failure is read before the status, since a worker that ends because
+        # another one is lost must not be declared lost itself.
         if report["failure"] and self.failure is None:
             self.failure = WorkerFailure(**report["failure"])
             # The failure counts as sent, since all workers have received it: this

@@ -36,16 +36,19 @@ from tfdp.ground._compat import runtime
 from tfdp.ground.base.files import make_private_folder, replaced
 from tfdp.ground.text import say
 
-# Longest wait of an error for the file of the record, which a slow disk may delay.
+# An error of a lost worker waits at most this long for the file of the flight record,
+# which a slow disk may delay.
 _WRITE_SECONDS = 2.0
-# Seconds after a request for a record within which another request is ignored: one
-# signal to several workers causes several requests.
+# Requests for a record within this number of seconds count as one, since one signal to
+# several workers causes several requests.
 _SAME_REQUEST_SECONDS = 1.0
-# Largest number of frames of a stack in a record, the innermost ones.
+# A stack in a record has at most this number of frames, the innermost ones, since a
+# deep recursion would make the file large.
 _MAX_FRAMES = 60
 _READ_BYTES = 1 << 16
 
-# Stack of a thread: file, line and function of each frame, the innermost first.
+# Stack of a thread, as `runtime.thread_stacks` returns it: file, line and function of
+# each frame, the innermost first.
 _Stack = list[tuple[str, int, str]]
 
 
@@ -161,7 +164,7 @@ class FlightRecorder:
         """
         try:
             taken = self._record(reason, lost)
-        except Exception as error:  # noqa: BLE001 the lost worker must be named
+        except Exception as error:  # noqa: BLE001 no error may hide the lost worker
             self._report(error)
             return
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -251,7 +254,8 @@ def listen(request: Callable[[], None]) -> None:
         request: Callable without arguments.
     """
     reader, writer = map(forks.close_in_forks, socket.socketpair())
-    # `socket.setdefaulttimeout` of the script applies to neither of them.
+    # A default timeout that the script has set (`socket.setdefaulttimeout`) would end
+    # `recv` with an error, so the modes of both sockets are set here.
     reader.setblocking(True)
     writer.setblocking(False)
     signals = {
@@ -283,7 +287,8 @@ def listen(request: Callable[[], None]) -> None:
         for number in signals:
             faulthandler.unregister(number)
             signal.signal(number, signal.SIG_IGN)
-        # Unlike `close`, this ends the thread even if a forked process has the socket.
+        # Unlike `close`, `shutdown` ends `recv` in the thread even if a forked process
+        # still has the socket open.
         writer.shutdown(socket.SHUT_WR)
         thread.join()
         reader.close()

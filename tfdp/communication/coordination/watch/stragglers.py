@@ -44,7 +44,8 @@ class StragglerCheck:
         self._heartbeat, self._detector = heartbeat, detector
         self._rank, self._addresses = heartbeat.rank, addresses
         self._timeout_seconds, self._declare_lost = timeout_seconds, declare_lost
-        # The collective that this worker awaited at the last check, and since when.
+        # A custom loop does not record when it began to wait. So the wait is measured
+        # from the first check that found this worker in the same collective.
         self._awaited: tuple[CollectiveIdentity, int] | None = None
         self._since = 0.0
 
@@ -171,7 +172,7 @@ class StragglerCheck:
             and not self._detector.status(rank).has_left
             for rank in self._detector.ranks()
         ):
-            return  # the waiting worker of the lowest rank warns
+            return  # one warning is enough: the lowest waiting rank prints it
         names = ", ".join(
             f"worker {rank} ({self._addresses[rank]}), which is at {_place(other)}"
             for rank, other in stragglers.items()
@@ -186,8 +187,8 @@ class StragglerCheck:
             text: String, a sentence.
         """
         if user_code.record_if_new(f"place {own.count} {self._awaited}", self):
-            # The text is printed, because a warning that is turned into an error would
-            # end this thread.
+            # The text is printed, since a Python warning may be turned into an error,
+            # which would end this thread.
             say(text)
 
 

@@ -38,14 +38,15 @@ from tfdp.ground.text import say
 
 DEFAULT_LIMIT_SECONDS = 60.0
 _CHECK_SECONDS, _URGENT_CHECK_SECONDS, _PROBE_SECONDS = 1.0, 0.1, 2.0
-# Longest wait in seconds until a heartbeat is published; and pause between two checks
-# of whether the main thread has raised the error of a lost worker.
+# Longest wait in seconds until a heartbeat is published, which must not delay an error;
+# and pause between two checks of whether the main thread has raised the error of a lost
+# worker.
 _BEAT_SECONDS = _POLL_SECONDS = 0.2
-# Longest wait for the name of the lost worker after an error of TensorFlow.
+# An error of TensorFlow may precede the detection of the loss that has caused it, so
+# the main thread waits at most this long for the name of the lost worker.
 _DIAGNOSIS_SECONDS = 8.0
-# Longest wait for the name of the lost worker after `NotConnected`. The wait is short:
-# the error comes after long attempts to connect, during which a dead or hanging worker
-# was found.
+# The wait for the lost worker's name is short after `NotConnected`: that error comes
+# after long attempts to connect, during which a dead or hanging worker was found.
 _SHORT_DIAGNOSIS_SECONDS = 2.0
 # Seconds that the main thread has to raise the error after a worker was declared lost.
 # A main thread that needs longer hangs, and the process is ended.
@@ -53,10 +54,11 @@ _GRACE_SECONDS = 4.0
 # Seconds that this process needs to exit after another worker was declared lost. The
 # rest of `limit_seconds` is for the detection of the loss.
 _EXIT_SECONDS = _CHECK_SECONDS + _GRACE_SECONDS + 1.0
-# Longest wait until the end of this worker's script is published, a little more than
-# one interval of heartbeats.
+# A worker that ends its script waits at most this long until the others know it, a
+# little more than one interval of heartbeats.
 _LEAVE_SECONDS = 1.2
-# Errors that the store and TensorFlow raise in this worker if another one is lost.
+# Errors that the store and TensorFlow raise in this worker if another one is lost. Only
+# after these does the main thread wait for the name of a lost worker.
 _ERRORS_OF_OTHERS = (
     HostLost,
     tf.errors.UnavailableError,
@@ -95,7 +97,8 @@ class Watchdog(threading.Thread):
         self._detector = FailureDetector(
             others, limit - min(_EXIT_SECONDS, limit / 4), membership.store.host
         )
-        # Event that makes this thread, the watchdog, check the other workers at once.
+        # Event that ends the watchdog's pause between two checks, such as when a
+        # heartbeat reports a loss, which must be handled at once.
         self._wakes = threading.Event()
         self._heartbeat = Heartbeat(
             self._rank,
@@ -133,8 +136,8 @@ class Watchdog(threading.Thread):
         # Callables that close connections of tfdp after a loss, so that collectives
         # over these connections fail; the argument is the reason, a string.
         self.closers: list[Callable[[str], None]] = []
-        # Callable that returns why a collective over tfdp's connections has failed, or
-        # `""`.
+        # TensorFlow's error may lack the reason that a collective over tfdp's
+        # connections has failed. This hook returns the reason, or `""`.
         self.reason_of_failure: Callable[[], str] = str
 
     def start(self) -> None:
@@ -192,13 +195,14 @@ class Watchdog(threading.Thread):
             self._heartbeat.last_error = _describe(error)
             return
         if isinstance(error, ClusterChanges):
-            # All workers raise `ClusterChanges`, so that nothing is published, and the
-            # watchdog need not end this process.
+            # All workers raise `ClusterChanges`, so it need not be published. The main
+            # thread has raised it, so the watchdog need not end this process.
             self._is_raised.set()
             return
         if isinstance(error, SystemExit) and error.code == PREEMPTED:
             return
-        # If this worker ends, the other workers name this error in their messages.
+        # The error is published, so that the other workers name it in their messages if
+        # this worker ends.
         self._heartbeat.last_error = _describe(error)
         self._heartbeat.beat_now(_BEAT_SECONDS)
 
@@ -417,8 +421,9 @@ class Watchdog(threading.Thread):
     def _set_failure(self, failure: WorkerFailure) -> None:
         """Set the failure once, and publish it with the heartbeat."""
         if self._failure is None:
-            # The record is taken first: it has the main thread's stack before that
-            # thread raises an error, which it does once `_failure` is set.
+            # The flight record must have the main thread's stack before that thread
+            # raises an error, which it does once `_failure` is set. So the record is
+            # taken first.
             self._recorder.record_failure(failure.cause, failure.rank)
             self._failure = self._heartbeat.failure = failure
             self._has_failed.set()
@@ -428,17 +433,19 @@ class Watchdog(threading.Thread):
         """Publish the failure, abort collectives, and end the process if it hangs."""
         reason = f"worker {failure.rank} is lost"
         store = self.membership.store
-        # The lost worker is still the host of the store if no standby has replaced it.
+        # A lost worker that no standby has replaced is still the host of the store,
+        # which then cannot publish the failure.
         is_host = self._rank != failure.rank == store.host
         # A host that has left its cluster has closed its connections to the other
-        # workers, which then connect to the standby by themselves.
+        # workers. They then connect to the standby by themselves, so the store is not
+        # given up.
         if is_host and not self._detector.status(failure.rank).has_left:
             store.give_up(failure.rank, f"The store of the job is lost: {reason}.")
         else:
             self._heartbeat.beat_now(_GRACE_SECONDS / 2)
         if self._has_left:
-            # This worker has left its cluster: the open connections belong to the next
-            # one.
+            # This worker has left its cluster. The connections that are open belong to
+            # the next cluster, and must stay open.
             return
         for close in self.closers:
             close(reason)
