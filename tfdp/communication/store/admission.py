@@ -34,13 +34,15 @@ from tfdp.communication.connection.secret import derive_secret, read_secret
 from tfdp.ground.forks import close_in_forks
 
 SERVICE = "store"
-# Format of a claim: rank, generation and address of a process. The address is a host
-# name of at most 253 characters, a colon and a port.
+# A claim has a fixed length: rank, generation and address of a process. The address is
+# at most 259 bytes: a host name of at most 253 characters, a colon and a port.
 CLAIM = struct.Struct("!II260s")
 ASKS, APPLIES = 0xFFFFFFFE, 0xFFFFFFFF
-# Time limit of an attempt to reach a worker, or of a probe of its port.
+# Longest wait for one worker, in an attempt to reach it or in a probe of its port: a
+# host that is off must not delay a process that asks many workers.
 PROBE_SECONDS = 1.0
-# Largest number of workers that a process asks at once whether the job is running.
+# A process asks at most this number of workers at once whether the job is running,
+# which limits its threads, and the load on the workers of a large job.
 _MAX_ASKED = 32
 _T = TypeVar("_T")
 
@@ -116,14 +118,16 @@ class Admission:
             try:
                 if not is_own_user(sock):
                     raise UnauthenticatedPeer("it belongs to another user")
-                # The worker has answered, so that no other address is tried if it
-                # refuses this process: one that never answers takes all the time.
+                # If the worker refuses this process, no other address is tried: all
+                # belong to the same worker, and one that never answers would take all
+                # the time.
                 return connection(sock, keys)
             except (UnauthenticatedPeer, ConnectionFailed):
                 sock.close()
                 raise
-        # The error of an address that refuses connections is raised only if all
-        # addresses do: a refusal says no more than that no process listens there.
+        # A refused connection says no more than that no process listens at that
+        # address. So its error is raised only if no address has failed for another
+        # reason.
         failures.sort(key=lambda e: isinstance(e.__cause__, ConnectionRefusedError))
         raise failures[0] if failures else ConnectionFailed("its name has no address")
 
@@ -239,9 +243,9 @@ def _states(cluster: Cluster, workers: Sequence[str], kind: int) -> list[JobStat
         except (ConnectionFailed, UnauthenticatedPeer, TypeError):
             return None
 
-    # Each call draws the workers to ask, which distributes the load: many processes may
-    # start at once, and each asks once a second. The module `random` is not used for
-    # it, since the user may have seeded it, and initial weights depend on its state.
+    # Each call draws the workers to ask, since many processes may start at once and ask
+    # every second. The module `random` is not used: the user may have seeded it, and
+    # initial weights depend on its state.
     asked = random.SystemRandom().sample(workers, min(len(workers), _MAX_ASKED))
     with ThreadPoolExecutor(len(asked) or 1) as pool:
         return [state for state in pool.map(ask, asked) if state is not None]

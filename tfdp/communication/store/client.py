@@ -19,15 +19,15 @@ from tfdp.communication.store.contents import Contents
 from tfdp.communication.store.hosts import HostConnection, Hosts, Refused
 from tfdp.ground.base.threads import start_thread
 
-# Longest wait in seconds for the host's answer to a request that the host answers at
-# once, such as the withdrawal from an all-gather.
+# The host answers some requests at once, such as the withdrawal from an all-gather. It
+# hangs if such an answer takes longer than this, in seconds.
 _ANSWER_SECONDS = 2.0
-# After the loss of the host, in seconds: longest wait until the standby hosts the
-# store, pause between two attempts to connect to the standby, and time limit of the
-# standby's attempt to reach the old host, which may still run.
+# Seconds after the loss of the host: a member tries this long to connect to the
+# standby, with this pause between two attempts. The last limits the standby's own
+# attempt to reach the old host, which may still run.
 _FOLLOW_SECONDS, _RETRY_SECONDS, _PROBE_SECONDS = 3.0, 0.02, 1.0
-# Longest wait for the end of the connection to a lost host. A connection to a host that
-# hangs or is off does not end by itself.
+# Longest wait for the end of the connection to a lost host: if the host hangs or is
+# off, the connection does not end by itself.
 _END_SECONDS = 1.0
 # Longest random delay before a member without open requests follows the standby, so
 # that not all members connect at once.
@@ -61,7 +61,8 @@ class Store:
         is_ending: Bool, whether this process leaves the job, and so follows no host.
     """
 
-    # Ids of requests, never repeated in this process, even by a later store.
+    # Ids of requests are never repeated in this process, even by a later store, since a
+    # host recognizes a request that is sent again by its id.
     _numbers = itertools.count(1)
 
     def __init__(self, rank: int, host: int, hosts: Hosts) -> None:
@@ -76,16 +77,18 @@ class Store:
         # Future that `wake` completes, so that calls that wait for texts of other
         # workers return.
         self.alarm: concurrent.futures.Future[None] = concurrent.futures.Future()
-        # Why the store is lost, or `None` while it is not.
+        # Reason that calls raise once the store is lost, or `None` before.
         self._reason: str | None = None
-        # Copy of the store's contents, if this worker is the standby; and rank of the
-        # standby, if there is one.
+        # The standby keeps a copy of the store's contents, to host the store if the
+        # host ends. `_copy` is set only on the standby; `_standby` is its rank, if
+        # there is one.
         self._copy: Contents | None = None
         self._standby: int | None = None
         # Event that ends the random delay before this worker follows the standby: it is
         # set if a call waits for the next host, or this worker is the standby.
         self._hurry = threading.Event()
-        # Event that is set while this process has no connection to a host.
+        # Event that is set while this process has no connection to a host. `give_up`
+        # waits for it, since the store is not lost if all workers follow the standby.
         self._has_ended = threading.Event()
         self.connection: HostConnection | None = hosts.connect(host)
         self._begin_reading(self.connection)
@@ -235,8 +238,8 @@ class Store:
             reason: String, why the store cannot be used any more.
         """
         self.fail(reason)
-        # Shutting down the socket also ends a call that is blocked while it sends to a
-        # suspended host.
+        # A call may be blocked while it sends to a suspended host. Shutting down the
+        # socket ends that call, too.
         connection = self.connection
         if connection is not None:
             with contextlib.suppress(OSError):

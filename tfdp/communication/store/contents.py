@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-# Change of the contents, a dict that JSON supports. Each field may be missing:
+# Change of the contents, which the host sends to the standby: a dict that JSON
+# supports. Each field may be missing:
 #     values: dict from a key to its new text, or to `None` if it is deleted
 #     lost: list of the ranks whose connection has ended
 #     answer: dict, the answer of the requests that the change completes
@@ -40,8 +41,8 @@ class Contents:
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
         self.lost: set[int] = set()
-        # Answers by the rank of a member and the id of its request. A request that is
-        # sent again receives the same answer.
+        # Answers by the rank of a member and the id of its request, so that a request
+        # that is sent again receives the same answer and has no second effect.
         self._answers: dict[int, dict[int, dict[str, Any]]] = {}
 
     def apply(self, change: Change) -> None:

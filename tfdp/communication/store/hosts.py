@@ -10,7 +10,8 @@ from tfdp.communication.connection.handshake import Authenticated, ConnectionFai
 from tfdp.communication.connection.messages import MessageConnection
 from tfdp.communication.store.contents import Contents
 
-# Time limit of one attempt to connect to the store's host.
+# Time limit of one attempt to connect to the store's host, so that a worker that waits
+# for a host can warn of it between two attempts.
 ATTEMPT_SECONDS = 5.0
 
 

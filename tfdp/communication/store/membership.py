@@ -48,18 +48,20 @@ from tfdp.ground.forks import Owner
 
 _logger = logging.getLogger("tfdp.store")
 
-# Rank of the worker that hosts the store at first.
+# All workers must know the host of the store before they can exchange anything, so it
+# is worker 0 at first.
 HOST = 0
 _WARN_AFTER_SECONDS = 10.0
-# In seconds: pause between two attempts to connect, and interval at which a worker that
-# waits for the others asks the host which of them are missing.
+# Seconds. A failed attempt to connect is repeated after the first pause. A worker that
+# waits for others asks the host at the second interval which are missing, to warn of
+# them.
 _RETRY_SECONDS, _WAIT_SECONDS = 0.1, 1.0
-# Seconds without a process at a missing worker's port after which the worker is lost.
-# The limit applies to later clusters of a job, whose ports are closed for a moment
-# after the previous cluster.
+# In a later cluster of a job, a missing worker is lost if no process has listened on
+# its port for this number of seconds. Ports are closed for a moment after the previous
+# cluster.
 _LOST_SECONDS = 5.0
-# Seconds for which an application to join is valid. An applicant repeats its
-# application more often.
+# An applicant repeats its application to join more often than this, in seconds. So an
+# older application is not valid: its process has ended or given up.
 _APPLICATION_SECONDS = 3.0
 _BACKLOG = 512
 
@@ -110,11 +112,11 @@ class Membership:
         self._may_run_already, self._asked_at = False, 0.0
         self.is_replaced = False
         self._is_running = False
-        # Time of the last application of each process that applies to join, by its
-        # address.
+        # Applications to join are valid for a few seconds, so the time of the last one
+        # of each process is kept by the address of the process.
         self._applications: dict[str, float] = {}
-        # For each missing worker, by its rank: the time since which no process has
-        # listened on its port.
+        # A missing worker is lost only some time after its port has closed. So this is
+        # kept by rank: the time since which no process has listened on the port.
         self._closed_since: dict[int, float] = {}
         self.server: Server | None = None
         if cluster.rank == HOST:
@@ -254,8 +256,8 @@ class Membership:
             ValueError: If workers run different versions of tfdp.
             HostLost: If the host ends during the wait; it may start again.
         """
-        # In a later cluster of the job, workers may be lost during the wait, and are
-        # then not waited for.
+        # Workers may be lost during this wait in a later cluster of the job, so the
+        # all-gather then waits only for workers that are not lost.
         is_of_living = self.generation > 0
         gathering = self.store.gather("join", own_version(), is_of_living=is_of_living)
         while (versions := gathering.texts(_WAIT_SECONDS)) is None:
@@ -266,8 +268,9 @@ class Membership:
             try:
                 self._report_missing(missing, "", begin, timeout_seconds)
             except JobAlreadyRunning:
-                # The job that runs already may be this worker's own, whose last missing
-                # worker has joined meanwhile: then all workers' texts have arrived.
+                # The job that runs may be this worker's own, whose last missing worker
+                # has just joined. Then all workers' texts have arrived, and the wait is
+                # over.
                 if (versions := gathering.texts(_WAIT_SECONDS)) is None:
                     raise
                 break
@@ -362,7 +365,8 @@ class Membership:
                 topic="missing workers",
             )
 
-    # Methods of the interface `Hosts`, which the store uses.
+    # `Store` cannot import this class, which imports `Store`. So it calls the next
+    # three methods through the interface `Hosts`.
 
     def connect(self, rank: int, seconds: float = ATTEMPT_SECONDS) -> HostConnection:
         """Connect once to a worker that hosts the store, or soon will.
@@ -419,8 +423,8 @@ class Membership:
         process that asks for the job's state, or applies to join, receives that state.
         Any other connection is closed.
         """
-        # Without a secret, the user of a Unix socket's other end proves that a worker
-        # may join.
+        # Workers of one machine without a secret are admitted by the user of their Unix
+        # socket, which the acceptor has checked, so connections over TCP are closed.
         is_proved = not self._is_local or sock.family == socket.AF_UNIX
         rank, generation, text = CLAIM.unpack(authenticated.claim)
         if not is_proved:

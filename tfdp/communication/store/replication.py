@@ -14,8 +14,8 @@ from typing import Protocol
 from tfdp.communication.connection.messages import encode
 from tfdp.communication.store.contents import Change, Contents
 
-# Seconds without an acknowledgement from the standby after which another member becomes
-# the standby.
+# Answers wait for the standby's acknowledgements. If the standby sends none for this
+# number of seconds, another member becomes the standby.
 _SLOW_SECONDS = 2.0
 
 
@@ -51,9 +51,10 @@ class Replication:
     ) -> None:
         self.standby: Receiver | None = None
         self._host, self._contents, self._members = host, contents, members
-        # Numbers of changes: of the last one sent, of the last one before the copy, of
-        # the one that makes the copy complete, and of the last one that the standby has
-        # acknowledged since the copy is complete.
+        # Changes are numbered, so that the standby can acknowledge them. The numbers
+        # are those of the last change sent, of the last one before the copy, of the one
+        # that completes the copy, and of the last one acknowledged since the copy is
+        # complete.
         self._sent = self._begun = self._complete = self._acknowledged = 0
         self._waits_since = 0.0
         # Answers that wait for the standby's acknowledgement, each with the number of
@@ -127,9 +128,10 @@ class Replication:
         """
         if self._acknowledged in (0, self._sent):
             return self._acknowledged > 0
-        # An answer to the standby itself follows the changes on the same connection. An
-        # answer to the host's own worker can be sent once the operating system has all
-        # bytes for the standby: it delivers them even if the host's process ends.
+        # The standby receives an answer to itself after the changes, on the same
+        # connection. An answer to the host's own worker can be sent once the operating
+        # system has all bytes for the standby, since it delivers them even if the
+        # host's process ends.
         is_host = member.rank == self._host
         return member is standby or (is_host and not standby.has_output)
 

@@ -31,18 +31,20 @@ _BEAT_SECONDS, _MAX_BEATS_PER_SECOND = 1.0, 48
 # Number of intervals without a heartbeat after which a summary lists the age of a
 # worker's last one. Below it, a heartbeat may only be on its way.
 _SILENT_BEATS = 1.5
-# Time for which a summary of heartbeats is sent again, per worker of the job, since
-# creating one takes time for each worker.
+# Creating a summary of heartbeats takes time for each worker of the job, so a summary
+# is sent again for this time per worker.
 _SUMMARY_SECONDS = 0.001
-# In seconds, at the end of the store: longest wait until the members have received the
-# last answers, longest wait before that until the standby has all changes, and pause
-# between two checks.
+# Limits in seconds at the end of the store, which a hanging member must not delay:
+# until members have received the last answers, and before that until the standby has
+# all changes. The third is the pause between two checks.
 _DRAIN_SECONDS, _SETTLE_SECONDS, _POLL_SECONDS = 5.0, 2.0, 0.01
-# Errors of a message that does not follow the protocol.
+# Errors that are raised for a message that does not follow the protocol. They end only
+# the connection of its sender, not the server.
 _MALFORMED = ValueError, KeyError, TypeError, OverflowError, RecursionError
 
 # Request of a member, as `Change` contains it: rank of the member, id of the request,
-# and smallest id of a request for whose answer the member waits.
+# and smallest id of a request that the member waits for, below which answers are
+# dropped.
 Request: TypeAlias = tuple[int, int, int]
 
 
@@ -127,8 +129,8 @@ class Server:
         self._replication = Replication(rank, self._contents, self._members)
         self._has_started = contents is not None
         self._is_closed = False
-        # For each key without a text: the members that wait for it, and the ids of
-        # their requests.
+        # Requests for keys without a text, which are answered when the text is set: the
+        # members that wait and the ids of their requests, by key.
         self._readers: dict[str, list[tuple[_Member, int]]] = {}
         self._gathers: dict[str, _Gather] = {}
         # A worker that was a member of the earlier host, but does not connect to this
@@ -136,8 +138,9 @@ class Server:
         first = _Beat("", False, time.monotonic())
         ranks = range(num_workers) if contents else ()
         self._beats = dict.fromkeys(set(ranks) - self._contents.lost, first)
-        # Last summaries, by whether they have the heartbeats of all workers. Each comes
-        # with the time until which it is sent again.
+        # Summaries are cached, since creating one takes time for each worker: by
+        # whether they have the heartbeats of all workers, each with the time until
+        # which it is sent again.
         self._summaries: dict[bool, tuple[float, dict[str, Any]]] = {}
 
     def add(
@@ -232,8 +235,8 @@ class Server:
         self._commit({"lost": [rank]})
         self._replication.remove(member)
         if not self._has_started:
-            # Before all workers have joined, a lost worker may start again. It then
-            # sends its text again.
+            # Before all workers have joined, a lost worker may start again, and then
+            # sends its text again. So its earlier text is removed.
             for gather in self._gathers.values():
                 gather.texts.pop(rank, None)
                 gather.requests.pop(rank, None)
@@ -429,8 +432,8 @@ class Server:
         self._commit({"lost": ranks})
         for rank in ranks:
             if rank in self._members:
-                # Shutting down the socket ends the member's side of the connection,
-                # too, and then `_remove` is called.
+                # Shutting down the socket ends the connection for the member, too. This
+                # thread then reads the end, and calls `_remove`.
                 with contextlib.suppress(OSError):  # the connection has ended already
                     self._members[rank].sock.shutdown(socket.SHUT_RDWR)
         for key in list(self._gathers):
