@@ -29,15 +29,18 @@ from tfdp.ground.forks import close_in_forks
 
 _logger = logging.getLogger("tfdp.connection")
 
-# Time limit of a whole handshake, after which the connection is closed.
+# Time limit of a whole handshake. The number of connections that are not authenticated
+# is limited, so a silent peer must not keep one for longer.
 _PROOF_SECONDS = 5.0
 _MAX_UNAUTHENTICATED = 256
-# Number of refused connections that are all logged; of later ones, only the 16th, the
-# 32nd, the 64th and so on are logged.
+# The first refused connections are all logged. Of later ones, only the 16th, the 32nd,
+# the 64th and so on are, so that a flood of them does not fill the log.
 _FULL_LOG = 10
-# Interval of the calls of an acceptor's `tick`.
+# Without events on its sockets, the acceptor's thread wakes at this interval to call
+# `tick`, which checks time limits.
 _TICK_SECONDS = 0.05
-# Pause after an `accept` that has failed, such as for the lack of a file descriptor.
+# Pause after an `accept` that has failed, such as for the lack of a file descriptor:
+# the listening socket stays readable, so that the thread would keep a core busy.
 _RETRY_SECONDS = 0.01
 _CREDENTIALS = struct.Struct("3i")  # `struct ucred` of Linux: process, user, group
 
@@ -222,7 +225,8 @@ class Acceptor:
     def _handle_events(self) -> None:
         """Wait for the next events, and handle them."""
         for key, _ in self._selector.select(self._seconds_to_wait()):
-            # Another event of the same wait may have closed this connection.
+            # Another event of the same wait may have closed this connection, whose
+            # descriptor is then -1.
             if key.fileobj.fileno() >= 0:  # type: ignore[union-attr]
                 key.data()
         while self._new:
@@ -249,7 +253,9 @@ class Acceptor:
         except OSError as error:
             if (lack := lack_of_files(error)) is not None:
                 self._lacks_files(lack)
-            # `accept` failed: the peer has left, or no file descriptor is free yet.
+            # The peer has left, or no file descriptor is free. In the second case the
+            # socket stays readable, and without a pause this thread would keep a core
+            # busy.
             time.sleep(_RETRY_SECONDS)
             return
         sock = close_in_forks(sock)

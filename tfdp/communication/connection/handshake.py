@@ -28,8 +28,9 @@ _HEAD_BYTES = 32
 _NONCE_BYTES = _PROOF_BYTES = 32
 GREETING_BYTES = _HEAD_BYTES + _NONCE_BYTES
 
-# Flag of `send`: if the connection has ended, `send` only raises an error, and the
-# process receives no signal. Systems without the flag never send Python this signal.
+# Flag of `send` on a connection that may have ended: `send` then only raises an error,
+# and the process receives no SIGPIPE. Systems without the flag never send Python this
+# signal.
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
@@ -86,7 +87,9 @@ class Authenticated:
     incoming: bytes = dataclasses.field(repr=False)
 
 
-# One end of a handshake as a generator, see the docstring of this module.
+# An end of a handshake is a generator without input or output, so that both a blocking
+# socket and the acceptor's thread can run it. It yields bytes to send, or the largest
+# number of bytes to receive next.
 Steps: TypeAlias = Generator[bytes | int, bytes | None, Authenticated]
 
 
@@ -200,7 +203,8 @@ def authenticate(
 
 def reason_of(error: OSError) -> str:
     """Return the reason of a connection's failure: `"Connection refused"`."""
-    # A timeout that Python raises has no error number, unlike one of the system.
+    # A timeout that Python raises has no error number, unlike one of the system, and so
+    # no `strerror`.
     if isinstance(error, TimeoutError) and not error.errno:
         return "no answer"
     return error.strerror or str(error)

@@ -22,11 +22,12 @@ from tfdp.communication.connection.handshake import (
     ConnectionFailed,
 )
 
-# Format of the head of a message: length and HMAC of its text.
+# Head of a message: the length of its text, so that the receiver finds the end, and the
+# HMAC of its number and text.
 _HEAD = struct.Struct("!I32s")
 _NUMBER = struct.Struct("!Q")
-# Largest size in bytes of a text, which may contain all texts of an all-gather, and of
-# the fields that the store adds to a text.
+# Limits in bytes, by which a damaged length cannot exhaust memory: of a text, which may
+# contain all texts of an all-gather, and of the fields that the store adds to it.
 MAX_BYTES, _MAX_ADDED_BYTES = 1 << 26, 1 << 20
 _RECEIVE_BYTES = 1 << 16
 # A shared encoder: `json.dumps` would create one for each message, which takes as long
@@ -122,7 +123,7 @@ class MessageConnection:
     ) -> None:
         self.sock, self.fileno = sock, sock.fileno
         if sock.family != socket.AF_UNIX:
-            with contextlib.suppress(OSError):  # the connection may have ended
+            with contextlib.suppress(OSError):  # the connection may have ended already
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._most_bytes = most_bytes
         self._outgoing, self._incoming = (

@@ -8,13 +8,16 @@ import secrets
 import stat
 from collections.abc import Mapping
 
-# Environment variable that names the file of the secret.
+# Environment variable that names the file of the secret, and does not contain the
+# secret itself, since programs may print their environment.
 VARIABLE = "TFDP_JOB_SECRET_FILE"
-# File of the secret in the shell line that users paste on the other nodes.
+# Users paste a shell line on the other nodes, which stores the secret in this file. A
+# home folder exists on every node.
 _FILE_ON_OTHERS = "~/.tfdp-job-secret"
-# Random bytes of a generated secret.
+# Random bytes of a generated secret: 128 bits cannot be guessed, even offline.
 _BYTES = 16
-# Shortest accepted secret: an eavesdropper can guess a shorter one offline.
+# Shortest accepted secret in characters: an eavesdropper can guess a shorter one
+# offline.
 _MIN_CHARACTERS = 16
 # Largest accepted file of a secret in bytes, which bounds the read of a wrong file.
 _MAX_BYTES = 4096
