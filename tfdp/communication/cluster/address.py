@@ -82,7 +82,8 @@ def canonical_host(host: str) -> str:
     address = ip_address(host)
     if address is None:
         return "localhost" if host in _LOCAL_NAMES else host
-    # A connection to the unspecified address (0.0.0.0 or ::) reaches this machine.
+    # The unspecified addresses, 0.0.0.0 and ::, count as local, since a connection to
+    # one of them reaches this machine.
     is_local = address.is_loopback or address.is_unspecified
     return "localhost" if is_local else str(address)
 

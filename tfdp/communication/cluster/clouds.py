@@ -10,11 +10,14 @@ from typing import Any
 from tfdp.communication.cluster import tf_config
 from tfdp.communication.cluster.tf_config import describe, shorten
 
-# Port of each worker: the hosts of a job run nothing else, and no port is blocked.
+# Port of each worker. A fixed one is free, since the hosts of a cloud job run nothing
+# else, and no port between them is blocked.
 PORT = 2222
-# SageMaker writes this file with or without Amazon's training toolkit.
+# SageMaker writes this file even without Amazon's training toolkit, which sets
+# `SM_HOSTS`, so jobs without the toolkit are found by it.
 RESOURCES = Path("/opt/ml/input/config/resourceconfig.json")
-# Job names of `TF_CONFIG` by Vertex AI's names of pools.
+# Vertex AI numbers the pools of a job. Each number has a fixed role, for which
+# `TF_CONFIG` has a job name.
 _JOBS = {
     "workerpool0": "chief",
     "workerpool1": "worker",
@@ -66,7 +69,7 @@ def read_sagemaker(environ: Mapping[str, str]) -> dict[str, Any] | None:
         )
     if len(hosts) == 1:
         return None
-    hosts = sorted(hosts)  # all hosts need the same order
+    hosts = sorted(hosts)  # ranks follow this order, which must be equal on all hosts
     workers = [f"{host}:{PORT}" for host in hosts]
     return {"workers": workers, "task_index": hosts.index(own)}
 
@@ -90,7 +93,8 @@ def read_vertex(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """
     text = environ.get("CLUSTER_SPEC", "")
     if "workerpool" not in text:
-        # Programs other than Vertex AI may set a variable `CLUSTER_SPEC`, too.
+        # Other programs than Vertex AI may set a variable `CLUSTER_SPEC`, too, but one
+        # without pools.
         return None
     spec = _parse(text, "CLUSTER_SPEC", "Vertex AI")
     try:
@@ -113,7 +117,8 @@ def _with_job_names(spec: Any) -> Any:
     cluster, task = spec.get("cluster"), spec.get("task")
     if isinstance(cluster, dict):
         # Vertex AI also lists pools that the job does not use, with an empty list of
-        # tasks. These pools are left out.
+        # tasks. They are left out, since even an empty pool of parameter servers would
+        # be refused.
         cluster = {_JOBS.get(n, n): pool for n, pool in cluster.items() if pool}
     if isinstance(task, dict):
         name = task.get("type")

@@ -19,15 +19,16 @@ from tfdp.ground._compat import runtime
 from tfdp.ground.onednn import VARIABLE, cpu_flags, is_left_off
 
 _NAME = "oneDNN"
-# A gradient that takes at least this many times as long as the forward pass is computed
-# by a slow kernel.
+# Good kernels compute a gradient in one to two times the time of the forward pass. From
+# this factor on, the user is warned of a slow kernel.
 _SLOW_FACTOR = 3.0
-# Batch rows and units of the dense layer that is measured. The measurement takes some
-# milliseconds if its kernel is slow.
+# Batch rows and units of the dense layer that is measured, few enough that the
+# measurement takes only some milliseconds, even with a slow kernel.
 _ROWS, _UNITS = 32, 1024
 _REPEATS = 5
-# Names of x86 processor flags in /proc/cpuinfo: vector widths, the widest first, and
-# instructions for low precision or matrices.
+# Names of x86 processor flags in /proc/cpuinfo, which decide what kernels can run:
+# vector widths, the widest first because only that is shown, and instructions for low
+# precision or matrices.
 _VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
 _EXTENSIONS = {"avx512_vnni": "VNNI", "avx_vnni": "VNNI", "avx512_bf16": "bfloat16"}
 _EXTENSIONS |= {"amx_tile": "AMX"}

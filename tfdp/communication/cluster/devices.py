@@ -12,10 +12,11 @@ from tfdp.ground._compat import runtime
 from tfdp.ground.arguments import is_integer
 from tfdp.ground.text import pluralize
 
-# Cores that a replica needs to speed up training, for the default number of replicas.
+# A replica on the CPU speeds up training only if it has at least this number of cores,
+# which limits the default number of replicas.
 _CORES_PER_REPLICA = 2
 # Limits of the default number of replicas. Two are used wherever there are two cores,
-# since one replica would be plain Keras. With more than eight each one has fewer rows,
+# since one replica would be plain Keras. With more than eight, each one has fewer rows,
 # but communicates as many bytes.
 _MIN_DEFAULT_REPLICAS, _MAX_DEFAULT_REPLICAS = 2, 8
 
@@ -134,7 +135,8 @@ def create_default_cpus(count: int | None) -> None:
         return
     set_logical_cpus(wanted)
     if not tf.config.threading.get_intra_op_parallelism_threads():
-        # The replicas run at the same time and divide the cores equally.
+        # The replicas run at the same time, so each of them gets an equal part of the
+        # cores.
         tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // wanted))
 
 

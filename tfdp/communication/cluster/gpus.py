@@ -8,7 +8,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-# A name of a GPU that CUDA accepts begins with an index or the prefix of a UUID.
+# CUDA accepts the name of a GPU only if it begins with an index or the prefix of a
+# UUID. Any other name hides the GPUs that follow it.
 _GPU_NAME = re.compile(r"\d|GPU-|MIG-")
 
 

@@ -55,8 +55,8 @@ def needed_files(num_workers: int, *, one_host: bool, connects: bool) -> int:
         needed += _SERVER_FILES + num_workers
     else:
         connections = (_NUM_LANES + 1) * (num_workers - 1)
-        # A lane has a descriptor of each member's shared memory until it maps the
-        # memory.
+        # A lane opens a descriptor of each member's shared memory, and closes it only
+        # after it has mapped the memory.
         memory = (_NUM_LANES + 2) * num_workers if one_host else 0
         needed += _MESH_FILES + connections + memory
     return needed
@@ -101,7 +101,7 @@ def needed_threads(*, connects: bool) -> int:
 def limit_of_threads() -> int | None:
     """Return this user's limit of threads and processes, `None` if unlimited."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    # Linux does not apply RLIMIT_NPROC to root.
+    # Linux does not apply RLIMIT_NPROC to root, which therefore has no limit.
     return None if limit == resource.RLIM_INFINITY or not os.geteuid() else limit
 
 
@@ -115,7 +115,7 @@ def _check_threads(*, connects: bool) -> None:
     limit, needed = limit_of_threads(), needed_threads(connects=connects)
     if limit is None:
         return
-    # The import is here, since benchmarks import this package without psutil.
+    # The import is here, since benchmarks import this module without psutil.
     import psutil
 
     used = sum(

@@ -24,9 +24,11 @@ from tfdp.communication.cluster.own_addresses import (
 from tfdp.communication.cluster.ports import reserved_ports
 from tfdp.communication.cluster.spec import Cluster
 
-# Host name of all workers if they are on one machine, as in clusters of `tfdp run`.
+# Workers on one machine use this address, as in clusters of `tfdp run`, since no other
+# host can reach it.
 _LOCAL_HOST = "127.0.0.1"
-# Number of random bytes of the secret that processes on several hosts share.
+# Random bytes of the secret by which processes on several hosts recognize each other:
+# 128 bits cannot be guessed.
 _SECRET_BYTES = 16
 _agreed: list[Cluster] = []
 _lock = threading.Lock()
@@ -215,7 +217,7 @@ def _probe_other_hosts(
     found = reachable_addresses(
         {r: (p.addresses, p.port, p.token) for r, p in others.items()}
     )
-    return {str(r): addresses for r, addresses in found.items()}  # keys of JSON
+    return {str(r): addresses for r, addresses in found.items()}  # JSON keys are text
 
 
 def choose_hosts(

@@ -32,7 +32,8 @@ def kill_after_deadline(sentence: str, limit_seconds: float) -> Iterator[None]:
         sentence: String, printed before the process is killed.
         limit_seconds: Float, time until the process is killed.
     """
-    # Without site packages and user settings the interpreter starts fast.
+    # Without site packages and user settings (`-I -S`), the guard's interpreter starts
+    # fast.
     script = [sys.executable, "-I", "-S", __file__]
     limits = [str(os.getpid()), str(limit_seconds)]
     # The guard has its own session, because a launcher kills a rank's process group.
@@ -76,7 +77,8 @@ def unlink(paths: Iterable[str]) -> None:
 
 def main() -> None:
     """Run the guard: kill the parent process if MPI has not started at the deadline."""
-    # Ctrl-C is for the guarded process, which needs the guard if it cannot handle it.
+    # The guard ignores Ctrl-C: the guarded process may be blocked in native code and
+    # unable to handle it, and then still needs the guard.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process, limit, sentence = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
     memory: set[str] = set()

@@ -20,14 +20,15 @@ from tfdp.ground.text import list_ranks
 
 _WARN_AFTER_SECONDS = 10.0
 _EXCHANGE_TAG = 1
-# Longest pause between tests of requests in waits that are not time-critical.
+# Longest pause between two tests of requests in waits that are not time-critical, where
+# saving CPU time matters more.
 MAX_PAUSE_SECONDS = 0.01
 # Time at the start of a wait in which a loop polls without pauses, because waking from
 # a pause would take longer.
 _SPIN_SECONDS = 30e-6
 _SHORTEST_SECONDS = 20e-6
-# Ratio of the time waited so far to the next pause: to wake late by one pause then
-# lengthens the wait by only about an eighth.
+# A pause lasts the time waited so far, divided by this number: to wake late by one
+# pause then lengthens the wait by only about an eighth.
 _WAITED_PER_PAUSE = 8
 
 
@@ -87,7 +88,8 @@ class _Pending:
 
     def is_over(self) -> bool:
         """Test whether all requests have completed or been cancelled."""
-        # Every request is tested, since MPI frees a request when `Test` succeeds.
+        # Every request is tested, even after a pending one, since MPI frees a request
+        # only when its `Test` succeeds.
         done = [request.Test() for request in (*self.sends, *self.receives)]
         return all(done)
 
@@ -122,11 +124,11 @@ class MpiJob:
 
     def __post_init__(self) -> None:
         self._communicators: set[Any] = set()
-        # Guards the requests: two threads must never test one, whatever level of
-        # threads MPI allows.
+        # Two threads must never test the same request, whatever level of threads MPI
+        # allows, so this lock guards the kept requests.
         self._pending_lock = threading.Lock()
-        # Requests whose caller has stopped waiting. MPI still uses their buffers, so
-        # that they are kept until they are done.
+        # MPI uses the buffers of a request until it is complete, so requests whose
+        # caller has stopped waiting are kept until then.
         self._pending: list[_Pending] = []
         self._unused_comms: list[Any] = []
 

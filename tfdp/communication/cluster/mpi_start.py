@@ -21,10 +21,11 @@ from tfdp.communication.cluster.mpi_guard import (
 from tfdp.communication.cluster.mpi_job import MAX_PAUSE_SECONDS, Backoff, MpiJob
 from tfdp.ground.forks import at_exit
 
-# Longest time of MPI_Init if the user sets no limit.
+# Longest time of MPI_Init if the user sets no limit. MPI itself has none: it would wait
+# indefinitely for a process that never starts.
 _DEFAULT_START_SECONDS = 300.0
-# Tag of the first exchange, on MPI_COMM_WORLD: an arbitrary number that hardly any user
-# code has for its messages.
+# Tag of the first exchange, on MPI_COMM_WORLD, on which user code may send messages,
+# too: an arbitrary number that hardly any program uses.
 _WORLD_TAG = 20011
 # Time limit of completing the remaining requests when all processes end: a message that
 # has not arrived by then never arrives.
@@ -82,8 +83,8 @@ def _start(timeout_seconds: float | None) -> MpiJob:
     try:
         found = job.exchange({"program": _program()}, timeout_seconds, tag=_WORLD_TAG)
     finally:
-        # The name of MPICH's shared memory is not needed any more: all ranks of the
-        # host have mapped its file.
+        # All ranks of the host have mapped MPICH's shared memory file. So its name is
+        # removed now: a job that fails would leave the file behind.
         unlink(shared_memory_of(os.getpid()))
     _check_programs([each["program"] for each in found])
     # `Dup` is collective, and returns soon since all ranks have joined the exchange.
@@ -146,7 +147,7 @@ def _check_library(launched: LaunchedRank | None, vendor: str, library: str) -> 
         return
     is_open = vendor == "Open MPI"
     if launched.launcher == "MPI" and not is_open:
-        # A library built for PMIx can be started by any launcher with PMIx.
+        # Open MPI's launcher can also start another library, if that is built for PMIx.
         if "pmix" not in _configuration():
             raise ValueError(_another_mpi(launched, library, "Open MPI's"))
     elif launched.launcher == "MPICH" and is_open and "PMIX_RANK" not in os.environ:
@@ -261,8 +262,8 @@ def _end(job: MpiJob) -> None:
     if job.mpi.Is_finalized():
         return
     job.close_communicators("the process has ended")
-    # `sys.last_value` is set after an uncaught exception: other ranks may then wait for
-    # this one in a collective.
+    # `sys.last_value` is set after an uncaught exception. Other ranks may then wait for
+    # this one in a collective, so MPI cannot be finalized.
     has_failed = getattr(sys, "last_value", None) is not None
     is_ours = importlib.import_module("mpi4py").rc.finalize is False
     if job.is_complete and not has_failed and _wait_until_finalizable(job):

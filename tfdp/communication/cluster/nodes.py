@@ -9,7 +9,8 @@ from tfdp.communication.cluster.own_addresses import addresses_of, call_concurre
 from tfdp.ground.plans.topology import Topology, join_overlapping
 from tfdp.ground.text import pluralize
 
-# Time limit of all look-ups of host names together, which run concurrently.
+# Time limit of all look-ups of host names together, which run concurrently: the
+# resolver may wait much longer for a name server that does not answer.
 _RESOLVE_SECONDS = 2.0
 
 

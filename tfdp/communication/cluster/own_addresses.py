@@ -116,8 +116,9 @@ def is_own(address: str) -> bool:
     Returns:
         Bool.
     """
-    # An unspecified address, such as 0.0.0.0, belongs to no single host: a socket can
-    # be bound to it on every host, so the test below would succeed.
+    # An unspecified address, such as 0.0.0.0, belongs to no single host. Every host can
+    # bind a socket to it, so a successful bind would not show that it belongs to this
+    # one.
     if parse_address(address).is_unspecified:
         return False
     try:

@@ -243,10 +243,11 @@ def reserved_ports(count: int) -> Iterator[tuple[list[int], list[socket.socket]]
     candidates = range(_LOWEST_PORT, _first_ephemeral_port())
     ports: list[int] = []
     sockets: list[socket.socket] = []
-    # Every socket stays bound until all are chosen, so that the ports are distinct.
+    # Every socket stays bound until all ports are chosen, so that the ports are
+    # distinct.
     with contextlib.ExitStack() as stack:
-        # A separate generator, since a seed that the script sets would give all
-        # processes the same ports.
+        # This generator of random numbers is a separate one, since a seed that the
+        # script sets would give all processes the same ports.
         for port in random.Random().sample(candidates, len(candidates)):
             if len(ports) == count:
                 break
@@ -272,6 +273,6 @@ def _first_ephemeral_port() -> int:
         first = int(pathlib.Path(_PORT_RANGE_FILE).read_text("ascii").split()[0])
     except (OSError, ValueError):
         first = 32768
-    # A machine may pick source ports from nearly all ports. The range below them is too
-    # small then, and Linux's default is used.
+    # A machine may pick source ports from nearly all ports, which leaves too few below
+    # that range. Linux's default range is assumed then.
     return first if first >= _LOWEST_PORT + 2000 else 32768

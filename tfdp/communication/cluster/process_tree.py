@@ -24,8 +24,8 @@ from collections.abc import Collection
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36  # constant of <linux/prctl.h>
-# Time after which kills are not repeated any more: a process in an uninterruptible
-# system call does not die.
+# Time in seconds after which kills are not repeated any more, since a process in an
+# uninterruptible system call does not die.
 _KILL_SECONDS = 5.0
 
 
@@ -46,7 +46,7 @@ def children() -> set[int]:
     pid = os.getpid()
     with contextlib.suppress(OSError):
         # This file is read in a hundredth of the time that listing all processes takes,
-        # so children that live only for milliseconds are found, too.
+        # so that children are found even if they live only for milliseconds.
         text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii")
         return {int(word) for word in text.split()}
     return {child.pid for child in psutil.Process().children()}
@@ -147,7 +147,7 @@ def _tf_config_of(process: psutil.Process) -> str:
     try:
         return process.environ().get("TF_CONFIG", "")
     except (psutil.Error, OSError):
-        return ""  # a process of another user
+        return ""  # only its own user can read the environment of a process
 
 
 def kill_processes(sessions: Collection[int], job: str = "") -> None:
@@ -179,7 +179,7 @@ def main() -> None:
     sessions = [int(line) for line in sys.stdin]
     kill_processes(sessions, job)
     # The kill is repeated after a pause: a worker that the launcher was starting when
-    # it died may not have been found before.
+    # it died may not have been found the first time.
     time.sleep(0.3)
     kill_processes(sessions, job)
 

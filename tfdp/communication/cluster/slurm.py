@@ -9,8 +9,9 @@ from typing import Any
 
 from tfdp.ground.text import pluralize
 
-# Slurm assigns hosts but no ports. This range is below the one from which Linux takes
-# the source ports of outgoing connections (32768 and up).
+# Slurm assigns hosts but no ports, so tfdp chooses them from this range. It is below
+# the one from which Linux takes the source ports of outgoing connections (32768 and
+# up).
 _FIRST_PORT = 10000
 _NUM_PORTS = 20000
 
@@ -108,7 +109,8 @@ def _base_port(environ: Mapping[str, str], tasks_per_node: int) -> int:
             "The ids of the Slurm job and step must be numbers; set TF_CONFIG "
             f"instead. Received: SLURM_JOB_ID={job!r}, SLURM_STEP_ID={step!r}"
         )
-    # Jobs with consecutive ids, which may share a node, get different blocks.
+    # Jobs with consecutive ids may share a node, so they get different blocks of ports.
+    # The factor leaves room for the blocks of a job's steps.
     num_blocks = max(1, _NUM_PORTS // tasks_per_node)
     block = (37 * int(job) + int(step)) % num_blocks
     return _FIRST_PORT + block * tasks_per_node
@@ -150,7 +152,7 @@ def expand_nodelist(text: str) -> list[str]:
     # ClusterShell's NodeSet sorts hosts and drops repeats, and python-hostlist is under
     # the GPL.
     hosts: list[str] = []
-    # A comma inside brackets does not separate hosts.
+    # A comma inside brackets, as in `n[1,3]`, does not separate hosts.
     for item in re.split(r",(?![^\[]*\])", text):
         if not re.fullmatch(r"(?:[^\[\],\s]+|\[[0-9,-]+\])+", item):
             raise ValueError(_not_a_list("SLURM_STEP_NODELIST", text))

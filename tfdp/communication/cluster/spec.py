@@ -12,7 +12,8 @@ from tfdp.communication.cluster import clouds, slurm, tf_config
 from tfdp.communication.cluster.address import canonical_address, split_address
 from tfdp.ground.text import pluralize
 
-# Readers of the cluster from environment variables, in order of precedence.
+# Readers of the cluster from environment variables. The first one that finds a cluster
+# decides, and `TF_CONFIG` comes first, since users set it themselves.
 SOURCES: dict[str, Callable[[Mapping[str, str]], dict[str, Any] | None]] = {
     "TF_CONFIG": lambda environ: tf_config.parse(environ.get("TF_CONFIG", "")),
     "Slurm": slurm.read,
@@ -244,7 +245,8 @@ def _check_index(cluster: Cluster) -> None:
     num_tasks = {
         "chief": min(num_chiefs, cluster.num_workers),
         "worker": cluster.num_workers - num_chiefs,
-        # As in TensorFlow, an evaluator need not be listed in the cluster.
+        # As in TensorFlow, an evaluator need not be listed in the cluster, and is then
+        # the only one.
         "evaluator": max(1, len(cluster.evaluators)),
     }[job]
     if not 0 <= index < num_tasks:
