@@ -160,7 +160,7 @@ def _configuration() -> str:
 
 
 def _check_size(launched: LaunchedRank | None, size: int, library: str) -> None:
-    """Raise unless MPI has as many processes as the launcher has started.
+    """Raise `ValueError` unless MPI has as many processes as the launcher started.
 
     Args:
         launched: `LaunchedRank` of this process, or `None`.

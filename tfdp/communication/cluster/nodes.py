@@ -127,7 +127,7 @@ def _resolve_all(
 
 
 def _address(text: str) -> str | None:
-    """Normalize an IP address, `"loopback"` for all of these; `None` for a name."""
+    """Normalize an IP address, a loopback one to `"loopback"`; `None` for a name."""
     address = ip_address(text)
     if address is None:
         return None

@@ -135,7 +135,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def socket_address(address: str, port: int) -> tuple:
-    """Return the argument of `socket.bind` and `connect`, with a link-local scope.
+    """Return the tuple that `socket.bind` and `connect` take, with a link-local scope.
 
     Args:
         address: String, an IPv4 or IPv6 address.

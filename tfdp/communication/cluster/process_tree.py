@@ -53,7 +53,7 @@ def children() -> set[int]:
 
 
 def reap_children(others: Collection[int]) -> None:
-    """Reap the children that have ended, except some.
+    """Reap the children that have ended, except those in `others`.
 
     Args:
         others: Ids of children that are not reaped here, since other code reaps them.

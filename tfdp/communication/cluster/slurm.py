@@ -96,7 +96,7 @@ def _tasks_per_node(
 
 
 def _base_port(environ: Mapping[str, str], tasks_per_node: int) -> int:
-    """Return the first of a step's consecutive ports, by the ids of job and step.
+    """Return the first of a step's consecutive ports, from the ids of job and step.
 
     Args:
         environ: Mapping of environment variables.

@@ -77,7 +77,7 @@ class RecordedCollective(CollectiveIdentity):
 
 
 class _Entry:
-    """A collective that a worker has entered; a context for its run.
+    """Record of a collective that this worker has entered; context manager of its run.
 
     Args:
         identity: `CollectiveIdentity`.
@@ -96,7 +96,7 @@ class _Entry:
         self.is_open = True
 
     def __enter__(self) -> None:
-        """Do nothing: the collective is entered before it is in the ring."""
+        """Do nothing: the record begins when the object is created."""
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Record that the worker has left, and without an error that it is complete."""
@@ -224,7 +224,7 @@ class ThreadStack:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """Another worker, as this worker's last information describes it.
+    """Last known state of another worker, in the flight record of this one.
 
     Args:
         place: String, the place in its script as in `Span`, or `""`.

@@ -109,12 +109,15 @@ class TracedCollectives:
 def call_of(
     plan: Sequence[TracedCollective], num_workers: int
 ) -> tuple[CollectiveIdentity, int]:
-    """Return the identity of a call outside of Keras's loops, and its bytes.
+    """Return the identity, in a flight record, of a call outside of Keras's loops.
 
     Args:
         plan: Sequence of `TracedCollective`, those of the call in order, not empty.
             Their order is the key.
         num_workers: Int, number of workers of the job.
+
+    Returns:
+        Tuple of a `CollectiveIdentity`, and the bytes of all collectives of the call.
     """
     (name, num_bytes), ranks = _describe(plan), tuple(range(num_workers))
     order = _SEPARATOR.join(each.form for each in plan)

@@ -34,7 +34,7 @@ _memberships: list[Membership] = []
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
-    """This process as a member of its cluster.
+    """Cluster, devices and membership of this process, from which a strategy is made.
 
     Args:
         cluster: `Cluster`, or `None` on a single machine.

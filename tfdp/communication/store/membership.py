@@ -71,7 +71,7 @@ class JobAlreadyRunning(Exception):
 
 
 class Membership:
-    """This process as a member of its cluster.
+    """This process in its cluster: it holds its port, and hosts or uses the store.
 
     It listens on its port in the cluster, which shows the other workers that it runs.
     Worker 0 serves the store of the job there; if worker 0 ends, another worker does.

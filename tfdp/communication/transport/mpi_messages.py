@@ -330,7 +330,7 @@ class MpiMessages:
             return is_first
 
     def _fail(self, reason: str) -> None:
-        """Close this after an error; the job keeps requests that are still pending."""
+        """Close the communicator after an error; the job keeps its pending requests."""
         pending, self._pending = self._pending, []
         if pending:
             sends = [each.request for each in pending if each.is_send]

@@ -57,7 +57,7 @@ class QuorumSum:
 
 
 class QuorumMember:
-    """Base of a worker's endpoint: it contributes to each step, and receives all sums.
+    """Base class of an endpoint that contributes to each step, and receives all sums.
 
     Args:
         on_change: Callable, called with the number of sums that have arrived and were
@@ -165,7 +165,7 @@ class QuorumFollower(QuorumMember):
 
 
 class QuorumLeader(QuorumMember):
-    """Endpoint of worker 0: it adds contributions and closes steps; it may be late.
+    """Endpoint of worker 0, which sums all contributions; its own may be late, too.
 
     Args:
         links: Mapping from ranks to `Connection`, to all other workers.

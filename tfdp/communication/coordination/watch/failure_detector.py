@@ -26,7 +26,7 @@ _REFUSALS = 2
 
 @dataclasses.dataclass
 class WorkerStatus:
-    """Status of one worker.
+    """Status of another worker, by its heartbeats and by probes of its port.
 
     Args:
         last_heartbeat: Float, time of the last heartbeat, by
@@ -161,12 +161,12 @@ class FailureDetector:
             ]
 
     def _is_silent(self, status: WorkerStatus) -> bool:
-        """Return whether the last heartbeat of a worker is too old, which suspects it.
+        """Return whether a worker is a suspect, since its last heartbeat is too old.
 
         The older of two ages counts. The age that this worker has measured may be too
-        small by one of its heartbeats. The one that the store reports may be too large:
-        it includes times in which this worker was suspended, so that neither declares a
-        worker lost.
+        small by one of its heartbeats. The age that the store reports may be too large,
+        since it includes times in which this worker was suspended. So a silent worker
+        is not yet a lost one.
         """
         silent = max(clock.now() - status.last_heartbeat, status.reported_age)
         return silent > self._suspect_seconds
