@@ -37,7 +37,7 @@ _MAX_UNAUTHENTICATED = 256
 # the 64th and so on are, so that a flood of them does not fill the log.
 _FULL_LOG = 10
 # Without events on its sockets, the acceptor's thread wakes at this interval to call
-# `tick`, which checks time limits.
+# `tick`, so that its owner can check time limits.
 _TICK_SECONDS = 0.05
 # Pause after an `accept` that has failed, such as for the lack of a file descriptor:
 # the listening socket stays readable, so that the thread would keep a core busy.

@@ -204,7 +204,7 @@ def authenticate(
 def reason_of(error: OSError) -> str:
     """Return the reason of a connection's failure: `"Connection refused"`."""
     # A timeout that Python raises has no error number, unlike one of the system, and so
-    # no `strerror`.
+    # no `strerror` that could be returned.
     if isinstance(error, TimeoutError) and not error.errno:
         return "no answer"
     return error.strerror or str(error)

@@ -25,8 +25,9 @@ from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan
 from tfdp.ground.plans.topology import Topology
 
-# Number that Keras appends to a name, which differs on a worker that has built other
-# models before. In the name of an optimizer's slot, more text follows the number.
+# Number that Keras appends to a name. It depends on the models that a worker has built
+# before, so names are compared without it. In the name of an optimizer's slot, more
+# text follows it.
 _AUTO_NUMBER = re.compile(r"_\d+(?=[/:_]|$)")
 _LET_NOTHING_CHOOSE = (
     "What a step computes must not depend on anything that differs between workers, "

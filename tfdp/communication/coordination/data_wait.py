@@ -49,8 +49,8 @@ class BatchWait:
         self._lock = threading.Lock()
         self._num_reads = self._num_reading = 0
         # Steps count batches in a graph, without times. So `seconds` measures a wait
-        # from its first call that saw the same pending reads, which are kept with that
-        # time.
+        # from the first call that saw the present pending reads, and keeps these reads
+        # with that time.
         self._seen: tuple[int, ReadCounts] | None = None
         self._since = 0.0
 

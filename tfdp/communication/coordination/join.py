@@ -23,8 +23,8 @@ from tfdp.ground.text import say
 # After a cluster has changed, a worker without a timeout waits at most this long for
 # the others, since one of them may be lost meanwhile.
 _REFORM_SECONDS = 60.0
-# A process applies to a running job at the first interval. If no worker of the job
-# answers for the second time, the process assumes that the job has ended.
+# A process applies to a running job every `_APPLY_SECONDS`. If no worker of the job has
+# answered for `_JOB_ENDED_SECONDS`, the process assumes that the job has ended.
 _APPLY_SECONDS, _JOB_ENDED_SECONDS = 0.2, 20.0
 _WARN_AFTER_SECONDS = 10.0
 # The membership in the present cluster, at most one: a process is a worker of one

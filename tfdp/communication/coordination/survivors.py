@@ -15,8 +15,8 @@ from tfdp.communication.coordination.clock import clock
 from tfdp.communication.store import HostLost, Membership
 from tfdp.ground.text import pluralize, say
 
-# Seconds between two questions of a waiting worker to the store, by which it finds
-# further lost workers; and pause before a failed attempt is repeated.
+# A waiting worker asks the store every `_CHECK_SECONDS` which workers are missing, to
+# notice further losses. A failed attempt is repeated after `_RETRY_SECONDS`.
 _CHECK_SECONDS, _RETRY_SECONDS = 0.25, 0.1
 # The port of a lost worker stays open for a moment while its process ends, so the
 # survivors wait at most this long for the port to close.

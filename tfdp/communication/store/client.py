@@ -22,9 +22,9 @@ from tfdp.ground.base.threads import start_thread
 # The host answers some requests at once, such as the withdrawal from an all-gather. It
 # hangs if such an answer takes longer than this, in seconds.
 _ANSWER_SECONDS = 2.0
-# Seconds after the loss of the host: a member tries this long to connect to the
-# standby, with this pause between two attempts. The last limits the standby's own
-# attempt to reach the old host, which may still run.
+# After the loss of the host, a member tries for `_FOLLOW_SECONDS` to connect to the
+# standby, with pauses of `_RETRY_SECONDS`. The standby tries for `_PROBE_SECONDS` to
+# reach the old host, which may still run.
 _FOLLOW_SECONDS, _RETRY_SECONDS, _PROBE_SECONDS = 3.0, 0.02, 1.0
 # Longest wait for the end of the connection to a lost host: if the host hangs or is
 # off, the connection does not end by itself.

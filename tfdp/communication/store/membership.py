@@ -52,13 +52,12 @@ _logger = logging.getLogger("tfdp.store")
 # is worker 0 at first.
 HOST = 0
 _WARN_AFTER_SECONDS = 10.0
-# Seconds. A failed attempt to connect is repeated after the first pause. A worker that
-# waits for others asks the host at the second interval which are missing, to warn of
-# them.
+# A failed attempt to connect is repeated after `_RETRY_SECONDS`. A worker that waits
+# for others asks the host every `_WAIT_SECONDS` which are missing, to warn of them.
 _RETRY_SECONDS, _WAIT_SECONDS = 0.1, 1.0
 # In a later cluster of a job, a missing worker is lost if no process has listened on
-# its port for this number of seconds. Ports are closed for a moment after the previous
-# cluster.
+# its port for this number of seconds, since ports are closed for a moment after the
+# previous cluster.
 _LOST_SECONDS = 5.0
 # An applicant repeats its application to join more often than this, in seconds. So an
 # older application is not valid: its process has ended or given up.
@@ -115,8 +114,8 @@ class Membership:
         # Applications to join are valid for a few seconds, so the time of the last one
         # of each process is kept by the address of the process.
         self._applications: dict[str, float] = {}
-        # A missing worker is lost only some time after its port has closed. So this is
-        # kept by rank: the time since which no process has listened on the port.
+        # A missing worker is lost only some time after its port has closed. So the time
+        # since which no process has listened on the port is kept, by the worker's rank.
         self._closed_since: dict[int, float] = {}
         self.server: Server | None = None
         if cluster.rank == HOST:

@@ -31,8 +31,8 @@ _BEAT_SECONDS, _MAX_BEATS_PER_SECOND = 1.0, 48
 # Number of intervals without a heartbeat after which a summary lists the age of a
 # worker's last one. Below it, a heartbeat may only be on its way.
 _SILENT_BEATS = 1.5
-# Creating a summary of heartbeats takes time for each worker of the job, so a summary
-# is sent again for this time per worker.
+# Creating a summary of heartbeats takes time for each worker of the job, so the same
+# summary is sent for this number of seconds per worker.
 _SUMMARY_SECONDS = 0.001
 # Limits in seconds at the end of the store, which a hanging member must not delay:
 # until members have received the last answers, and before that until the standby has
@@ -417,7 +417,7 @@ class Server:
             self._readers.setdefault(key, []).append((member, number))
 
     def _forget_reads(self, member: _Member, number: int | None = None) -> None:
-        """Forget a member's request for a value by its id; without an id, forget all."""
+        """Forget a member's request for a value, by its id, or without one all of them."""
         for key, readers in list(self._readers.items()):
             self._readers[key] = [
                 (its, other)

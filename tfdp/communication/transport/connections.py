@@ -265,8 +265,8 @@ class Connection:
         self._registry.send_close_reason(self.peer, self.lane, self._close_reason)
         with self._lock:
             if self._users:
-                # A thread uses the descriptor, whose number the system would assign
-                # again after a close. So the last `__exit__` closes the socket.
+                # Another thread still uses the descriptor. A close would let the system
+                # give its number to another file, so the last `__exit__` closes it.
                 shut_down(self.sock)
             else:
                 self.sock.close()

@@ -57,8 +57,8 @@ from tfdp.ground.forks import Owner, close_in_forks
 
 _logger = logging.getLogger("tfdp.transport")
 
-# Claim of a dialer in the handshake: its rank, and a digest of its lane, since all
-# claims have one length and the names of lanes do not.
+# Claim of a dialer in the handshake: its rank, and a digest of its lane, since a claim
+# has a fixed length and the name of a lane does not.
 _CLAIM = struct.Struct("!I32s")
 # Longest wait for the answer to one attempt to dial: a peer that was busy or suspended
 # may answer the next attempt.

@@ -43,9 +43,9 @@ _MAX_BYTES = 1 << 30
 # longer, since the other members compute and need the cores. While data moves, they are
 # shorter, since MPI makes progress only during polls.
 _MAX_WAIT_SECONDS, _MAX_MOVE_SECONDS = 1e-3, 1e-4
-# A check for members that have left tests a request of each, so only every eighth pause
-# is followed by one. A member is lost after three checks that find that it has left,
-# since its last messages may still arrive.
+# A check for members that have left tests a request of every other member, so only
+# every eighth pause is followed by a check. A member is lost after three checks that
+# find that it has left, since its last messages may still arrive.
 _PAUSES_PER_CHECK, _CHECKS_UNTIL_LOST = 8, 3
 # Longest wait of `close` for a thread in a collective, which may be computing a sum:
 # after a longer time, that thread cleans up by itself.

@@ -83,7 +83,7 @@ class QuorumMember:
             share = dataclasses.replace(share, arrays=())
         try:
             self._contribute(share)
-        except Exception as error:  # noqa: BLE001 whatever fails must end all waits
+        except Exception as error:  # noqa: BLE001 any failure must end all waits
             self._fail(error)
         with self._changed:
             self._changed.wait_for(lambda: self._sums or self._error)
@@ -160,7 +160,7 @@ class QuorumFollower(QuorumMember):
             while True:
                 head, arrays = receive_frame(self._link)
                 self._receive(QuorumSum(arrays=arrays, **head))
-        except Exception as error:  # noqa: BLE001 whatever fails must end all waits
+        except Exception as error:  # noqa: BLE001 any failure must end all waits
             self._fail(error)
 
 
@@ -270,7 +270,7 @@ class QuorumLeader(QuorumMember):
             while True:
                 head, arrays = receive_frame(self._links[rank])
                 self._add(rank, Share(arrays=arrays, **head))
-        except Exception as error:  # noqa: BLE001 whatever fails must end all waits
+        except Exception as error:  # noqa: BLE001 any failure must end all waits
             self._fail(error)
 
     def _write(self, rank: int) -> None:
@@ -278,7 +278,7 @@ class QuorumLeader(QuorumMember):
         try:
             while (result := self._unsent[rank].get()) is not None:
                 send_frame(self._links[rank], {"absent": result.absent}, result.arrays)
-        except Exception as error:  # noqa: BLE001 whatever fails must end all waits
+        except Exception as error:  # noqa: BLE001 any failure must end all waits
             self._fail(error)
 
 

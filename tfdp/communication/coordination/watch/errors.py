@@ -13,8 +13,9 @@ from tfdp.ground.text import pluralize
 # A worker that its watchdog has ended exits with EX_UNAVAILABLE of sysexits.h, by which
 # a launcher can distinguish it from a worker whose script has failed.
 EXIT_CODE = 69
-# Message of tfdp's assertions in the graph. TensorFlow repeats it in its error, which
-# so shows that a collective between workers has failed, and no other operation.
+# Message of tfdp's assertions in the graph. TensorFlow repeats the message in its
+# error, which shows that a collective between workers has failed rather than another
+# operation.
 COLLECTIVE_FAILED = "a collective between workers failed"
 # Cause of the loss of a worker that has ended without an error. Its message has another
 # remedy: all workers must run the same calls.

@@ -19,8 +19,8 @@ from tfdp.ground.base.process_identity import ProcessIdentity
 # `_MIN_SUSPECT_BEATS` intervals, before which the store reports no age of a heartbeat.
 _SUSPECT_BEATS, _SUSPECT_SECONDS, _MIN_SUSPECT_BEATS = 2.5, 8.0, 1.5
 # After the first refused connection, the watchdog reads the worker's last heartbeat,
-# which may announce a normal end. A second one in succession shows that the process has
-# ended.
+# which may announce a normal end. A second refusal in succession shows that the process
+# has ended.
 _REFUSALS = 2
 
 

@@ -29,9 +29,10 @@ _LONG_WAIT_SECONDS = 5.0
 # Fraction of one CPU core below which a process is idle: one that only sends heartbeats
 # uses less, and one that computes uses more.
 _IDLE_FRACTION = 0.2
-# Fields of a worker's report, which is not always sent to all workers, since jobs may
-# be large: a change of `_NEWS` is, at once, and a report in which a field of `_NOTABLE`
-# is set, with each heartbeat. `_STATUS` are also fields of `WorkerStatus`.
+# Fields of a worker's report. In a large job, not every report can be sent to all
+# workers: one is sent at once if a field of `_NEWS` has changed, and with each
+# heartbeat while a field of `_NOTABLE` is set. `_STATUS` are also fields of
+# `WorkerStatus`.
 _NEWS = ("num_record_requests", "has_left", "last_error", "failure")
 _NOTABLE = ("has_left", "last_error", "failure")
 _STATUS = ("has_left", "last_error", "idle_seconds")
@@ -96,13 +97,13 @@ class Heartbeat(threading.Thread):
         # The data source that this worker waits for, or `""`. Other workers receive it,
         # and do not declare a worker lost while it waits for data.
         self.source = ""
-        # A worker requests flight records from all others by counting up the first
-        # number in its report. The dict has the last known numbers of the others, so
-        # that a request that is reported again has no effect.
+        # A worker requests flight records from all others by incrementing
+        # `num_record_requests` in its report. The dict has the last numbers of the
+        # others, so that a request that is reported again has no effect.
         self.num_record_requests = 0
         self._record_requests: dict[int, int] = {}
-        # A hook for the watchdog: when another worker, whose rank it receives, was
-        # signaled to write its flight record, this worker writes one, too.
+        # Hook that the watchdog sets. It receives the rank of another worker that was
+        # signaled to write its flight record, so that this worker writes one, too.
         self.record_requested: Callable[[int], None] = lambda rank: None
         self.rank = rank
         self._store = store

@@ -36,8 +36,8 @@ from tfdp.ground._compat import runtime
 from tfdp.ground.base.files import make_private_folder, replaced
 from tfdp.ground.text import say
 
-# An error of a lost worker waits at most this long for the file of the flight record,
-# which a slow disk may delay.
+# The error that names a lost worker waits at most this long for the file of the flight
+# record, which a slow disk may delay.
 _WRITE_SECONDS = 2.0
 # Requests for a record within this number of seconds count as one, since one signal to
 # several workers causes several requests.
