@@ -417,7 +417,7 @@ class Server:
             self._readers.setdefault(key, []).append((member, number))
 
     def _forget_reads(self, member: _Member, number: int | None = None) -> None:
-        """Forget a member's request for a value, by its id, or without one all of them."""
+        """Forget a member's read of a value, by the request's id, or all its reads."""
         for key, readers in list(self._readers.items()):
             self._readers[key] = [
                 (its, other)
