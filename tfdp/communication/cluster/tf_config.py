@@ -106,7 +106,7 @@ def _load_object(text: str) -> dict[str, Any]:
 def _to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a dict of an object of JSON; raise `ValueError` if it has a key twice.
 
-    Python keeps the last value: of two lists of workers one would be lost.
+    Python would keep only the last value, so that one of two lists of workers is lost.
     """
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -117,9 +117,9 @@ def _to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_single_task(config: dict[str, Any]) -> None:
-    """Raise `ValueError` if a `TF_CONFIG` without a cluster is that of several tasks.
+    """Raise `ValueError` if a `TF_CONFIG` of several tasks names no cluster.
 
-    Otherwise each of them would train a model by itself. They show in a list of
+    Otherwise each task would train a model by itself. Several tasks show in a list of
     addresses under another key, as in `{"Cluster": {"worker": [...]}}`, and in an
     index above 0.
     """

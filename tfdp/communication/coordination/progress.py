@@ -232,10 +232,10 @@ class ProgressRecorder:
     def has_left_scope(self, other: WorkerProgress, line: str) -> bool:
         """Return whether another worker has left a scope in which this one waits.
 
-        It has if it has left the scope of `line` more often than this worker since the
-        last all-gather of texts, at which workers were at the same call. Workers that
-        have completed different numbers of these all-gathers are not compared: the
-        result is `False`.
+        It has done so if it has left the scope of `line` more often than this worker
+        since the last all-gather of texts, at which all were at the same call. The
+        result is `False` if the workers have completed different numbers of these
+        all-gathers, since they cannot be compared then.
 
         Args:
             other: `WorkerProgress` of the other worker.

@@ -184,7 +184,17 @@ class Flow:
         return self._move(self._in, self._sock.recv_into, 0, _NON_BLOCKING)
 
     def _move(self, queue: _Queue, transfer: Callable[..., int], *options: int) -> bool:
-        """Send or receive, see `push` and `pull`: `transfer` is the socket's method."""
+        """Move bytes of a queue without blocking; return whether anything moved.
+
+        Args:
+            queue: `_Queue` of the pieces to send, or of those to receive.
+            transfer: Method of the socket that sends or receives; returns the number of
+                bytes that have moved.
+            *options: Further arguments of `transfer`.
+
+        Raises:
+            PeerLost: If the connection has ended.
+        """
         passed = queue.pass_empty()
         if not queue.can_move():
             return passed

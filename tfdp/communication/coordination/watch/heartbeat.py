@@ -41,8 +41,9 @@ _STATUS = ("has_left", "last_error", "idle_seconds")
 class IdleMeter:
     """Time for which this process has been idle without interruption.
 
-    It is idle between two updates if it uses hardly any CPU. The meter also measures
-    how long the main thread has been in its present call of TensorFlow while idle.
+    The process is idle between two updates if it uses hardly any CPU. The meter also
+    measures how long the main thread has been in its present call of TensorFlow while
+    idle.
 
     Attributes:
         seconds: Float, time from the last CPU use to the last `update`; 0 if the

@@ -182,9 +182,9 @@ class Watchdog(threading.Thread):
     def _raise_or_publish(self, error: BaseException) -> None:
         """Raise `WorkerLost` if a lost worker caused an error; else publish the error.
 
-        Its text is sent to the other workers with the heartbeat. They name it if this
-        worker ends. A `ClusterChanges`, and the exit on a preemption notice, are not
-        published.
+        A published error is sent to the other workers with the heartbeat, and they name
+        it if this worker ends. A `ClusterChanges`, and the exit on a preemption notice,
+        are not published.
         """
         if isinstance(error, _ERRORS_OF_OTHERS):
             place = progress.current.name
@@ -223,8 +223,8 @@ class Watchdog(threading.Thread):
     def _explain(self, error: BaseException) -> None:
         """Print which lost worker has caused an uncaught error; else publish the error.
 
-        Its text is sent to the other workers with the heartbeat. They name it if this
-        worker ends.
+        A published error is sent to the other workers with the heartbeat, and they name
+        it if this worker ends.
         """
         is_own = isinstance(error, Exception) and not isinstance(error, WorkerLost)
         text = _describe(error)
