@@ -23,7 +23,7 @@ from collections.abc import Collection
 
 import psutil
 
-_PR_SET_CHILD_SUBREAPER = 36  # constant of <linux/prctl.h>
+_PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>: Python has no name for it
 # Time in seconds after which kills are not repeated any more, since a process in an
 # uninterruptible system call does not die.
 _KILL_SECONDS = 5.0
@@ -134,7 +134,7 @@ def find_processes(sessions: Collection[int], job: str = "") -> list[psutil.Proc
             if os.getsid(process.pid) in sessions or is_of_job:
                 found[process.pid] = process
         except (psutil.Error, OSError):
-            continue  # the process has just ended
+            continue  # the process has ended meanwhile: it need not be found
     size = 0
     while len(found) > size:
         size = len(found)

@@ -221,7 +221,7 @@ def describe(value: object) -> str:
     """
     try:
         return shorten(repr(value))
-    except (ValueError, RecursionError):  # too many digits or too deep nesting
+    except (ValueError, RecursionError):  # `repr` fails for huge ints and deep nesting
         return f"a value of type {type(value).__name__}"
 
 

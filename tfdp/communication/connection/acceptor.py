@@ -42,7 +42,7 @@ _TICK_SECONDS = 0.05
 # Pause after an `accept` that has failed, such as for the lack of a file descriptor:
 # the listening socket stays readable, so that the thread would keep a core busy.
 _RETRY_SECONDS = 0.01
-_CREDENTIALS = struct.Struct("3i")  # `struct ucred` of Linux: process, user, group
+_CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED returns process, user and group
 
 
 class Readable(Protocol):
