@@ -37,13 +37,14 @@ if TYPE_CHECKING:
 __all__ = ["PendingSave", "restore", "save"]
 
 
-# If type checkers saw `__getattr__`, they would accept any name of this package.
+# Type checkers must not see `__getattr__`: with it, they accept any attribute of this
+# package, even a misspelled one.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         """Import `PendingSave`, `restore` or `save` at its first use."""
-        # `api` is imported late, since it imports TensorFlow, which the command line
-        # does not need to read indexes.
+        # `api` is imported at the first use of a name, since it imports TensorFlow,
+        # which is slow and which commands that only read indexes do not need.
         if name in __all__:
             return getattr(importlib.import_module("tfdp.checkpoint.api"), name)
         raise AttributeError(f"module 'tfdp.checkpoint' has no attribute {name!r}")

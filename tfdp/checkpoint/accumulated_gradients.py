@@ -46,8 +46,9 @@ def accumulated_state(model: keras.Model) -> list[StateTensor]:
     if _shards_gradients(model):
         sums, replicas = accumulated_shards(model), 1
     else:
-        # Each replica has the sum divided by the number of replicas, since
-        # `redistribute_accumulated_gradients` has divided it.
+        # `redistribute_accumulated_gradients` leaves each replica the sum over all
+        # replicas divided by their number, so saved values are multiplied by that
+        # number.
         sums = [
             replicated(model, name, total) for name, total in _named_accumulators(model)
         ]
@@ -235,12 +236,12 @@ def _scaled(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
         def read() -> np.ndarray:
             """Return the values multiplied by the factor; overflows become zero."""
             values = shard.read()
-            # A product in place would change the accumulator, with which `values` may
-            # share memory.
+            # No product in place: `values` may share the memory of the accumulator,
+            # which a save must not change.
             values = values * np.asarray(factor(), values.dtype)
-            # Sums that overflowed are saved as zero. With a loss scale, this run would
-            # skip the update of such sums, but a run that restores them may have no
-            # loss scale.
+            # Sums that overflowed are saved as zero. A run with a loss scale skips
+            # their update, but a run that restores them without a loss scale would
+            # apply them.
             values[~np.isfinite(values)] = 0
             return values
 

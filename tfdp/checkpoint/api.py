@@ -43,7 +43,8 @@ from tfdp.training.keras_hooks.file_hooks import plain_optimizer
 from tfdp.training.replicas.synchronized_scope import synchronize_new_variables
 from tfdp.training.sharding.state_tensors import StateTensor
 
-# Sentences of error messages on the state after a failed save or restore.
+# An error of a save or restore contains one of these sentences, since the user must
+# know in which state the failure has left the files or the model.
 _INTACT = "The save has not changed the previous contents of the directory."
 _NOTHING_LOADED = "Nothing was loaded."
 _PARTLY_LOADED = (
@@ -110,7 +111,7 @@ def save(
     worker_group = worker_group_of(model)
     saves = background_saves(worker_group)
     if checked_bool("background", background):
-        install.install()  # the next `fit` waits for the save
+        install.install()  # only a patched `fit` waits at its end for the save
     else:
         saves.finish()
     return save_state(
@@ -130,7 +131,8 @@ def _equalize_state(model: keras.Model) -> None:
     """
     strategy = strategy_of(model)
     if strategy is not None:
-        # The end of a scope synchronizes variables, but `save` may run inside one.
+        # `save` may be called within `strategy.scope()`, which synchronizes new
+        # variables only when it ends.
         synchronize_new_variables(strategy)
     equalize_replicas(model)
     redistribute_accumulated_gradients(model)
@@ -164,8 +166,8 @@ def restore(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     >>> bool((model.get_weights()[0] == before[0]).all())
     True
     """
-    # `model_state` builds the optimizer, which synchronizes the workers, so it runs
-    # before a worker can fail to read its files.
+    # Building the optimizer synchronizes the workers, so `model_state` builds it before
+    # a worker can fail to read its files: the others would wait for that worker.
     model_state(model)
     plan = functools.partial(plan_checkpoint, model)
     worker_group = worker_group_of(model)
@@ -299,7 +301,8 @@ def _write_checkpoint(
                 algorithm,
             )
             text = to_text(index)
-            # An unreadable index raises an error before it replaces a good one.
+            # The text is parsed again, so that an index that cannot be read raises an
+            # error before it replaces that of the previous checkpoint.
             from_text(text)
             writing.replace_index(storage, token, text)
             writing.remove_old_folders(storage, keep=token)
@@ -311,8 +314,8 @@ def _write_checkpoint(
         )
         act("the index", publish)
     except (OSError, ValueError) as error:
-        # An object store that timed out may still put the index, so the index's files
-        # must stay.
+        # After a timeout, an object store may still store the index, so the files that
+        # the index names must not be removed.
         if worker_group.is_chief and not isinstance(error.__cause__, StoreError):
             writing.discard_save(storage, token)
         raise
@@ -375,5 +378,5 @@ def serialize_model(model: keras.Model) -> str | None:
     try:
         with plain_optimizer(model):
             return json.dumps(keras.saving.serialize_keras_object(model))
-    except Exception:  # noqa: BLE001 user-defined layers may raise anything
+    except Exception:  # noqa: BLE001 `get_config` of a user's layer may raise anything
         return None

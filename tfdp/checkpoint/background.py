@@ -28,29 +28,35 @@ from tfdp.ground.base.threads import run_on_thread
 from tfdp.training.sharding.state_tensors import StateTensor
 
 _log = logging.getLogger("tfdp")
-# Part of a host's free memory that copies of the state of all its workers may take.
+# Fraction of a host's free memory that all its workers' copies of the state may take:
+# training and input pipelines need the rest.
 MEMORY_SHARE = 0.5
-# Niceness of the thread that writes, which gives it a third of the CPU time of another
-# thread. With the lowest priority, on a busy machine, it would hold the interpreter
-# lock for seconds, and calls would wait for the lock.
+# Niceness of the writing thread, which gets a third of the CPU time of a training
+# thread. With the lowest priority, the thread could be suspended for seconds while it
+# holds the GIL, and training would wait for the GIL.
 _NICENESS = 5
-# Part of a processor that a save takes while no worker waits for it. Without this
-# limit, steps of training on all cores were 1.3 times as long during a save.
+# Fraction of a core that a background save uses until a worker waits for it. Without
+# this limit, training steps that use all cores took 1.3 times as long during a save.
 _PROCESSOR_SHARE = 0.01
-# Longest time in seconds that the pauses for `_PROCESSOR_SHARE` add to a save. A worker
-# whose `fit` has raised an error may wait as long, since other workers do not know of
-# the error and still pause.
+# Most seconds that the pauses for `_PROCESSOR_SHARE` add to a save. If `fit` raises an
+# error on one worker, the others keep pausing, so that worker may wait this long for
+# the save.
 _MAX_PAUSED_SECONDS = 10.0
-# Seconds of waiting for the previous save after which a save logs a warning.
+# A save logs a warning only if it has waited more seconds than this for the previous
+# save: shorter waits hardly slow training down.
 _MIN_REPORTED_SECONDS = 1.0
-# Function that returns the state tensors to write, or raises the error of copying them.
+# `Read` returns the state tensors to write, or raises the error of copying them: an
+# error must be raised where workers exchange errors, in the function that writes.
 Read = Callable[[], Sequence[StateTensor]]
-# Function that is called between the files of a save, and may pause.
+# `Pause` is called between two files of a save, and may sleep, so that writing does not
+# slow training down.
 Pause = Callable[[], None]
-# Function that writes the state that a `Read` returns, together with the other workers
-# of a `WorkerGroup`, with a `Pause` between files.
+# `Write` writes the state that its `Read` returns, and calls the `Pause` between files.
+# It takes the `WorkerGroup` of its own thread, since the calls of each thread have
+# their own order.
 Write = Callable[[Read, Any, Pause], None]
-# Memory that a worker needs: a key of its host, the bytes, and the host's free bytes.
+# Memory that a worker needs: a key of its host, by which the needs of the workers of a
+# host are added up; the bytes to allocate; and the host's free bytes.
 Need: TypeAlias = tuple[str, int, int]
 
 
@@ -103,9 +109,9 @@ class PendingSave:
         if error is None:
             return
         self._is_raised = True
-        # `run_on_all_workers` raises only these two types, and on all workers alike.
-        # Other errors may result from the loss of a worker: the guard then raises an
-        # error that names the worker.
+        # An exact `OSError` or `ValueError` comes from `run_on_all_workers`, which
+        # raises it on all workers alike. Any other error may result from the loss of a
+        # worker, so the guard replaces it by one that names the worker.
         is_common = type(error) in (OSError, ValueError)
         with contextlib.nullcontext() if is_common else self._guard():
             raise error
@@ -139,7 +145,10 @@ class BackgroundSaves:
         self._group = worker_group.for_other_thread()
         self._buffer = np.empty(0, "uint8")
         self._pending: PendingSave | None = None
-        self._begin = -math.inf  # when the last save began
+        # Monotonic time at which the last save began. At first it is infinitely long
+        # ago, so that the pauses of the first save have no limit but
+        # `_MAX_PAUSED_SECONDS`.
+        self._begin = -math.inf
 
     def needs(self, state: Sequence[StateTensor]) -> Need:
         """Return the memory that this worker needs to copy its part of the state.
@@ -153,7 +162,9 @@ class BackgroundSaves:
             needed.
         """
         missing = max(copy_bytes(state) - self._buffer.size, 0)
-        free = free_bytes() if missing else sys.maxsize  # `free_bytes` reads files
+        # `free_bytes` reads system files, which is not worth its time if nothing is
+        # missing.
+        free = free_bytes() if missing else sys.maxsize
         return process_identity.machine(), missing, free
 
     def start(
@@ -181,13 +192,15 @@ class BackgroundSaves:
         Raises:
             OSError: If the previous save has failed, and no call has raised this yet.
         """
-        # Saves of other groups, which may write to the same directory, must end first.
+        # Other worker groups may save to the same directory. Their saves must end
+        # first, since each save removes the data folders of other saves in its
+        # directory.
         for other in _unfinished - {self._pending}:
             other.settle()
         self._wait_for_previous(worker_group.is_chief)
         hurry = threading.Event()
         # The pauses of a save take at most half of the time between the last two saves,
-        # so that a save is complete before the next one begins.
+        # so that the save is usually complete before the next one begins.
         begin, self._begin = self._begin, time.monotonic()
         most = min((self._begin - begin) / 2, _MAX_PAUSED_SECONDS)
         if self._has_memory(needs, worker_group.is_chief):
@@ -239,7 +252,8 @@ class BackgroundSaves:
             raise
         finally:
             self._group.warns = False
-        # After Ctrl-C this line is not reached, since the save is then still under way.
+        # Not in `finally`: after Ctrl-C the save is still under way, and a later call
+        # must still wait for it.
         self._forget(pending)
 
     def _forget(self, pending: PendingSave) -> None:
@@ -295,11 +309,12 @@ class BackgroundSaves:
         try:
             needed = copy_bytes(state)
             if self._buffer.size < needed:
-                # The old buffer is freed before the new one is allocated.
+                # The old buffer is freed before the new one is allocated, so that the
+                # host never holds both.
                 self._buffer = np.empty(0, "uint8")
                 self._buffer = np.empty(needed, "uint8")
             copy_to_host(state, self._buffer)
-        except Exception as caught:  # noqa: BLE001 any failure ends the save of all
+        except Exception as caught:  # noqa: BLE001 `read` raises it on another thread
             error = caught
 
         def read() -> list[StateTensor]:
@@ -358,10 +373,12 @@ def memory_budget(worker_group: Any) -> int:
     return int(MEMORY_SHARE * free_bytes() / hosts.count(host))
 
 
-# The `BackgroundSaves` of each group of workers, created when first needed.
+# The keys are weak, so that this dictionary does not keep the groups of workers of
+# deleted models alive.
 _saves_by_group: weakref.WeakKeyDictionary[Any, BackgroundSaves]
 _saves_by_group = weakref.WeakKeyDictionary()
-# Saves whose end no call has waited for.
+# Saves that no call has waited for yet. `_finish_all` waits for them at the end of the
+# script, which would otherwise kill their threads.
 _unfinished: set[PendingSave] = set()
 
 
@@ -441,7 +458,7 @@ class _Pauses:
 
 def lower_priority() -> None:
     """Lower the priority of the calling thread below that of training; Linux only."""
-    if sys.platform == "linux":  # only Linux has priorities of threads
+    if sys.platform == "linux":  # elsewhere a priority is the whole process's
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
@@ -452,5 +469,5 @@ def _finish_all() -> None:
     for pending in list(_unfinished):
         try:
             pending.finish()
-        except Exception as error:  # noqa: BLE001 the script has ended
+        except Exception as error:  # noqa: BLE001 no caller is left at the script's end
             print(f"tfdp: {error}", file=sys.stderr, flush=True)

@@ -31,18 +31,19 @@ from tfdp.ground.base.temporary import temporary_name
 from tfdp.ground.text import say
 from tfdp.training.sharding.state_tensors import StateTensor
 
-# Match the names of the directories of backups, and of damaged backups, which are
-# renamed so that later backups can take their names.
+# A backup's directory is named by its step. A damaged backup is renamed to a name with
+# the ending `.damaged`, so that a later backup of that step can take its name.
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _DAMAGED_NAME = re.compile(rf"{_NAME.pattern}\.damaged")
-# File in the directory of backups with the identity of the run's states in memory. If
-# the file is missing, these states are dropped.
+# File with the random identity of the directory of backups, which states in memory have
+# in their headers. Without the file, a run does not find the states of earlier runs.
 OWNER_FILE = "memory-id"
 # Match the name of the file by which a run claims the directory of backups.
 _CLAIM = re.compile(r"\.run-[0-9a-f]{12}")
 _NOTHING_LOADED = "Nothing was loaded."
-# Verdicts on a backup, which workers exchange: it is intact; a file is missing or was
-# altered; this run cannot resume from it; the store does not answer.
+# Workers exchange verdicts on a backup, since only a damaged one is replaced by an
+# older one: if this run cannot resume from it, or the store fails, all workers raise an
+# error.
 _INTACT, _DAMAGED, _INCOMPATIBLE, _UNREADABLE = "intact", "damaged", "wrong", "unread"
 
 
@@ -119,7 +120,7 @@ class Backups:
             """
             if self._worker_group.is_chief:
                 self._storage.remove_file(probe)
-                with contextlib.suppress(OSError):  # the next run tries again
+                with contextlib.suppress(OSError):  # the next run removes what is left
                     self._storage.remove_left_over()
 
         def claim() -> None:
@@ -163,7 +164,9 @@ class Backups:
                 f"another directory. Received: {backup.path!r}"
             )
         if not self._background:
-            self._saves.finish()  # the script may have begun a save in the background
+            # The script may have begun a `save` in the background, which must not run
+            # at the same time as this one.
+            self._saves.finish()
         save_state(
             state,
             backup.path,
@@ -192,9 +195,10 @@ class Backups:
         try:
             self.finish()
         except WorkerLost:
-            # The next exchange with the other workers raises the error again.
+            # The loss of a worker need not be reported here, since the next exchange
+            # between the workers raises it again.
             pass
-        except Exception as error:  # noqa: BLE001 the caller has another error
+        except Exception as error:  # noqa: BLE001 must not hide an error of the caller
             say(error)
 
     def list_steps(self) -> list[int]:
@@ -291,8 +295,8 @@ class Backups:
         with contextlib.suppress(OSError):
             if self._has_lost_claim():
                 return
-            # The oldest backup is removed first, so that the newest one is the last if
-            # the loop is interrupted.
+            # The oldest backup is removed first, so that the newest one is still there
+            # if the loop is interrupted.
             for step in reversed(_steps_of(self._storage, self._storage.names())):
                 remove_checkpoint(self._storage.below(f"step-{step}"))
             for name in self._storage.names():
@@ -333,8 +337,8 @@ class Backups:
             ValueError: If a file has the directory's path, or this worker lacks the
                 package of the object store.
         """
-        # All workers open the storage, so that a worker that lacks the package of the
-        # object store raises an error.
+        # Every worker opens the storage, so that a worker that lacks the object store's
+        # package raises its error now and not at the first backup.
         storage = self._storage
         if not self._worker_group.is_chief:
             return ""
@@ -368,8 +372,8 @@ class Backups:
             """Read the index, plan what to load, and read this worker's shards."""
             index = load_index(backup.path)
             folder = backup.below(index.token)
-            # The plan allocates arrays of the sizes in the index, so the sizes are
-            # compared with those of the files first.
+            # The sizes that the index lists are compared with those of the files first,
+            # since `make_plan` allocates arrays by the index, which may be damaged.
             files.check_sizes(index.shards, folder)
             load_plan = make_plan(index)
             if name != f"step-{index.run['steps']}":
@@ -392,8 +396,8 @@ class Backups:
             for name, _ in damaged:
                 with contextlib.suppress(OSError):
                     self._storage.rename(name, f"{name}.damaged")
-        # The timeout is that of storage operations, since an object store renames by
-        # copying, for which worker 0 may take long.
+        # The workers wait for worker 0 as long as for storage operations, since an
+        # object store renames by copying, which takes long.
         self._worker_group.all_gather(
             "what is damaged", "", storage_timeout(self._worker_group)
         )
@@ -405,7 +409,7 @@ class Backups:
 
     def _prune(self, newest: str) -> None:
         """Remove all backups but the latest `keep` ones and the one named `newest`."""
-        with contextlib.suppress(OSError):  # the next save tries again
+        with contextlib.suppress(OSError):  # the next save removes what is left
             names = self._storage.names()
             steps = _steps_of(self._storage, names)[: self._keep]
             kept = [f"step-{step}" for step in steps]
@@ -443,7 +447,7 @@ def agree_on_backup(
         kind, text = _INCOMPATIBLE, str(error)
     except StoreError as error:
         kind, text = _UNREADABLE, str(error)
-    except Exception as error:  # noqa: BLE001 workers must exchange any failure
+    except Exception as error:  # noqa: BLE001 the others wait for a verdict
         kind, text = _DAMAGED, files.error_text(error)
     verdicts = worker_group.all_gather(
         "a backup", [kind, text], storage_timeout(worker_group)
@@ -480,7 +484,9 @@ def _raise_if_unusable(path: str, verdicts: list) -> None:
                 f"{_NOTHING_LOADED} Run the script that wrote it, or give another "
                 f"directory. Received: {path!r}"
             )
-        if kind == _UNREADABLE:  # the store failed; the backup may be intact
+        if kind == _UNREADABLE:
+            # The store failed, so the backup may be intact, and no older one must
+            # replace it.
             raise OSError(
                 f"The backup was not read: worker {rank}: {text}. "
                 f"{_NOTHING_LOADED} Received: {path!r}"

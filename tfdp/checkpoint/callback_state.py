@@ -25,14 +25,17 @@ from tfdp.checkpoint.schema import (
 )
 from tfdp.ground._compat import keras_model
 
-# Attributes of callbacks that are lists of arrays, which a backup holds as tensors.
+# These attributes of Keras's callbacks are lists of arrays. A backup stores the arrays
+# as tensors, since they may be as large as the model, too large for its JSON index.
 _ARRAY_LISTS = {"best_weights"}
 _VALUE_NAMES = {
     name for names in keras_model.CALLBACK_STATE.values() for name in names
 } - _ARRAY_LISTS
-# Keys of the JSON objects that encode arrays, dicts and tuples.
+# JSON has neither NumPy arrays, nor dicts with keys other than strings, nor tuples, so
+# each of these is encoded as an object with one of these keys.
 _ARRAY, _PAIRS, _TUPLE = "__array__", "__pairs__", "__tuple__"
-# Matches the strings of NumPy dtypes that are decoded.
+# Only dtype strings of this form are decoded, since `np.dtype` accepts any description
+# from a damaged file, such as that of a structured dtype.
 _DTYPE = re.compile(r"[<>=|][?a-zA-Z][0-9]{1,9}(\[[a-zA-Z0-9]+\])?")
 
 
@@ -137,7 +140,8 @@ def _is_allowed_value(name: str, value: Any) -> bool:
     return name in _VALUE_NAMES and isinstance(value, kinds)
 
 
-# Schema of the shapes and dtypes of an attribute that is a list of arrays.
+# The shapes and dtypes of an attribute that is a list of arrays are checked by this
+# schema, since `empty_arrays` allocates arrays by them.
 _SPECS = optional([(list_of(COUNT, most=64), set(DTYPES))])
 
 
@@ -239,7 +243,8 @@ def to_json(value: Any) -> Any:
     {1: np.float32(0.5), 'a': [None, True]}
     """
     if value is None or isinstance(value, (bool, int, float, str)):
-        # `np.float64` is a subclass of `float`; encoded as an array it keeps its type.
+        # `np.float64` is a subclass of `float`. It is encoded as an array, since a JSON
+        # number would be decoded as Python's `float`.
         return _encode_array(value) if isinstance(value, np.generic) else value
     if isinstance(value, (list, tuple)):
         items = [to_json(item) for item in value]

@@ -14,7 +14,8 @@ import numpy as np
 from tfdp.checkpoint import files
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
-# Alignment of a shard in the copy, in bytes: a cache line.
+# Each shard begins at a multiple of this number of bytes, a cache line, so that a view
+# of its bytes is aligned for any dtype.
 _ALIGNMENT = 64
 
 

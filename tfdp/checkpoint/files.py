@@ -22,10 +22,11 @@ from tfdp.ground.base.files import NotRegularFile
 from tfdp.ground.text import pluralize
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
-# Largest size of a shard in bytes. A save needs memory for one shard at a time, which
-# is less than a bucket of gradients takes.
+# Largest size of a shard in bytes. A save holds one shard at a time in memory, so the
+# limit keeps the memory of a save below that of a bucket of gradients.
 SHARD_BYTES = 8 * 2**20
-# Matches the parts of TensorFlow's messages that name an op instead of the cause.
+# TensorFlow's messages contain names of ops, which do not help the user to find the
+# cause, so text that matches this is removed.
 _OP_NOISE = re.compile(r"\{\{.*?\}\}\s*|\s*\[Op:\w+\].*", re.DOTALL)
 
 
@@ -102,7 +103,8 @@ def read_data(shard: Shard, folder: Storage, algorithm: str) -> bytes:
     except NotRegularFile as error:
         raise _damage(folder, shard, file, "is not a regular file") from error
     except StoreError:
-        raise  # the store failed; the file may be intact
+        raise
+    # The store failed, so the file may be intact, and is not reported as damaged.
     except OSError as error:
         fault = f"cannot be read ({error.strerror})"
         raise _damage(folder, shard, file, fault) from error
@@ -137,7 +139,8 @@ def best_algorithm() -> str:
         package = importlib.import_module("google_crc32c")
     except ImportError:
         return CRC32
-    # Without its C extension, google-crc32c is slow, and would slow down training.
+    # Without its C extension, google-crc32c computes in Python, which would slow
+    # training down more than zlib's CRC-32 does.
     return CRC32C if package.implementation == "c" else CRC32
 
 

@@ -35,16 +35,19 @@ from tfdp.ground.base.process_identity import boot_id
 
 try:
     import fcntl
-except ImportError:  # Windows has neither `fcntl` nor `ROOT`
+except ImportError:  # Windows, where `HostMemory.open` fails before any use
     fcntl = None  # type: ignore[assignment]
 
-# File system in memory that Linux mounts for POSIX shared memory.
+# Linux's file system in memory: its files outlive the process that wrote them, so that
+# a restarted run finds the states of the previous one.
 ROOT = "/dev/shm"
 _NAME = re.compile(r"tfdp-memory-([0-9]+)-[0-9a-f]{16}")
-# Matches the name of a file of a part: its stem, the rank in it, and its ending. A
-# `.new` file was incomplete when its process ended.
+# The groups are the stem of a part's file, the rank in the stem, and the ending. Names
+# that end in `.new` match too, so that the incomplete files of killed processes are
+# removed.
 _FILE = re.compile(r"(part-([0-9]+)-[01])\.(json|data)(?:\.new)?")
-# Seconds since the last save of a run after which other runs free its memory.
+# A run's files stay in memory when its processes end. Other runs remove the files once
+# the run has not saved for this many seconds, a day.
 _MAX_UNUSED_SECONDS = 86400.0
 
 
@@ -114,7 +117,8 @@ class HostMemory:
             if header is not None and header.name.token == token:
                 continue
             if file[3] == "json" or int(file[2]) not in ranks:
-                # Another worker of this host may have removed the file.
+                # The file may be missing, since each worker of this host removes files
+                # from the folder.
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(self.path, file[0]))
 
@@ -294,8 +298,8 @@ def _remove_unused(own: str) -> None:
             is_other = match and match[1] == str(os.geteuid()) and entry.path != own
             if is_other:
                 with contextlib.suppress(OSError):
-                    # Each save replaces a header file in the folder, and so updates the
-                    # folder's modification time.
+                    # The modification time of the folder is the time of the run's last
+                    # save, since each save replaces a header file in the folder.
                     age = time.time() - entry.stat(follow_symlinks=False).st_mtime
                     if age > _MAX_UNUSED_SECONDS:
                         shutil.rmtree(entry.path, ignore_errors=True)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from tfdp.ground.text import pluralize
 
-# Names of the algorithms of checksums: CRC-32 of zlib, and the faster CRC-32C of
-# google-crc32c.
+# An index names the algorithm of its checksums: zlib's CRC-32 works everywhere, and the
+# faster CRC-32C needs the package google-crc32c.
 CRC32, CRC32C = ALGORITHMS = ("crc32", "crc32c")
 
 
@@ -210,7 +210,8 @@ def check_complete(tensors: Sequence[TensorMetadata], shards: Iterable[Shard]) -
             raise ValueError(f"Elements of {entry.name!r} are {fault}, at {begin}.")
 
 
-# Bytes of an element, by each dtype that a variable can have.
+# Bytes of an element, by the dtype of a variable. NumPy lacks some of these dtypes, and
+# TensorFlow is not imported by commands that only read an index.
 ITEM_BYTES = {
     **dict.fromkeys(("bool", "int4", "uint4", "int8", "uint8"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), 1),
@@ -220,8 +221,8 @@ ITEM_BYTES = {
     "complex128": 16,
 }
 DTYPES = tuple(ITEM_BYTES)
-# Endings of a shard's files: of those that tfdp writes, and of those that TensorFlow
-# wrote in older checkpoints.
+# Endings of a shard's files. TensorFlow wrote two files per shard in older checkpoints,
+# which are still read, so its endings are also allowed.
 DATA_ENDING = ".data"
 _ENDINGS = ((DATA_ENDING,), (".index", ".data-00000-of-00001"))
 

@@ -28,20 +28,22 @@ from tfdp.checkpoint.index import (
 from tfdp.checkpoint.object_store import open_storage
 from tfdp.checkpoint.storage import Storage
 
-# Version of the format that this version of tfdp writes, and the earlier one that it
-# reads too, in which TensorFlow wrote the shards.
+# Checkpoints of format 1, whose shards TensorFlow wrote, are still read, so that users
+# can restore old checkpoints. New ones have format 2.
 FORMAT = 2
 FORMAT_OF_TENSORFLOW = 1
 INDEX_FILE = "index.json"
-# Limits on the bytes and on the number of JSON values of an index file. Parsing a file
-# at the limits takes about 1 GB of memory; an index within the limits describes up to 2
-# TB of state.
+# Limits on the bytes and on the number of JSON values of an index file, so that parsing
+# a damaged file takes at most about 1 GB of memory. An index within the limits
+# describes up to 2 TB of state.
 INDEX_BYTES = 2**28
 _VALUES = 2**23
-# Names in a folder of backups that are tried, to name one of them in an error.
+# To suggest a checkpoint in an error message, only this many names in a folder are
+# tried, since each takes a request to an object store.
 _TRIED_NAMES = 8
 _FOLDER = re.compile(r"data-[0-9a-f]{12}")
-# Largest number of dimensions that a tensor in an index may have.
+# NumPy supports at most 64 dimensions, so an index that lists a tensor of higher rank
+# is damaged.
 _RANK = 64
 
 
@@ -67,7 +69,8 @@ def _check_shape(value: Any, where: str) -> None:
         schema.raise_malformed(value, where, "a shape")
 
 
-# Schemas of the content of an index file, in the format of `tfdp.checkpoint.schema`.
+# The content of an index file is checked by these schemas before use, so that a damaged
+# file raises an error that names the wrong value.
 _SIZES = schema.list_of(schema.COUNT, most=_RANK)
 _FILE = (schema.name, schema.COUNT, schema.COUNT)
 EXTENTS = [(schema.COUNT, schema.COUNT, schema.COUNT)]
@@ -111,7 +114,9 @@ def to_text(index: Index) -> str:
     }
     if index.run is not None:
         content["run"] = index.run
-    if index.algorithm != CRC32:  # an index without the name of an algorithm has CRC-32
+    if index.algorithm != CRC32:
+        # The field is left out for CRC-32, the default of `from_text`, so that such
+        # indexes have the form from before the field existed.
         content["algorithm"] = index.algorithm
     return with_checksum(content)
 
@@ -229,7 +234,7 @@ def load_index(directory: str) -> Index:
         raise UnknownFormat(
             f"The file {path!r} is damaged, or a newer tfdp wrote it: {error}."
         ) from error
-    except ValueError as error:  # `UnicodeDecodeError` is a `ValueError`, too
+    except ValueError as error:  # also a `UnicodeDecodeError`
         raise ValueError(f"The file {path!r} is damaged: {error}.") from error
 
 
@@ -261,7 +266,8 @@ def versions() -> dict[str, str]:
     return {name: found for name in names if (found := _version(name))}
 
 
-# The version is cached: a look-up takes a millisecond, and each step may be saved.
+# The version of a package is cached: a look-up takes a millisecond, and a run may save
+# after each step.
 @functools.cache
 def _version(package: str) -> str:
     """Return the installed version of a package, or `""`."""

@@ -46,7 +46,8 @@ from tfdp.ground.base.threads import run_on_thread
 from tfdp.ground.text import list_ranks
 from tfdp.training.sharding.state_tensors import StateTensor
 
-# Largest size in bytes of the file that identifies the directory of backups.
+# `OWNER_FILE` holds an identity of 32 characters. A file of more bytes than this was
+# not written by tfdp, and raises an error.
 _OWNER_BYTES = 100
 
 
@@ -87,11 +88,12 @@ class MemoryBackups:
         self._communicator: Communicator | None = None
         self.is_enabled = True
         self._slot, self._num_saves = 0, 0
-        # Sizes of all workers' parts when the memory was last checked.
+        # Sizes of all workers' parts at the last check of the hosts' free memory, which
+        # is repeated only if a size changes.
         self._sizes: list[int] = []
         self._pending: Future[None] | None = None
-        # Error of saving in memory on this worker; the next save sends it to all
-        # workers, which then stop saving in memory.
+        # An error of this worker is kept until the next save, which sends it to all
+        # workers, so that all of them stop saving in memory together.
         self._fault = ""
         self._complete_save: CompleteSave | None = None
         self._headers: Sequence[PartHeader] = []
@@ -109,8 +111,9 @@ class MemoryBackups:
         answers = self._group.all_gather("memory of hosts", [key, fault])
         self._host_keys = [answer[0] for answer in answers]
         self._keepers = keepers_of_copies(self._host_keys)
-        # A fault is no error: it disables the saves of this run, and a state of an
-        # earlier one may still be read.
+        # A fault disables the saves in memory instead of raising an error, since the
+        # run can still save in the directory and read a state of an earlier run in
+        # memory.
         self._disable_on_fault([answer[1] for answer in answers])
         if not self._keepers:
             return
@@ -150,7 +153,9 @@ class MemoryBackups:
             self._group.num_workers
         )
         if complete is not None and not self.is_enabled and not is_near:
-            complete = None  # the workers have no connection to exchange the parts
+            # The state is not used: a host lacks parts of it, and the workers have no
+            # connection to exchange them.
+            complete = None
         if complete is not None and complete.name.order >= at_least:
             headers = self._gather_headers(complete, own)
             path = f"{self._directory} (in memory)"
@@ -265,7 +270,8 @@ class MemoryBackups:
         text = header.to_text().encode() if self._keepers else b""
         self.finish()
         own = [header.num_bytes, len(text), self._fault]
-        # The timeout is long, since a slow link may delay `finish` on some workers.
+        # A slow link may delay `finish` on some workers until their previous copy is
+        # sent, so the exchange has the long timeout of storage operations.
         timeout = storage_timeout(group)
         answers = check_same_variables(
             group, "a state in memory", entries, "saves", own, timeout
@@ -275,8 +281,8 @@ class MemoryBackups:
             return
         data = self._copy(header, state)
         if self._keepers is not None:
-            # If the copy has failed, the keeper receives blank text instead of a
-            # header, and therefore drops this part.
+            # The keeper waits for this part even if the copy has failed. It then
+            # receives blanks instead of a header, by which it knows to drop the part.
             if data is None:
                 text, data = b" " * len(text), np.empty(header.num_bytes, np.uint8)
             self._pending = run_on_thread(
@@ -312,7 +318,8 @@ class MemoryBackups:
         self.is_enabled = False
         self._memory.remove()
         if self._group.is_chief:
-            # The file may remain, since it has no effect without states in memory.
+            # `OWNER_FILE` has no effect without states in memory, so a failure to
+            # remove it is ignored.
             with contextlib.suppress(OSError):
                 open_storage(self._directory).remove_file(OWNER_FILE)
 
@@ -424,7 +431,7 @@ class MemoryBackups:
             data = self._memory.begin(name.rank, name.slot, header.num_bytes)
             copy_to_host(state, data)
             self._memory.commit(header)
-        except Exception as error:  # noqa: BLE001 the other workers continue
+        except Exception as error:  # noqa: BLE001 the next save reports it to all
             self._fault = files.error_text(error)
             return None
         return data

@@ -56,8 +56,9 @@ class PartsReader:
         self._offsets = [header.offsets() for header in headers]
         self._arrays: dict[int, np.ndarray] = {}
         self._communicator: Communicator | None = None
-        # Pieces to send and receive: for each exchange, and in it for each worker, the
-        # pieces that the worker requests.
+        # The pieces that each worker requests in each exchange, indexed by exchange and
+        # then by worker. Requests of other workers are included, since this worker
+        # sends them pieces.
         self._rounds: list[list[list[PartRange]]] = []
 
     def map_parts(self, memory: HostMemory) -> None:
@@ -133,7 +134,8 @@ class PartsReader:
                 for item in items or ():
                     self._fill(item, received)
         except BaseException as error:
-            # Other workers must not wait for this one, so `close` ends the exchanges.
+            # `close` ends the exchange on the other workers too, which would otherwise
+            # wait for the pieces of this one.
             if self._communicator is not None:
                 self._communicator.close(f"it could not read a state: {error}")
             raise

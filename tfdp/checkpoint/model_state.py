@@ -31,14 +31,17 @@ from tfdp.training.sharding.state_tensors import (
     variable_name,
 )
 
-# Name prefixes of tensors that only some checkpoints have.
+# Tensors with these name prefixes are optional, since not every run scales the loss or
+# accumulates gradients.
 LOSS_SCALE_PREFIX, ACCUMULATED_PREFIX = "loss_scale", "accumulated"
-# Name prefix for optimizers other than `model.optimizer`. The name of the model's
-# attribute follows the prefix.
+# A model such as a GAN has further optimizers besides `model.optimizer`. Their tensors
+# are named by this prefix and the model's attribute, so that names are unique.
 OTHERS_PREFIX = "others"
-# Name prefix of tensors that only backups have: the state of a running `fit`.
+# Only backups have tensors with this name prefix, the state of a running `fit`, so
+# `tfdp.checkpoint.restore` skips them.
 RUN_PREFIX = "run"
-# Dtype of the tensors of counters, such as `iterations`, as in Keras.
+# Counters are saved in the dtype of Keras's `iterations`, so that a checkpoint does not
+# depend on whether the optimizer is tfdp's or Keras's.
 COUNTER = "int64"
 
 

@@ -23,22 +23,23 @@ from tfdp.ground.base.temporary import TemporaryFolder, is_left_over
 from tfdp.ground.base.threads import run_on_thread
 from tfdp.ground.text import pluralize
 
-# Package with fsspec's implementation of a protocol, for error messages. For other
-# protocols, fsspec's own message names the package.
+# Error messages name the package to install for these protocols. For other protocols,
+# fsspec's own message names it.
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "s3fs"),
     **dict.fromkeys(("gs", "gcs"), "gcsfs"),
     **dict.fromkeys(("az", "abfs", "abfss"), "adlfs"),
 }
-# Protocols of file systems that are not object stores: a file is visible while it is
-# written, so that a reader could find half of an index.
+# URLs of these protocols are refused: their file systems show a file while it is
+# written, so a reader could find half of an index.
 _FILE_SYSTEMS = frozenset(
     ("file", "local", "ftp", "sftp", "ssh", "smb", "hdfs", "webhdfs", "webdav", "dbfs")
 )
-# Timeout in seconds of a request with all retries of the client: a shard of 8 MB
-# arrives in time at 30 kB/s.
+# Timeout in seconds of a request, including all retries of the client: even at 30 kB/s,
+# a shard of 8 MB arrives in time.
 _REQUEST_SECONDS = 300.0
-# Matches `s3:/bucket/run`, since `pathlib` merges the two slashes of a URL.
+# `pathlib` turns `s3://bucket/run` into `s3:/bucket/run`. Such a path is recognized,
+# since it would otherwise be used as a local directory.
 _MERGED_SLASHES = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 
@@ -206,7 +207,8 @@ class ObjectStore(Storage):
         if not names:
             return
         self._request("removed", lambda s, path: s.rm([f"{path}/{n}" for n in names]))
-        # s3fs raises no error if the store refuses to delete an object.
+        # The objects are listed again, since s3fs raises no error if the store refuses
+        # to delete an object.
         if names.keys() & self.sizes().keys():
             raise StoreError(f"{self.path!r} cannot be removed (the store keeps it)")
 
@@ -222,8 +224,8 @@ class ObjectStore(Storage):
         except FileNotFoundError:
             return {}
         folder = path.strip("/") + "/"
-        # Entries that some stores also list are left out: the folder itself, and names
-        # that only share its prefix.
+        # Some stores also list the folder itself, and names that only share its prefix,
+        # such as `run-2` for `run`. Such entries are left out.
         return {
             entry["name"].strip("/").removeprefix(folder): entry
             for entry in entries
@@ -302,7 +304,8 @@ class ObjectStore(Storage):
 
     def _open(self) -> tuple[Any, str]:
         """Return fsspec's file system and the path of this folder in it."""
-        # Listings are not cached: other workers write to the same folder.
+        # fsspec must not cache listings, since they would lack the files that other
+        # workers write.
         core = importlib.import_module("fsspec.core")
         return core.url_to_fs(self.path, use_listings_cache=False)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from tfdp.checkpoint import files
 
-# Least timeout in seconds of exchanges that wait for file operations: the worker
-# group's own timeout is meant for messages, and a slow disk or store may take longer.
+# Exchanges that follow file operations have at least this timeout in seconds: the
+# worker group's own timeout is meant for messages, and a slow disk or store takes
+# longer.
 _STORAGE_SECONDS = 3600.0
 
 
@@ -42,7 +43,7 @@ def run_on_all_workers(
     result, error = None, None
     try:
         result = action()
-    except Exception as caught:  # noqa: BLE001 workers must exchange any failure
+    except Exception as caught:  # noqa: BLE001 the others wait for a reply
         error = caught
     failure = error and [isinstance(error, ValueError), files.error_text(error)]
     limit = storage_timeout(worker_group)

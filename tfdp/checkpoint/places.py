@@ -10,7 +10,8 @@ from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.memory_backups import MemoryBackups
 from tfdp.checkpoint.reader import LoadPlan
 
-# Where the states of a run are saved: in a directory, or in the memory of hosts.
+# `Backups` and `MemoryBackups` have the same methods `save` and `load`, so that a
+# callback need not know whether a state is in a directory or in the memory of hosts.
 BackupTarget: TypeAlias = Backups | MemoryBackups
 
 

@@ -117,7 +117,8 @@ def assign_values(load_plan: LoadPlan) -> None:
     load_plan.clear()
     for items in load_plan.batches:
         while items:
-            # Each call of `assign` frees the memory of the variable's previous value.
+            # Each item is dropped when it is assigned: the variable takes over its
+            # buffer and frees the previous value, so that memory does not grow.
             items.popleft().assign()
 
 
@@ -154,8 +155,8 @@ class ReadItem:
         try:
             with tf.device("CPU:0"):
                 elements = from_bytes(self._tensor, self._dtype)
-        # TensorFlow cannot bitcast bytes to some dtypes, such as int4 and float8; the
-        # NumPy array is assigned instead.
+        # TensorFlow cannot bitcast bytes to some dtypes, such as int4 and float8, so
+        # the NumPy array is assigned instead.
         except tf.errors.InvalidArgumentError:
             elements = self.values
         with common_values():

@@ -19,7 +19,8 @@ from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base.context import strategy_of
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
-# Functions that merge the values of two replicas.
+# A run with another number of replicas merges the saved values, two at a time, by the
+# function that `PerReplicaVariable.merge` names.
 _MERGES: dict[str, Callable] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
@@ -85,7 +86,8 @@ def per_replica_tensors(
         List of `StateTensor`, equal on every worker except for the local shards.
     """
     count = replicas.count if saved_count is None else saved_count
-    # Values of another number of replicas are merged into the first replica.
+    # With another number of replicas, saved values do not belong to single replicas of
+    # this run, so all of them are merged into the first replica.
     merges = count != replicas.count
     return [
         tensor_of_replica(

@@ -28,8 +28,8 @@ from tfdp.ground.text import pluralize
 from tfdp.training.compression.residuals import ResidualState, RestoredResiduals
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
-# Name prefix of the tensors of compressors, and pattern of their names: the identity of
-# a state, the name of its array, and the rank of the replica.
+# A compressor's tensor is named `compression/DIGEST/ARRAY/replicaRANK`. The digest
+# stands for the name of the compressor's state, which is a tuple and not a string.
 PREFIX = "compression"
 _NAME = re.compile(rf"{PREFIX}/([0-9a-f]{{16}})/([^/]+)/replica([0-9]{{1,9}})")
 

@@ -8,7 +8,8 @@ from tfdp.checkpoint import schema
 from tfdp.checkpoint.callback_state import check_callback_states, check_value
 from tfdp.checkpoint.schema import COUNT, POSITIVE, optional
 
-# Bounds of a word of the Mersenne twister's state, and of a seed.
+# A word of the Mersenne twister has 32 bits. A seed may be a signed or an unsigned
+# integer of 64 bits, so its range covers both.
 _WORD = range(2**32)
 _SEED = range(-(2**63), 2**64 + 1)
 
@@ -24,9 +25,9 @@ def _check_words_and_position(value: Any, where: str) -> None:
     schema.check(value[-1], range(625), f"{where}[624]")
 
 
-# Schema of `random.getstate()`: the version, the 624 words of the Mersenne twister with
-# the position as a last word, and the next Gaussian number. In NumPy's state, the
-# position is an entry of its own.
+# The states of Python's and NumPy's Mersenne twister need separate schemas:
+# `random.getstate()` has the position as a last word, while NumPy's state has a
+# separate entry for the position.
 _TWISTER = (range(3, 4), _check_words_and_position, optional(schema.number))
 _WORDS = schema.list_of(_WORD, least=624, most=624)
 _RANDOM = {
@@ -78,9 +79,9 @@ def _check_logs(value: Any, where: str) -> None:
         schema.raise_malformed(value, where, "the logs of a batch")
 
 
-# Schema of the random states by worker, and of what a backup's tensors depend on: the
-# number of replicas, the labels of features with a state, and the name and the merge
-# function of each metric variable.
+# The backups of `fit` and of `ElasticState` share these two schemas. `FACTS` are what a
+# backup's tensors depend on: the number of replicas, the features with a state, and the
+# name and merge function of each metric variable.
 RANDOM_STATES = schema.list_of(_RANDOM, least=1)
 FACTS = {
     "replicas": POSITIVE,
@@ -88,7 +89,8 @@ FACTS = {
     "metrics?": [schema.string],
     "merges": [{"sum", "max", "min"}],
 }
-# `rates` and `accumulation` are optional: the first versions did not write them.
+# The fields `rates` and `accumulation` are optional, since the first versions of tfdp
+# did not write them.
 _RUN = {
     "format": COUNT,
     "identity": {
@@ -137,8 +139,8 @@ def check_run(run: Any) -> None:
     if run["batches"] and run["is_stopped"]:
         schema.raise_malformed(True, "run.is_stopped", "false within an epoch")
     # A resumed run skips the batches that `taken` counts, so a damaged number would
-    # make the run skip without end. `taken` has an entry for each iterator, and an
-    # epoch may have two iterators.
+    # make it skip indefinitely. The list has a number for each iterator, at most two
+    # per epoch.
     epochs = 2 * (run["epoch"] + 2)
     per_epoch = run["identity"]["steps_per_epoch"]
     taken = run["data"]["taken"]

@@ -25,7 +25,8 @@ from tfdp.ground.text import pluralize
 _NO_BOUND = 2**63
 COUNT = range(_NO_BOUND)
 POSITIVE = range(1, _NO_BOUND)
-# Largest number of characters of a name, and largest depth of nested values.
+# Names and nested values have limits, so that a damaged file can neither flood an error
+# message nor exceed Python's limit of recursion.
 _NAME_LENGTH = 4096
 _DEPTH = 200
 

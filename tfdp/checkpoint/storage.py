@@ -21,8 +21,9 @@ from tfdp.ground.base.files import (
 )
 from tfdp.ground.base.temporary import remove_left_over
 
-# Function that takes the names of files in a local folder, and moves them to the
-# storage.
+# `Publish` takes names of files in a local folder, and moves the files to the storage.
+# Writers call it after each file, so that the local folder needs room for one file
+# only.
 Publish = Callable[[Sequence[str]], None]
 
 
@@ -90,7 +91,7 @@ class Storage:
                 f"The folder {self.name!r} is a link. Put the folder itself there."
             )
         if not os.path.isdir(self.path):
-            return {}  # the caller reports each file as missing
+            return {}  # no error: the caller reports each file as missing
         sizes = {}
         with os.scandir(self.path) as entries:
             for entry in entries:

@@ -51,13 +51,14 @@ from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.keras_hooks.file_view import VariableView
 from tfdp.training.sharding.state_tensors import StateTensor, renamed
 
-# Name prefixes of the tensors that only a backup of a running `fit` has.
+# The tensors of a running `fit`, which only backups have, are named below `RUN_PREFIX`,
+# by which `tfdp.checkpoint.restore` recognizes and skips them.
 _METRICS = f"{RUN_PREFIX}/metrics"
 CALLBACKS_PREFIX = f"{RUN_PREFIX}/callbacks/"
 _SUMS = f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}"
-# Name prefixes of tensors that a model may lack, and the warning if a checkpoint has
-# such tensors. A checkpoint may lack them too: a callback may enable loss scaling
-# later. Features add prefixes of their own by `Feature.optional_tensors`.
+# A model may lack tensors with these name prefixes, with the warning given here, and so
+# may a checkpoint: a callback may enable loss scaling later. Features add prefixes by
+# `Feature.optional_tensors`.
 _OPTIONAL = {
     f"{LOSS_SCALE_PREFIX}/": (
         "The loss scale of the checkpoint was not restored: the optimizer has none. "
@@ -102,8 +103,8 @@ def plan_checkpoint(model: keras.Model, index: Index) -> LoadPlan:
     for feature in overriders(Feature.optional_tensors):
         optional |= feature.optional_tensors()
     names, may_miss = set(saved), (*optional, f"{ACCUMULATED_PREFIX}/")
-    # Accumulated gradients come last: they are multiplied by the loss scale, which must
-    # be restored before them.
+    # Accumulated gradients are restored after the loss scale, by which they are
+    # multiplied, so they come last.
     tensors = [
         tensor
         for tensor in (*tensors, *accumulated)
@@ -199,8 +200,8 @@ def plan_backup(
     has_sums = any(name.startswith(f"{_SUMS}/") for name in saved)
     count = facts["replicas"]
     if has_sums or with_metrics:
-        # A state tensor is created for each replica, so a forged number must not
-        # exceed the number of tensors in the file.
+        # A state tensor is created for each saved replica, so a damaged count could
+        # exhaust the memory. The count cannot exceed the number of tensors in the file.
         most = max(len(index.tensors), 1)
         schema.check(count, range(1, most + 1), "run.facts.replicas")
     if has_sums:
@@ -213,13 +214,16 @@ def plan_backup(
     label = "within the epoch" if with_metrics else "at its start"
     plan = _load_plan(model, index, tensors, left_out, arrays=arrays, label=label)
     own = _features_with_state(model)
-    saved_with = facts.get("features", own)  # the first versions did not save them
+    # Backups of the first versions do not list their features, so those of this run are
+    # assumed.
+    saved_with = facts.get("features", own)
     for name in sorted({*own} ^ {*saved_with}):
         how, where = ("without", "has") if name in own else ("with", "lacks")
         raise ValueError(f"it was saved {how} {name}, which this run {where}")
     check_model(index, plan)
     if with_metrics:
-        # `check_model` has compared their number; the first versions saved no names.
+        # Not strict: the first versions saved no names of metrics, and `check_model`
+        # has already compared the number of variables.
         names = facts.get("metrics", []), _metric_names(model)
         for then, now in zip(*names, strict=False):
             if then != now:
@@ -405,8 +409,9 @@ def metric_variables(
     kinds = traced if merges is None or len(merges) != len(traced) else merges
     for variable, kind in zip(variables, kinds, strict=True):
         if hasattr(variable.value, "merge"):
-            # The trace of a step finds the merge function. A run that resumes within an
-            # epoch may not trace such a step, so it uses the function of the backup.
+            # The trace of a step finds the merge function, but a run that resumes
+            # within an epoch may not trace such a step, so the backup's function is
+            # used.
             variable.value.merge = kind
     return [
         PerReplicaVariable(f"{_METRICS}/{number}", variable, kind)

@@ -26,8 +26,8 @@ from tfdp.ground import user_code
 from tfdp.ground.base.files import page_aligned, write_aligned
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
-# Matches the names of files in a data folder, also those of older checkpoints, which
-# TensorFlow wrote, and its temporary files.
+# A data folder is only removed if all its files have such names: those of tfdp, those
+# that TensorFlow wrote in older checkpoints, or those of its temporary files.
 _DATA_FILE = re.compile(r"index\.json|worker-[0-9]+(\.json|-[0-9]+\..+)")
 
 
@@ -62,7 +62,7 @@ def discard_save(storage: Storage, token: str) -> None:
     except ValueError:
         pass  # without a valid index, no checkpoint uses the data folder
     except OSError:
-        return  # the save may have succeeded; if not, a later save removes the folder
+        return  # the index may be this save's; else a later save removes the folder
     with contextlib.suppress(OSError):
         storage.below(token).remove()
 
@@ -85,7 +85,7 @@ def remove_old_folders(storage: Storage, keep: str) -> None:
             f"Received: directory={storage.path!r}"
         )
     except OSError:
-        pass  # the next save removes the remaining folders
+        pass  # harmless: the next save removes the remaining folders
 
 
 def remove_checkpoint(storage: Storage) -> None:
@@ -102,7 +102,8 @@ def remove_checkpoint(storage: Storage) -> None:
         folders = _data_folders(storage)
         if not folders and not _has_index(storage):
             return
-        # The index is removed first, so that no valid index names missing files.
+        # The index is removed before its files, so that no valid index ever names
+        # missing files.
         with contextlib.suppress(OSError):
             storage.remove_file(INDEX_FILE)
         for folder in folders:
@@ -175,7 +176,8 @@ def collect_shard_lists(folder: Storage, num_workers: int) -> tuple[Shard, ...]:
                 "directory that all workers share"
             ) from error
         shards.extend(shards_from_json(json.loads(text)))
-        # If the store fails, a later save removes the list together with its folder.
+        # A list of shards is not needed after it is read. If the store fails to remove
+        # it, a later save removes it together with its folder.
         with contextlib.suppress(StoreError):
             folder.remove_file(name)
     files.check_sizes(shards, folder)
@@ -262,7 +264,7 @@ class _ShardReader:
         tensor = self._state[extent.tensor]
         local = next(p for p in tensor.owned_shards if p.start <= extent.start < p.stop)
         if local is not self._local_shard:
-            self._values = None  # frees the old shard before the next one is read
+            self._values = None  # frees the old shard, so that only one is in memory
             dtype = files.dtype_of(tensor).as_numpy_dtype
             self._values = np.ascontiguousarray(local.read(), dtype)
             files.check_shape(tensor, local, self._values)
