@@ -105,11 +105,12 @@ class BackupAndRestore(StrategyCallback):
     ['step-2', 'step-4']
     """
 
-    # `fit` calls callbacks with this attribute last, and passes them the other
-    # callbacks, whose state they save.
+    # A callback with this attribute saves the state of the other callbacks, so `fit`
+    # calls it last, and passes the others to it.
     resumes_fit = True
 
-    # `fit` raises an error if workers have different values of these settings.
+    # All workers save and load together, so `fit` raises an error if these settings
+    # differ between workers.
     compared = (
         "save_freq",
         "keep",
@@ -143,14 +144,16 @@ class BackupAndRestore(StrategyCallback):
             memory_every = checked_integer("memory_every", memory_every, 1)
         self.memory_every = memory_every
         self._others: list[Any] = []
-        # The backup that is loaded when its epoch begins.
+        # A backup from within an epoch is pending until `fit` begins that epoch, since
+        # Keras then resets the metrics that the backup restores.
         self._pending: Resumption | None = None
-        # `is_retry`: this is a later attempt of `fit` within one call of the user.
-        # `_has_state`: an attempt has saved or loaded a state. Later attempts must then
-        # find a state, since the weights may be those of an interrupted step.
+        # `is_retry` is true in later attempts of `fit` within one call of the user. If
+        # an attempt has saved or loaded a state, `_has_state` is true, and later
+        # attempts must find a state, since the weights may be those of an interrupted
+        # step.
         self.is_retry = self._has_state = False
-        # Whether `on_train_begin` has run in this attempt of `fit`. Since `fit` calls
-        # this callback last, the other callbacks have then begun, too.
+        # `has_begun` is true once `on_train_begin` has run in this attempt of `fit`:
+        # the other callbacks have then begun too, since `fit` calls this callback last.
         self.has_begun = False
 
     def listen(self, position: DataPosition) -> None:
@@ -174,7 +177,8 @@ class BackupAndRestore(StrategyCallback):
         self._position = position
         self._others = others
 
-    # Keras calls the following hooks after those of all other callbacks.
+    # The hooks of this callback run after those of all other callbacks, so that a
+    # backup contains what the others have changed.
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Find the newest backup, and load it now or when its unfinished epoch begins.
@@ -206,9 +210,9 @@ class BackupAndRestore(StrategyCallback):
         self._has_state = must_resume = self.is_retry and (self._has_state or is_empty)
         strategy = strategy_of(self.model)
         if strategy is not None and strategy.extended.is_applicant:
-            # This worker joins a running job, and begins `fit` again together with the
-            # other workers. They have reset their metrics already, and this worker does
-            # the same.
+            # A worker that joins a running job begins `fit` again together with the
+            # other workers. Those have already reset their metrics, so this worker
+            # resets its own.
             self.model.reset_metrics()
             raise WorkersJoin
         self._watch = PreemptionWatch(
@@ -239,8 +243,8 @@ class BackupAndRestore(StrategyCallback):
         if goes_back or self.save_freq != "epoch" or self.memory_every is not None:
             self._warn_about_position(self._position.nondeterminism)
         if goes_back:
-            # The loss of a worker or a rollback may require a backup from step 1 on,
-            # and no file has the initial weights yet.
+            # A lost worker or a rollback may require a backup from step 1 on, before
+            # any file has the initial weights.
             self._save_for_recovery(0, 0, {})
             self._has_state = True
 
@@ -262,10 +266,10 @@ class BackupAndRestore(StrategyCallback):
         before, last_batch = self._total, self._last_batch
         self._total += batch - last_batch
         self._last_batch = batch
-        # With local steps, workers all-gather their preemption notices only at
-        # exchanges, since more all-gathers would synchronize the workers. With
-        # `backup_workers`, whose steps do not wait for late workers, the workers
-        # all-gather the notices after each epoch.
+        # An all-gather of preemption notices synchronizes the workers. With local
+        # steps, they all-gather only at exchanges, so that they can run apart in
+        # between. With `backup_workers`, steps do not wait for late workers, so they
+        # all-gather only after each epoch.
         ask_every = loops.exchange() is None and LOCAL_STEPS.batches_between_syncs(
             self.model, is_delayed=False
         )
@@ -274,8 +278,9 @@ class BackupAndRestore(StrategyCallback):
         asks = ask_every and count // ask_every > count_before // ask_every
         is_notified = asks and self._watch.any_worker_notified(self._total)
         if self.model.stop_training:
-            # A run that resumed here would train the rest of the epoch. From an earlier
-            # backup it stops here again; a notice is acted on at the end of the epoch.
+            # Nothing is saved after a batch that has stopped training: a run that
+            # resumed there would train the rest of the epoch. A preemption notice is
+            # handled at the end of the epoch.
             return
         if is_notified:
             self._save_and_exit(self._epoch, batch + 1, logs)
@@ -285,8 +290,9 @@ class BackupAndRestore(StrategyCallback):
             raise WorkersJoin(self._watch.joining)
         every = self.save_freq
         places: list[BackupTarget] = []
-        # With local steps, a save in memory waits until the replicas have exchanged,
-        # since the save must not synchronize the replicas.
+        # A save gives all replicas the same state. With local steps, a save in memory
+        # waits for an exchange, which does so anyway, to cause no further
+        # synchronization.
         waits = asks or loops.exchange() is not None
         if waits and self._memory is not None and self._memory.is_due(self._total):
             places.append(self._memory)
@@ -321,11 +327,12 @@ class BackupAndRestore(StrategyCallback):
         except WorkerLost as error:
             if not continues:
                 raise
-            # The error is printed: `fit` returns, so no later call would raise it.
+            # The error is printed and not raised: training is complete, `fit` returns,
+            # and no later call would report it.
             say(f"the last save in the background is incomplete. {error}")
             return
-        # The training of all workers is complete, so the error about a lost worker is
-        # ignored.
+        # With `on_loss="continue"`, the loss of a worker is ignored here, since the
+        # training of all workers is complete.
         with contextlib.suppress(*[WorkerLost] * continues):
             self._delete()
 
@@ -340,8 +347,6 @@ class BackupAndRestore(StrategyCallback):
             self._memory.delete()
         if self.delete_at_end and not is_preempted:
             self._backups.delete()
-
-    # The following methods save backups.
 
     @activities.during(activities.BACKUP)
     def _save(
@@ -451,13 +456,14 @@ class BackupAndRestore(StrategyCallback):
         continues = self._continues_after_loss()
         if continues and not self._watch.all_workers_notified(self._total):
             self._save_for_recovery(epoch, batches, logs)
-            # All workers wait here until the save has ended. Otherwise those that
-            # continue would wait in the next step for those that exit.
+            # All workers wait until the save has ended: otherwise those that continue
+            # would wait in their next step for those that exit.
             self._backups.finish()
             if self._notice.is_received:
                 self._notice.exit("the other workers continue", prints=True)
             return
-        # An error of an earlier save is only printed, and does not prevent this backup.
+        # `close` prints the error of an earlier save instead of raising it, since it
+        # must not prevent this last backup before the process exits.
         self._backups.close()
         self._save(epoch, batches, logs, [self._backups])
         self._backups.finish()
@@ -468,8 +474,6 @@ class BackupAndRestore(StrategyCallback):
             "command to resume",
             prints=self._worker_group.is_chief,
         )
-
-    # The following methods are called at the beginning of `fit`.
 
     def _resume(self, resumption: Resumption) -> None:
         """Continue from a backup that was found."""

@@ -27,8 +27,8 @@ from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.files import try_create_folder
 from tfdp.ground.base.finalizers import finalizers
 
-# Number of the latest steps of this worker whose readings are kept, for
-# `CommunicationMonitor.recent`.
+# `CommunicationMonitor.recent` averages at most this many steps; older readings are
+# dropped, so that a long training does not fill the memory.
 _KEPT_STEPS = 200
 
 
@@ -85,7 +85,8 @@ class CommunicationMonitor(MeasuringCallback):
     communication; nccl-tests' PERFORMANCE.md for busbw.
     """
 
-    # `fit` raises an error if workers have different values of these settings.
+    # The first worker combines the windows of all workers, so `fit` raises an error if
+    # these settings differ between workers.
     compared = ("every", "histogram")
 
     def __init__(
@@ -133,8 +134,6 @@ class CommunicationMonitor(MeasuringCallback):
             fraction(busy, compute),
         )
 
-    # Keras and tfdp call the following hooks before and during `fit`.
-
     def find_problem(self, num_steps: int | None) -> str:
         """Return why `log_dir` cannot be written, or `""`; create it if it is missing.
 
@@ -156,7 +155,8 @@ class CommunicationMonitor(MeasuringCallback):
         self._latest_meter = self.meter
         if strategy is not None:
             self.meter.start()
-        # If an earlier `fit` has raised an error, its reporting thread still exists.
+        # After an error in an earlier `fit`, Keras did not call `on_train_end`, so the
+        # reporting thread of that `fit` must be ended here.
         if self._report_thread is not None:
             self._end_thread()
         self._num_fits += 1
@@ -167,8 +167,8 @@ class CommunicationMonitor(MeasuringCallback):
             )
         self._report_thread = ReportThread(Mailbox(worker_group), self._run_report)
         self._report_thread.start()
-        # Keras calls no hook when `fit` raises an error, so a finalizer stops the
-        # thread then.
+        # Keras calls no hook when `fit` raises an error. A finalizer then stops the
+        # thread when this callback is deleted.
         self._finalizer = finalizers.register(self, self._report_thread.stop)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -214,8 +214,8 @@ class CommunicationMonitor(MeasuringCallback):
         except (OSError, tf.errors.OpError) as later:  # TensorBoard raises `OpError`
             error = error or later
         if error is not None:
-            # A warning, not an error: training has succeeded, and the other workers
-            # wait for this one.
+            # A failed report is a warning and not an error, since training has
+            # succeeded, and the other workers would wait for this one.
             user_code.warn(
                 "`CommunicationMonitor` could not write all of its reports: "
                 f"{error_text(error)}"

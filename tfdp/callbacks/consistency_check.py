@@ -76,11 +76,12 @@ class ConsistencyCheck(StrategyCallback):
     compute wrongly.
     """
 
-    # Workers need not compare settings of this callback: the check of weights before
-    # the first step compares `every`.
+    # `fit` need not compare the settings of this callback: the check before the first
+    # step has them in its name, by which workers notice that they differ.
     compared: tuple[str, ...] = ()
 
-    # Marks callbacks whose attribute `replay` may have `fit` replay steps.
+    # `fit` looks for this attribute, since a callback with a `replay` fraction needs
+    # steps that can be computed twice.
     can_replay = True
 
     def __init__(self, every: int = 100, replay: float | None = None) -> None:
@@ -164,8 +165,8 @@ class ConsistencyCheck(StrategyCallback):
         if self._probe is None or self._step // self.every == before // self.every:
             return
         step, numbers = self._probe.read()
-        # The checksums were summed with the logs, and the sum is the same on all
-        # workers. So all workers raise the error together.
+        # All workers raise the error together, since the checksums were summed with the
+        # logs, and the sums are the same on all workers.
         if len({number for number in numbers if number}) > 1:
             strategy = strategy_of(self.model)
             raise_difference(strategy, self.model, f"at step {step} of `fit`", numbers)
@@ -230,7 +231,7 @@ class ConsistencyCheck(StrategyCallback):
         Args:
             when: String for the error, such as `"before the first step"`.
         """
-        # The name of the exchange contains `every`, so that workers with different
+        # The name of the exchange contains the settings, so that workers with different
         # settings get an error that shows the difference.
         replay = "" if self.replay is None else f", replay={self.replay:g}"
         topic = f"ConsistencyCheck(every={self.every}{replay})"

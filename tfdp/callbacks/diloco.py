@@ -99,10 +99,12 @@ class DiLoCo(LocalStepsCallback):
     of slower workers.
     """
 
-    # `fit` raises an error if workers have different values of these settings.
+    # Workers exchange their weights together, so `fit` raises an error if the settings
+    # differ between workers.
     compared = ("settings",)
-    # Marks the callback that exchanges between islands, the groups of workers of `tfdp
-    # run --islands`. In an island, `fit` raises an error without this callback.
+    # A callback with this attribute exchanges weights between the islands of `tfdp run
+    # --islands`. Without one, an island would train alone, so its `fit` raises an
+    # error.
     trains_islands = True
 
     def __init__(

@@ -39,7 +39,8 @@ class GradientAccumulation(OptimizerCallback):
     {0: 8, 5: 4}
     """
 
-    # `fit` raises an error if workers have different values of these settings.
+    # All workers must update after the same batches, so `fit` raises an error if these
+    # settings differ between workers.
     compared = ("steps", "flush")
 
     def __init__(

@@ -34,7 +34,8 @@ class GradientNoiseScale(OptimizerCallback):
     Source: McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, appendix A.1.
     """
 
-    # `fit` raises an error if workers have different values of these settings.
+    # With another smoothing, a worker would log another noise scale, so `fit` raises an
+    # error if the setting differs between workers.
     compared = ("smoothing",)
 
     def __init__(self, smoothing: float = 0.99) -> None:

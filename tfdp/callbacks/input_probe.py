@@ -35,7 +35,8 @@ from tfdp.training.data.own_rows import supports_row_reads
 from tfdp.training.data.stages import MAPS
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 
-# Shortest time between two writes of the measured times to the JSON file.
+# Shortest time between two writes of the JSON file: a write after every step would slow
+# down the steps that are measured.
 _WRITE_EVERY_SECONDS = 0.5
 # Callbacks that are left out of a measured `fit`: their files would hold the state of
 # a training that was cut short.
@@ -77,8 +78,8 @@ class InputProbe(MeasuringCallback):
         """Have steps traced with time stamps."""
         strategy = strategy_of(self.model)
         self._problem = _problem_of(self.model, strategy)
-        # The time stamps of this meter, which is for CPUs, also measure the input wait
-        # of GPUs, since it is the host that waits for the data.
+        # `Meter` is made for CPUs, but its time stamps also measure how long GPUs wait
+        # for input, since the host waits for the data.
         self.meter = Meter()
         if strategy is not None:
             self.meter.start()

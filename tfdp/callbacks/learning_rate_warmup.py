@@ -13,7 +13,8 @@ from tfdp.ground.plans.schedules import steps_at_epoch
 from tfdp.training.optimizer.distributed import DistributedOptimizer
 from tfdp.training.optimizer.features import installed
 
-# Stages of a warmup; they are part of a backup's state.
+# Stages of a warmup. Backups contain these strings, so a change would break older
+# backups.
 _WAITING, _RISING, _OVER = "waiting", "rising", "over"
 
 
@@ -48,7 +49,8 @@ class LearningRateWarmup(OptimizerCallback):
     Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677.
     """
 
-    # `fit` raises an error if workers have different values of these settings.
+    # Workers with different learning rates would end up with different weights, so
+    # `fit` raises an error if these settings differ between workers.
     compared = (
         "epochs",
         "steps",
@@ -94,8 +96,8 @@ class LearningRateWarmup(OptimizerCallback):
             self._stage = _WAITING
         before = installed(optimizer, Warmup)
         if self._stage == _WAITING and before is not None and before.is_over:
-            # The learning rate contains the factor of an earlier warmup, which is over,
-            # so no second warmup begins.
+            # After a complete warmup, the optimizer's learning rate contains the factor
+            # of that warmup, so no second warmup begins.
             self._stage = _OVER
         if self._stage == _WAITING:
             self._has_trained = (
@@ -162,8 +164,8 @@ class LearningRateWarmup(OptimizerCallback):
         options = state["options"]
         if options is not None:
             warmup.start(self.optimizer, WarmupOptions(**options))
-        # A saved state without options is of a warmup that `enable_feature` has
-        # installed in this optimizer already.
+        # A state without options needs no new warmup, since `enable_feature` has
+        # already installed one in this optimizer.
         restored = self.optimizer.features.installed[Warmup]
         restored.is_over |= self._stage == _OVER
         if options is None:

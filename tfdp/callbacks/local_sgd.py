@@ -18,8 +18,8 @@ class LocalStepsCallback(OptimizerCallback):
         start_step: Int, synchronous updates before local steps start.
     """
 
-    # Marks callbacks of local steps. The workers of an island of `tfdp run --islands`
-    # may have only one such callback.
+    # On an island of `tfdp run --islands`, one `DiLoCo` exchanges for all replicas, so
+    # `fit` raises an error for a second callback with this attribute.
     steps_locally = True
 
     def __init__(self, options: LocalStepsOptions, start_step: int) -> None:
@@ -27,7 +27,8 @@ class LocalStepsCallback(OptimizerCallback):
         what = "the number of updates before local steps begin"
         self.options = options
         self.start_step = checked_integer("start_step", start_step, 0, what)
-        # Lower bound of the number of synchronous updates before local steps begin.
+        # At least this many synchronous updates are left before local steps begin.
+        # Until then `iterations` is not read, since a read waits for the device.
         self._left = 0
         self._last_batch = -1
 
@@ -50,7 +51,8 @@ class LocalStepsCallback(OptimizerCallback):
         self._left -= batch - self._last_batch
         self._last_batch = batch
         if self._left > 0:
-            # `iterations` is not read in each step, since a read waits for the device.
+            # `iterations` is not read in every step, since each read waits for the
+            # device.
             return
         self._left = self.start_step - int(self.optimizer.iterations.numpy())
         if self._left <= 0:
@@ -99,7 +101,8 @@ class LocalSGD(LocalStepsCallback):
     https://arxiv.org/abs/1808.07217, for `start_step`.
     """
 
-    # `fit` raises an error if workers have different values of these settings.
+    # All workers must average their weights after the same updates, so `fit` raises an
+    # error if these settings differ between workers.
     compared = ("sync_every", "start_step")
 
     def __init__(self, sync_every: int = 8, start_step: int = 0) -> None:

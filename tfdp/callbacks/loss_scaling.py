@@ -34,7 +34,8 @@ class LossScaling(OptimizerCallback):
     Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
     """
 
-    # `fit` raises an error if workers have different values of these settings.
+    # All workers must skip the same steps, so `fit` raises an error if the setting
+    # differs between workers.
     compared = ("scaling",)
 
     def __init__(
@@ -46,8 +47,8 @@ class LossScaling(OptimizerCallback):
         super().__init__()
         self.scaling = loss_scale.LossScaling(
             initial_scale=initial_scale,
-            # `None` is an error here, while the optimizer's `LossScaling` takes it for
-            # a constant scale.
+            # The optimizer's `LossScaling` takes `None` for a constant scale. This
+            # callback is for dynamic scales, so `None` is an error here.
             growth_steps=checked_integer("growth_steps", growth_steps, 1),
             min_scale=min_scale,
         )

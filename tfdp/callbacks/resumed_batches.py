@@ -24,7 +24,8 @@ from tfdp.training.data.batch_change import (
 )
 from tfdp.training.data.position import DataPosition
 
-# Settings of `fit` that may differ from the backup's with the number of replicas.
+# These settings of `fit` depend on the number of replicas, so a run that resumes on
+# another number may have other values.
 _MAY_CHANGE = ("batch_size", "steps_per_epoch")
 
 
@@ -104,7 +105,8 @@ class ResumedBatches:
             return run["data"], batches
         if change.keeps_updates and batches:
             waiting = run["accumulation"]["waiting"]
-            # Accumulated batches that cannot be carried over are computed again.
+            # If accumulated gradients cannot be carried over to the new batch size,
+            # their batches are trained again.
             batches -= 0 if change.can_carry(waiting) else waiting
         return convert_position(
             run["data"],
@@ -131,8 +133,9 @@ class ResumedBatches:
             return self._scale_rates(change, run.get("rates"))
         waiting = run["accumulation"]["waiting"]
         if change.can_carry(waiting):
-            # The accumulator sums gradients that are means over a batch, so that it is
-            # rescaled by the ratio of the batch sizes.
+            # The accumulator is a sum of means over a batch. With another batch size,
+            # the same samples have another number of means, so the sum is rescaled by
+            # the ratio.
             ratio = change.before / change.now
             self._model.optimizer.set_accumulated_count(change.floor(waiting), ratio)
         else:
@@ -288,7 +291,7 @@ def _set_warmup(model: Any, options: WarmupOptions) -> None:
 def _inner_optimizers(model: Any) -> list:
     """Return the optimizers of the model without their wrappers."""
     optimizer = model.optimizer
-    while hasattr(optimizer, "inner_optimizer"):  # also Keras's `LossScaleOptimizer`
+    while hasattr(optimizer, "inner_optimizer"):  # tfdp's or Keras's wrapper
         optimizer = optimizer.inner_optimizer
     return innermost(optimizer)
 

@@ -40,7 +40,8 @@ class Resumption:
         self._load_plan = load_plan
         self.run_metadata: dict[str, Any] = index.run
         self._change = state.batches.change_since(self.run_metadata)
-        # A clause that says why the position in the data cannot be restored, or `None`.
+        # If the position in the data cannot be restored, `fit` begins the epoch again,
+        # and `difference` is a clause that says why, for a warning; otherwise `None`.
         self.difference = state.position.difference_to(
             self.run_metadata["data"], self._change
         )
@@ -61,10 +62,11 @@ class Resumption:
         epochs = params.get("epochs", run["epoch"] + 1)
         is_over = run["is_stopped"] or run["epoch"] >= epochs
         if run["epoch"]:
-            # Keras resets metrics at the beginning of an epoch, so an uninterrupted run
-            # would have reset them in its first epoch, which this run skips.
+            # An uninterrupted run has reset its metrics at the beginning of the earlier
+            # epochs. A resumed run skips those epochs, so it resets its metrics here.
             model.reset_metrics()
-        # A run that is over begins no epoch, so its backup is loaded now.
+        # A backup from within an epoch waits until `fit` begins that epoch. A run that
+        # is over begins no epoch, so its backup is loaded now.
         is_exact = self.difference is None
         is_pending = bool(is_exact and run["batches"] and not is_over)
         data, batches = self._state.batches.resume_position(run, self._change)
@@ -75,8 +77,8 @@ class Resumption:
             else:
                 position.restore_length(data)
         keras_model.set_initial_epoch(model, epochs if is_over else run["epoch"])
-        # At the end of `fit`, Keras's initial epoch is reset: otherwise the next `fit`
-        # would begin at this epoch, too.
+        # Keras's initial epoch is reset at the end of `fit`: otherwise the next `fit`
+        # would also begin at this epoch.
         position.exit_stack.callback(keras_model.set_initial_epoch, model, 0)
         progress.skip_epochs(run["epoch"])
         if is_over:
@@ -122,8 +124,9 @@ class Resumption:
     @staticmethod
     def _place_in_epoch(batches: int, params: dict[str, Any]) -> str:
         """Return where in its epoch a run continues after a number of batches."""
-        # At the end of an epoch, validation and `on_epoch_end` are left. The last
-        # execution of several steps counts as whole, also where the epoch ends in it.
+        # After the last batch, only validation and `on_epoch_end` are left of an epoch.
+        # An execution of several steps counts as whole even if the epoch ends within
+        # it, so the number of batches may exceed that of the epoch.
         is_end = batches and batches >= (params.get("steps") or math.inf)
         return "the end" if is_end else f"step {batches + 1}"
 

@@ -29,7 +29,8 @@ from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.training.data.position import DataPosition
 from tfdp.training.sharding.state_tensors import StateTensor
 
-# Version of the metadata in a backup; backups of a higher version are refused.
+# Version of the metadata in a backup. A backup of a higher version is refused, since
+# its metadata may have another meaning.
 _FORMAT = 1
 
 

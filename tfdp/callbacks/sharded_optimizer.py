@@ -59,11 +59,12 @@ class ShardedOptimizer(OptimizerCallback):
     https://arxiv.org/abs/2306.10209, for compressed gathers.
     """
 
-    # Marks callbacks that shard state. To save it, workers gather it together, so
-    # callbacks that write files must run on every worker.
+    # Workers save sharded state by gathering it together. So if a callback has this
+    # attribute, `fit` runs the callbacks that write files on every worker.
     shards = True
 
-    # `fit` raises an error if workers have different values of these settings.
+    # All workers must shard the state alike, so `fit` raises an error if the settings
+    # differ between workers.
     compared = ("settings",)
 
     def __init__(

@@ -22,8 +22,8 @@ from tfdp.ground.text import pluralize, say
 from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 _WINDOW = 200
-# Batches between two reads of the number of consecutive skips: a read waits for the
-# running step to end.
+# The number of consecutive skips is read only once in this many batches, since a read
+# waits for the running step to end.
 _BATCHES_BETWEEN_CHECKS = 10
 
 
@@ -74,10 +74,12 @@ class SpikeGuard(OptimizerCallback):
     Source: Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, section 5.1.
     """
 
-    # `fit` finds the guards among its callbacks by this attribute.
+    # `fit` finds guards by this attribute instead of their class, since this module
+    # imports the code that looks for them.
     skips_spikes = True
 
-    # `fit` raises an error if workers have different values of these settings.
+    # All workers must leave out the same updates, so `fit` raises an error if these
+    # settings differ between workers.
     compared = ("threshold", "window", "on", "action", "patience")
 
     def __init__(
@@ -97,12 +99,13 @@ class SpikeGuard(OptimizerCallback):
         self.on, self.action = on, action
         self.patience = checked_integer("patience", patience, 1)
         self._rows: list[SkippedUpdate] = []
-        # Whether replicas have local steps. The value is stored, since another callback
+        # `_is_local` stores whether replicas have local steps, since another callback
         # may end the local steps before `on_train_end` of this callback.
         self._is_local = False
         self._num_read = 0
         self._epoch, self._batches_before = 0, 0
-        # Numbers of the batches of spikes that rollbacks have excluded.
+        # Numbers of the batches whose spikes have caused a rollback. They are kept
+        # while `fit` repeats the steps, which must leave out these batches.
         self._excluded: list[int] = []
         self._goes_back = False
 
@@ -159,9 +162,9 @@ class SpikeGuard(OptimizerCallback):
         self._guard.num_in_a_row.assign(0)
         found = [self._excluded]
         if self.action == "rollback":
-            # Each worker excludes the batches that any worker has excluded: if a worker
-            # was lost during a rollback, only some of the others have excluded the
-            # batch of the spike.
+            # If a worker was lost during a rollback, only some of the others have
+            # excluded the batch of the spike, so each worker excludes what any worker
+            # has excluded.
             found = worker_group_of(self.model).all_gather("spikes", self._excluded)
         self._exclude([number for each in found for number in each])
 
@@ -259,8 +262,8 @@ class SpikeGuard(OptimizerCallback):
         found = read_skipped_updates(
             self._guard, new, self._epoch, self._batches_before
         )
-        # After a rollback, the repeated steps leave out the update of the spike again,
-        # and `_rows` contains that update already.
+        # After a rollback, the repeated steps leave out the update of the spike again.
+        # `_rows` already contains that update, which must not be listed twice.
         known = {row.step for row in self._rows}
         self._rows += [row for row in found if row.step not in known]
 

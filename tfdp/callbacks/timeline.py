@@ -20,7 +20,8 @@ from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.files import try_create_folder
 from tfdp.ground.text import pluralize
 
-# How long the first worker waits for the trace of each other worker.
+# Seconds for which the first worker waits for another worker's trace. After that it
+# writes the file without the trace, so that a slow worker does not block training.
 _PATIENCE_SECONDS = 20.0
 
 
@@ -51,7 +52,8 @@ class Timeline(MeasuringCallback):
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
     """
 
-    # `fit` raises an error if workers have different values of these settings.
+    # The first worker merges the traces of all workers, so `fit` raises an error if
+    # they select different steps.
     compared = ("steps",)
 
     def __init__(
@@ -68,8 +70,6 @@ class Timeline(MeasuringCallback):
         """String, the selected steps: "step 10", or "steps 10 to 15"."""
         first, last = self.steps
         return f"step {first}" if first == last else f"steps {first} to {last}"
-
-    # Keras and tfdp call the following hooks before and during `fit`.
 
     def find_problem(self, num_steps: int | None) -> str:
         """Return why `steps` or `path` is unusable, or `""`; runs on the first worker.
@@ -142,7 +142,8 @@ class Timeline(MeasuringCallback):
         try:
             self._write_file([worker for worker in workers if worker.slices])
         except OSError as error:
-            # A warning, not an error: the other workers are already in the next step.
+            # A failed write is a warning and not an error, since the other workers are
+            # already in the next step and would wait for this one.
             user_code.warn(f"`Timeline` could not be written: {error}")
 
     def _write_file(self, workers: list[WorkerTrace]) -> None:

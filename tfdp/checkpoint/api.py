@@ -131,8 +131,8 @@ def _equalize_state(model: keras.Model) -> None:
     """
     strategy = strategy_of(model)
     if strategy is not None:
-        # `save` may be called within `strategy.scope()`, which synchronizes new
-        # variables only when it ends.
+        # `strategy.scope()` synchronizes new variables only when it ends. `save` may be
+        # called within the scope, so it synchronizes them here.
         synchronize_new_variables(strategy)
     equalize_replicas(model)
     redistribute_accumulated_gradients(model)

@@ -35,8 +35,9 @@ _Open = TypeVar("_Open", bound=_Closable)
 _hooks: list[Callable[[], Any]] = []
 _exit_functions: list[Callable[[], Any]] = []
 _open_connections: weakref.WeakSet[Any] = weakref.WeakSet()
-# Objects that forked processes must not delete, by `id`. A set would not keep the
-# objects apart, since some of them redefine equality.
+# Objects that forked processes must not delete, since their deletion waits for threads.
+# The keys are `id`s, since some of the objects redefine equality, and a set would
+# confuse them.
 _never_deleted: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _server_ports: set[int] = set()
 
@@ -215,15 +216,17 @@ def _enter_fork() -> None:
         atexit.unregister(function)
     _exit_functions.clear()
     for kept in list(_never_deleted.values()):
-        # An extra reference that is never released keeps the object alive even while
-        # the interpreter exits.
+        # A forked process lacks the threads for which the deletion of `kept` would
+        # wait. An extra reference that is never released prevents the deletion, even at
+        # exit.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     for opened in list(_open_connections):
         with contextlib.suppress(OSError):
             opened.close()
     _open_connections.clear()
     if _server_ports:
-        # Without /dev/fd the servers' descriptors cannot be found, and stay open.
+        # Without /dev/fd, the descriptors of servers cannot be found, so they stay
+        # open.
         with contextlib.suppress(OSError):
             _close_servers(_server_ports)
     _server_ports.clear()
@@ -239,8 +242,8 @@ def _close_servers(ports: set[int]) -> None:
     """
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/dev/fd"):
-        # The descriptor may not be a socket, or may be the one that `listdir` has
-        # closed. An error is raised for both.
+        # A descriptor that is not a socket, or that `listdir` has used and closed
+        # itself, raises an error, and is skipped.
         with contextlib.suppress(OSError):
             descriptor = int(name)
             if _local_port(descriptor) in ports:

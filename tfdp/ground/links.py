@@ -97,7 +97,7 @@ def _not_negative(name: str, value: float) -> float:
     return checked_number(name, value, "a number that is not negative", least=0)
 
 
-# The links that are assumed without a measurement, by backend. `"ring"`: TensorFlow's
+# If the links are not measured, these are assumed, by backend. `"ring"`: TensorFlow's
 # gRPC over loopback, and 10 Gbit/s Ethernet. `"direct"` and `"mpi"`: shared memory, and
 # 10 Gbit/s Ethernet. `"nccl"`: NVLink at the bandwidth of large all-reduces, and one
 # 100 Gbit/s adapter for each node.

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 VARIABLE = "TF_ENABLE_ONEDNN_OPTS"
-# Features of processors for which TensorFlow enables oneDNN by default. `enable_onednn`
-# does not set the variable for such processors, since setting it costs memory: 40 of
+# TensorFlow enables oneDNN by default on processors with one of these features.
+# `enable_onednn` does not set the variable there, since setting it costs memory: 40 of
 # 700 MB in a transformer. Checked on TensorFlow 2.21.0.
 _ENABLED_BY_DEFAULT = frozenset(
     ["avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16"]

@@ -14,7 +14,8 @@ from tfdp.ground.arguments import (
 )
 from tfdp.ground.links import Links
 
-# Algorithms that treat all replicas as one level, not as inside and across nodes.
+# These algorithms treat all replicas as one level, so a hierarchical algorithm can use
+# each of them inside nodes or across nodes.
 FLAT_ALGORITHMS = ("ring", "tree", "halving_doubling")
 ADASUM = "adasum"
 ALGORITHMS = ("auto", *FLAT_ALGORITHMS, "hierarchical", ADASUM)

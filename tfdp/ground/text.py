@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-# Most workers that a text lists by rank.
+# A text lists at most this many workers by rank, so that it stays short in a large job.
 _MAX_RANKS = 8
 
 

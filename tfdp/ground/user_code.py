@@ -21,8 +21,8 @@ from typing import Any
 
 from tfdp.ground.forks import Owner
 
-# Folders with code that is not the user's: of Python, of installed packages, and of
-# tfdp itself in a checkout.
+# Warnings name the user's line, so frames of code in these folders are skipped:
+# Python's, that of installed packages, and tfdp's own in a checkout.
 _LIBRARIES = tuple(
     folder + os.sep
     for folder in (
@@ -31,12 +31,13 @@ _LIBRARIES = tuple(
         str(Path(__file__).parents[1]),
     )
 )
-# The module of the class `Context`, whose `ensure_initialized` creates TensorFlow's
-# devices. Checked on TensorFlow 2.19 to 2.21.
+# TensorFlow creates its devices in `Context.ensure_initialized` of this private module.
+# Checked on TensorFlow 2.19 to 2.21.
 _CONTEXT = "tensorflow.python.eager.context"
 _started_at: list[str] = []
 _started_by: list[Owner] = []
-# Topics of warnings that were shown, by the object that the warnings are about.
+# Topics of the warnings that were shown, by the object that a warning is about. The
+# keys are weak, so that the record does not keep a model alive.
 _topics: weakref.WeakKeyDictionary[Any, dict[str, object]]
 _topics = weakref.WeakKeyDictionary()
 
@@ -55,11 +56,12 @@ def warn(message: str, *, once_for: Any = None, topic: str = "") -> None:
         return
     depth, frame = 1, inspect.currentframe()
     while frame is not None and not _is_of_user(frame):
-        # `stacklevel` of `warnings.warn` does not count the frames of an import.
+        # `stacklevel` of `warnings.warn` does not count frames of an import, so they
+        # are not counted here.
         is_import = frame.f_code.co_filename.startswith("<frozen importlib")
         depth, frame = depth + (not is_import), frame.f_back
     # In a thread of tfdp or TensorFlow, no frame is the user's. The warning then names
-    # the caller of this function.
+    # the caller of `warn`.
     warnings.warn(message, stacklevel=2 if frame is None else depth)
 
 
@@ -136,7 +138,7 @@ def watch_start() -> None:
     if module is not None:
         _watch(module)
         return
-    import wrapt  # installed with TensorFlow
+    import wrapt  # TensorFlow requires it, so it is installed
 
     wrapt.register_post_import_hook(_watch, _CONTEXT)
 

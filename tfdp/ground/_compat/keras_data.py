@@ -16,7 +16,8 @@ from keras.src.trainers.data_adapters import (
 ArrayDataAdapter = array_data_adapter.ArrayDataAdapter
 TorchDataLoaderAdapter = torch_data_loader_adapter.TorchDataLoaderAdapter
 is_torch_dataloader = data_adapters.is_torch_dataloader
-# The function that returns the spec of batches of arrays, with any number of rows.
+# Keras's private function for the spec of a batch of arrays. The number of rows is
+# unknown in the spec, since the last batch may be smaller.
 spec_of_batches = data_adapter_utils.get_tensor_spec
 can_convert_arrays = array_data_adapter.can_convert_arrays
 

@@ -18,10 +18,10 @@ from tfdp.ground._compat.owners import TensorFlowTrainer
 from tfdp.ground._compat.tf_distribute import active_local_replica_id
 from tfdp.ground.forks import TemporaryDirectory
 
-# The methods of a model that define custom steps.
+# A user's model defines a custom step by overriding one of these methods of Keras.
 STEP_METHODS = ("train_step", "test_step")
-# Attributes that training changes, by callback class. Keras's callbacks have no method
-# that returns their state. Checked on Keras 3.12 to 3.15.
+# Keras's callbacks have no method that returns their state, so this table lists the
+# attributes that training changes, by callback class. Checked on Keras 3.12 to 3.15.
 CALLBACK_STATE: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: (
         *("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
@@ -34,7 +34,8 @@ CALLBACK_STATE: dict[type, tuple[str, ...]] = {
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
     keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
 }
-# Attributes in `CALLBACK_STATE` that are `None` before the first epoch or batch.
+# These attributes of `CALLBACK_STATE` are `None` before the first epoch or batch, so
+# `None` is valid for them in a backup, and for no others.
 STATE_NONE_AT_FIRST = ("best", "_last_batch_seen")
 
 
@@ -53,7 +54,9 @@ def in_state_of_caller(function: Callable) -> Callable:
     Args:
         function: Callable, run in a replica's thread.
     """
-    state = vars(global_state.GLOBAL_STATE_TRACKER)  # checked on Keras 3.12 to 3.15
+    # Keras keeps the state of a thread as attributes of this private object, and has no
+    # public way to copy it. Checked on Keras 3.12 to 3.15.
+    state = vars(global_state.GLOBAL_STATE_TRACKER)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -134,8 +137,9 @@ def build_eagerly(model: Any, data_batch: Any) -> None:
         if loss is not None and not loss.built:
             loss.build(y, y_pred)
         if metrics is not None and not metrics.built:
-            # A metric may create its states in its first update. So an update is traced
-            # here, and its errors are ignored: only the created states matter.
+            # A metric may create its states only in its first update. So an update is
+            # traced here, and its errors are ignored, since only the created states
+            # matter.
             with contextlib.suppress(Exception):
                 keras_backend.compute_output_spec(
                     model.compute_metrics, x, y, y_pred, sample_weight=sample_weight
@@ -271,15 +275,15 @@ def backup_without_files(callback: Any, folder: TemporaryDirectory) -> Any:
     vars(twin).update(vars(callback))
     path = os.path.join(folder.name, "training_metadata.json")
     vars(twin).update(
-        # The callback creates the backup directory if it does not exist. Two workers
-        # that create one directory at the same time would collide, so that each copy
-        # has a separate directory.
+        # Keras's callback creates its backup directory if it does not exist. Two
+        # workers that create the same directory would collide, so each copy has a
+        # directory of its own.
         backup_dir=folder.name,
         _training_metadata_path=path,
         _prev_training_metadata_path=f"{path}.bkp",
         double_checkpoint=False,
         delete_checkpoint=False,
-        _tfdp_folder=folder,  # the folder lives as long as the callback
+        _tfdp_folder=folder,  # keeps the folder from being deleted
     )
     return twin
 

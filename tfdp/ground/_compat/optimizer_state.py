@@ -126,7 +126,8 @@ def drop_state(optimizer: Any) -> None:
             optimizer._delete_tracking(name)
             vars(optimizer)[name] = None
         elif name != "_variables" and _holds(value, dropped):
-            # TensorFlow's tracking would keep the list and its variables alive.
+            # TensorFlow tracks lists of variables, which keeps the variables alive, so
+            # the list is removed from the tracking before it is replaced.
             optimizer._delete_tracking(name)
             vars(optimizer)[name] = {} if isinstance(value, dict) else []
 
@@ -165,7 +166,8 @@ def built_without_memory(optimizer: Any, variables: list) -> Any:
 
     Variables in a separate graph have shapes and names, but no values.
     """
-    # `init_scope` lets the configuration be read while a step is traced.
+    # A config contains values of variables, such as the learning rate. While a step is
+    # traced, values can only be read inside `init_scope`.
     with tf.init_scope():
         config = config_of(optimizer)
     with tf.Graph().as_default(), outside_strategies():

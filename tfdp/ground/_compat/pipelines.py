@@ -15,15 +15,15 @@ from tensorflow.python.framework import op_def_registry
 
 from tfdp.ground._compat.tf_data import operations_of_stage
 
-# Operations that TensorFlow calls stateful but that only read, print or check; or that
-# run other functions, whose operations are listed separately.
+# TensorFlow calls these operations stateful. They do not make a `map` stateful, since
+# they only read, print or check, or run functions whose operations are examined too.
 _READING = {
     *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarHandleOp"),
     *("LookupTableFindV2", "LookupTableSizeV2", "HashTableV2", "Assert", "PrintV2"),
     *("If", "While", "Case", "StatefulPartitionedCall", "Placeholder"),
 }
-# Prefix of the names of Keras's modules. Keras has no public way to tell its own `map`
-# functions from the user's. Checked on Keras 3.12 to 3.15.
+# Keras has no public way to tell its own `map` functions from the user's, so they are
+# recognized by their module's name. Checked on Keras 3.12 to 3.15.
 _KERAS = "keras.src."
 _ADAPTERS = f"{_KERAS}trainers.data_adapters."
 

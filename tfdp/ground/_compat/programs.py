@@ -236,7 +236,7 @@ def call_inline(function: Any, *args: Any, **kwargs: Any) -> Any:
         )
     args, kwargs = tf.nest.map_structure(_as_tensor, (args, kwargs))
     # Keras disables AutoGraph for its layers, but not inside a `tf.function` that they
-    # call. The inlined call needs AutoGraph, too.
+    # call. The call is inlined here, so AutoGraph is enabled for it.
     with autograph_ctx.ControlStatusCtx(autograph_ctx.Status.UNSPECIFIED):
         return called(*args, **kwargs)
 

@@ -17,7 +17,8 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import config
 from tensorflow.python.ops import stateful_random_ops
 
-# Key of the generator in Keras's global state, for which Keras 3.12 has no constant.
+# Key of Keras's global state for the generator of draws without a seed. Keras 3.12 has
+# no constant for the key.
 _SEED_GENERATOR = "global_seed_generator"
 _seed_lock = threading.RLock()
 
@@ -29,7 +30,7 @@ def is_deterministic() -> bool:
 
 def random_state() -> str:
     """Return, as a text, the state from which unseeded operations draw their seeds."""
-    # The attribute `_rng` exists after a call of `tf.random.set_seed`.
+    # `_rng` does not exist before a call of `tf.random.set_seed`.
     rng = getattr(context.context(), "_rng", None)
     return repr((context.global_seed(), rng.getstate() if rng else None))
 
@@ -58,7 +59,7 @@ def global_seed() -> int | None:
 
 def tensorflow_random_state() -> dict[str, Any]:
     """Return TensorFlow's seed and generator states by name, as values for JSON."""
-    # The attribute `_rng` exists after a call of `tf.random.set_seed`.
+    # `_rng` does not exist before a call of `tf.random.set_seed`.
     rng = getattr(context.context(), "_rng", None)
     generator = getattr(stateful_random_ops, "global_generator", None)
     seed = context.global_seed()
@@ -112,7 +113,8 @@ def advance(generator: Any, num_draws: int) -> None:
         generator: `SeedGenerator`, one of `generators_of`.
         num_draws: Int, number of draws.
     """
-    # Keras draws so from the generator for draws without a seed.
+    # Keras calls `next(ordered=False)` on the generator for draws without a seed, which
+    # changes its state in another way than `next()` does.
     is_common = generator is global_state.get_global_attribute(_SEED_GENERATOR)
     for _ in range(num_draws):
         generator.next(ordered=not is_common)

@@ -23,7 +23,8 @@ from tensorflow.python.framework import (
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.util import _pywrap_util_port
 
-# Longest time in seconds of an abort of collectives, which usually takes milliseconds.
+# An abort of collectives usually takes milliseconds. If it takes more than this many
+# seconds, it hangs, and the process is ended.
 _ABORT_SECONDS = 10.0
 
 
@@ -133,14 +134,15 @@ def abort_collectives(text: str) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-# Files of TensorFlow in which a thread's Python frame is while it runs a function or a
-# collective, or waits for its result. A thread that reads data is in other files.
+# While a thread runs a function or a collective of TensorFlow, or waits for its result,
+# its innermost Python frame is in one of these files. A thread that reads data is in
+# other files, so it does not count as waiting.
 _WAITS = (
     "/eager/execute.py",
     "/eager/context.py",
     "/gen_collective_ops.py",
     "/framework/ops.py",
-    # In this file `strategy.run`, outside of functions, waits for replicas' threads.
+    # Outside of functions, `strategy.run` waits in this file for the replicas' threads.
     "/distribute/mirrored_run.py",
 )
 
@@ -165,10 +167,11 @@ def main_thread_frame() -> Any:
     return _current_frames().get(threading.main_thread().ident or 0)
 
 
-# Python 3.11 may collect garbage in `sys._current_frames`, which holds a lock that new
-# threads need: a finalizer that releases the GIL then deadlocks the process. 3.12 does
-# not collect there. https://github.com/python/cpython/issues/106883;
-# tests/coordination/test_watch.py guards it.
+# Garbage collection must be off during `sys._current_frames` on Python 3.11, which
+# holds a lock there that new threads need: a finalizer that releases the GIL would
+# deadlock the process. Python 3.12 does not collect there.
+# https://github.com/python/cpython/issues/106883; tests/coordination/test_watch.py
+# guards it.
 _FRAMES_COLLECT_GARBAGE = sys.version_info[:2] == (3, 11)
 
 
@@ -251,6 +254,6 @@ def before_threads_end(function: Callable[[], None]) -> Callable[[], None]:
     Returns:
         The function.
     """
-    with contextlib.suppress(RuntimeError):  # the script has ended before this import
+    with contextlib.suppress(RuntimeError):  # raised if the script has ended
         threading._register_atexit(function)  # type: ignore[attr-defined]
     return function

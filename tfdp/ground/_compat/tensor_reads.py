@@ -138,7 +138,8 @@ def create_value_again(variable: Any, like: tf.Variable) -> None:
             optimizers find the variable by this identity.
     """
     scope, _, _ = like.name.rpartition("/")
-    # Tapes must watch the variable of a frozen layer, too: it may be trained later.
+    # A variable of a frozen layer may be trained later, and tapes watch only what was
+    # created as trainable, so the variable is created as trainable.
     is_trainable, variable._trainable = variable._trainable, True
     with tf.name_scope(f"{scope}/") if scope else contextlib.nullcontext():
         variable._initialize(tf.zeros(variable.shape, variable.dtype))

@@ -29,26 +29,31 @@ from tensorflow.python.framework import (
 from tensorflow.python.ops import gen_dataset_ops
 from tensorflow.python.types import distribute as distribute_types
 
-# The spec of a component that is `None` in a dataset's elements.
+# tf.data has no public name for the spec of a component that is `None`.
 NoneTensorSpec = none_tensor.NoneTensorSpec
 PerReplicaSpec = values.PerReplicaSpec
-# The class that `tf.function` recognizes as an argument made of tensors.
+# `tf.function` takes an argument of this class apart into its tensors, so tfdp's
+# iterators derive from it.
 CompositeTensor = tf.__internal__.CompositeTensor
-# The classes that Keras and AutoGraph recognize as distributed input.
+# Keras and AutoGraph recognize distributed input by these classes, so tfdp's datasets
+# and iterators derive from them.
 DistributedDatasetsFromFunction = input_lib.DistributedDatasetsFromFunction
 DistributedIteratorInterface = distribute_types.DistributedIteratorInterface
-# The operations that call a Python function with possible state, and the operation of
-# `Dataset.from_generator`.
+# `PyFunc` and `EagerPyFunc` call Python functions, and `GeneratorDataset` is the
+# operation of `Dataset.from_generator`. Each may have Python state that TensorFlow
+# neither sees nor saves.
 PYTHON_FUNCTIONS = ("PyFunc", "EagerPyFunc")
 _GENERATOR = "GeneratorDataset"
-# By class of a source dataset: the method by which users create it, and the names of
-# the attributes with its tensors.
+# tf.data has no public way to read the tensors of a source. For each class of a source,
+# this table has the method by which users create it, and the private attributes with
+# its tensors.
 _SOURCES = {
     "TensorDataset": ("from_tensors", ("_tensors",)),
     "TensorSliceDataset": ("from_tensor_slices", ("_tensors",)),
     "RangeDataset": ("range", ("_start", "_step")),
 }
-# Sources whose `_inputs` leave out the dataset of file names.
+# The method `_inputs` of these sources leaves out the dataset of file names, so that
+# dataset is visited separately.
 _HIDE_NAMES = ("TextLineDatasetV2", "FixedLengthRecordDatasetV2")
 
 
@@ -124,8 +129,8 @@ def _captured_variants(part: tf.data.Dataset) -> list[tf.Tensor]:
 
 def _names_in_variant(variant: tf.Tensor) -> Iterator[str]:
     """Yield the argument `name` of each stage of a captured dataset."""
-    # The conversion fails for a variant that is not a dataset, and for a dataset that
-    # is too large for a graph.
+    # A variant that is not a dataset, or a dataset too large for a graph, cannot be
+    # converted, and is left out.
     with contextlib.suppress(tf.errors.OpError):
         text = gen_dataset_ops.dataset_to_graph_v2(variant).numpy()
         yield from _names_in_graph(tf.compat.v1.GraphDef.FromString(text))
@@ -185,7 +190,8 @@ def writes_while_read(dataset: tf.data.Dataset) -> bool:
     for part in dataset_inputs(dataset):
         name = getattr(part, "_filename", None)
         if name is not None and tf.get_static_value(name):
-            # A stage with a file name is a cache, which is written to this file.
+            # Only a `cache` stage has a file name, and reading the stage writes that
+            # file.
             return True
         if kind_of_stage(part).startswith(("Snapshot", "Save", "DataService")):
             return True

@@ -27,8 +27,8 @@ from tensorflow.python.ops import resource_variable_ops
 
 from tfdp.ground._compat.runtime import device_type
 
-# The stock classes that tfdp's strategies derive from. Behavior that tfdp does not
-# change is TensorFlow's own code.
+# tfdp's strategies derive from these stock classes, so that behavior that tfdp does not
+# change stays TensorFlow's own.
 MirroredExtended = mirrored_strategy.MirroredExtended
 MultiWorkerExtended = collective_all_reduce_strategy.CollectiveAllReduceExtended
 CollectiveAllReduce = cross_device_ops.CollectiveAllReduce
@@ -151,8 +151,9 @@ def outside_strategies() -> Iterator[None]:
     default = distribute_lib._get_default_replica_mode()
     distribute_lib._push_per_thread_mode(default)
     try:
-        # The variable creators of the strategy's scope stay active, but
-        # `_create_plain_variable` is called before them and does not call them.
+        # The variable creators of a strategy's scope stay active.
+        # `_create_plain_variable` is called before them, and does not call them, so
+        # they have no effect.
         with tf.variable_creator_scope(_create_plain_variable):
             yield
     finally:
@@ -245,7 +246,8 @@ def elements_of(variable: Any, start: int, stop: int) -> Any:
     if not hasattr(value, "read_value"):
         return np.asarray(value.numpy()).ravel()[start:stop]
     with tf.device(value.device):
-        # `read_value` would add an identity operation, whose result is a second tensor.
+        # The raw operation is called, since `read_value` would add an identity
+        # operation, whose result is a second tensor.
         tensor = tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)
         if device_type(value.device) == "CPU":
             return view_of(tensor).reshape(-1)[start:stop]

@@ -49,8 +49,8 @@ def lower(concrete: Any, arguments: Sequence[tf.TensorSpec], device: str) -> Non
     Raises:
         ValueError: If XLA lacks an operation, or a shape depends on values.
     """
-    # `get_compiler_ir` requires captured inputs as eager tensors. Tensors that are
-    # created inside `init_scope` are eager.
+    # `get_compiler_ir` requires captured inputs as eager tensors. Inside `init_scope`,
+    # tensors are eager even while a step is traced.
     with tf.init_scope():
         captured = [_value_of(tensor) for tensor in concrete.captured_inputs]
         context.context().get_compiler_ir(

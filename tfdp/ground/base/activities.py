@@ -8,8 +8,9 @@ from typing import Protocol
 
 from tfdp.ground.base.step_context import ActiveHooks
 
-# Names of activities: `EVALUATION` is a loop of Keras that does not train, `SAVE` is
-# the save of a file, and `BACKUP` is the save of a state that `fit` can resume from.
+# Names of activities. `SAVE`, of a file, and `BACKUP`, of a state that `fit` can resume
+# from, are separate, since their times are reported separately. `EVALUATION` is any
+# loop of Keras that does not train.
 EVALUATION, SAVE, BACKUP = "evaluation", "save", "backup"
 
 

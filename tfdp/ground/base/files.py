@@ -18,13 +18,14 @@ from tfdp.ground.text import pluralize
 if TYPE_CHECKING:
     import numpy as np
 
-# Flags of `os.open` for reading: links are not followed, pipes do not block, and a
-# terminal does not become the controlling one. Flags that a system lacks are left out.
+# A path may be replaced by a link, a pipe or a terminal. With these flags, `os.open`
+# does not follow a link, wait for a pipe or make a terminal the controlling one. Flags
+# that a system lacks are left out.
 _READ_FLAGS = os.O_RDONLY
 for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"):
     _READ_FLAGS |= getattr(os, _flag, 0)
-# Largest number of characters of a temporary file's name. File systems allow 255 bytes:
-# the difference leaves room for characters that take several bytes in UTF-8.
+# Most characters of a temporary file's name. File systems allow 255 bytes, and a
+# character may take several bytes in UTF-8, so the limit is lower.
 _MAX_NAME_CHARACTERS = 200
 
 
@@ -68,7 +69,8 @@ def replaced(
         remove_left_over(os.path.dirname(target) or ".")
         temporary = _temporary_path_beside(target)
     elif os.path.lexists(temporary):
-        # The path may have the file of a killed process, or a link to another place.
+        # A killed process may have left a file at the temporary path, or the path may
+        # be a link to another place, which must not be written, so it is removed first.
         _remove(temporary)
     try:
         yield temporary
@@ -211,8 +213,9 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
     try:
         number = os.open(path, _READ_FLAGS)
     except OSError as error:
-        # `open` fails with `ELOOP` or `EMLINK` for a symbolic link, and with `ENXIO`
-        # for a socket.
+        # These are the errors of `open` for paths that are not regular files: `ELOOP`
+        # or `EMLINK` for a symbolic link, and `ENXIO` for a socket. Others are raised
+        # unchanged.
         if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
             raise
         raise NotRegularFile("it is not a regular file") from error
@@ -245,7 +248,7 @@ def read_text(path: str | os.PathLike, most_bytes: int) -> str:
     """
     with open_regular(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
-        # The file may grow while it is read, so the read is limited too.
+        # The file may grow after its size was read, so the read itself is limited, too.
         content = b"" if num_bytes > most_bytes else file.read(most_bytes + 1)
     if max(num_bytes, len(content)) > most_bytes:
         raise ValueError(f"it has more than {pluralize(most_bytes, 'byte')}")
@@ -258,8 +261,8 @@ def sync_folder(path: str | os.PathLike) -> None:
     try:
         os.fsync(number)
     except OSError as error:
-        # `EINVAL` and `ENOTSUP` are the errors of a file system that cannot sync
-        # folders.
+        # A file system that cannot sync folders fails with `EINVAL` or `ENOTSUP`, which
+        # is not a failure of the write.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -17,7 +17,7 @@ from typing import Any
 from tfdp.ground import forks
 from tfdp.ground.base.threads import start_thread
 
-# Longest time, in seconds, that the exit of the process waits for pending finalizers:
+# The exit of the process waits at most this many seconds for pending finalizers:
 # TensorFlow may take a minute to delete an iterator.
 _MAX_SECONDS = 90.0
 
@@ -46,7 +46,8 @@ class FinalizerThread:
         self._name = name
         self._thread: threading.Thread | None
         self._reset()
-        # A forked process does not have the threads of its parent.
+        # A forked process does not have the threads of its parent, so it must start a
+        # thread of its own.
         forks.in_forks(self._reset)
 
     def register(
@@ -73,14 +74,14 @@ class FinalizerThread:
         """Begin without thread and pending calls, at first and in a forked process."""
         self._lock = threading.Lock()
         # Garbage collection may call `put` while the same thread is inside another
-        # `put`, which `SimpleQueue` allows.
+        # `put`. `SimpleQueue` allows this; a `Queue` would deadlock.
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = None
 
     def _finish(self, thread: threading.Thread) -> None:
         """Wait for the thread's pending calls, when the process exits."""
-        # A process that was forked after the thread's start does not have the thread,
-        # which runs only in the parent.
+        # A process that was forked after the thread's start also calls this function at
+        # its exit, but does not have the thread to wait for.
         if thread is self._thread:
             self._calls.put(None)
             thread.join(_MAX_SECONDS)
@@ -92,12 +93,13 @@ def _run(calls: queue.SimpleQueue) -> None:
         function, args, kwargs = call
         try:
             function(*args, **kwargs)
-        except Exception:  # noqa: BLE001 the other finalizers have to run
+        except Exception:  # noqa: BLE001 the other finalizers must still run
             sys.excepthook(*sys.exc_info())
-        # Without the deletion, the arguments would stay alive until the next call.
+        # Local variables keep the arguments of a call alive until the next call, so
+        # they are deleted.
         del call, function, args, kwargs
 
 
-# Shared thread for finalizers that close connections, and that stop threads without
-# joining them.
+# One thread is shared by the finalizers that return quickly: those that close
+# connections, or stop threads without joining them.
 finalizers = FinalizerThread("tfdp-finalizers")

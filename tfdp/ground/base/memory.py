@@ -11,12 +11,14 @@ import psutil
 
 try:
     import resource
-except ImportError:  # Windows
+except ImportError:  # Windows, which has no such limits of a process
     resource = None  # type: ignore[assignment]
 
-# Folder with files on this process, such as `status` and `cgroup`.
+# Linux provides the memory and the cgroups of this process as files in this folder,
+# `status` and `cgroup`.
 _PROCESS = Path("/proc/self")
-# Folder of the cgroups, which limit the memory of containers and services.
+# A container or service may use less memory than the host has. Its limits are in the
+# cgroups below this folder.
 _CGROUPS = Path("/sys/fs/cgroup")
 
 

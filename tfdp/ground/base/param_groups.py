@@ -12,9 +12,9 @@ import tensorflow as tf
 from tfdp.ground._compat import keras_optimizer
 from tfdp.ground.plans.buckets import Entry
 
-# Elementwise optimizers, which update each element of a variable from the same element
-# of the gradient alone. Any other class, including subclasses of these, may need whole
-# tensors.
+# These optimizers update each element of a variable from the same element of the
+# gradient alone, so that a shard may begin anywhere in a variable. Any other class,
+# even a subclass of these, may need whole tensors.
 _ELEMENTWISE = frozenset(
     getattr(keras.optimizers, name)
     for name in (

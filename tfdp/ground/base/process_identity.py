@@ -6,7 +6,8 @@ import dataclasses
 import os
 import pathlib
 
-# Letters of the states of a process that has ended, as in Linux's `/proc/PID/stat`.
+# Linux lists a process that has ended until its parent has read the exit status. The
+# state in `/proc/PID/stat` is then one of these letters, Z for a zombie.
 ENDED = frozenset("ZXx")
 
 
@@ -81,6 +82,6 @@ def state_and_start(pid: int) -> tuple[str, str]:
     except (FileNotFoundError, ProcessLookupError):
         return "X", ""
     # The second field of `/proc/PID/stat` is the program's name in parentheses, which
-    # may contain spaces. Only the text after it is split.
+    # may contain spaces, so only the text after it is split.
     fields = text.rpartition(")")[2].split()
     return fields[0], fields[19]

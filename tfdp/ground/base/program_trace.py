@@ -50,16 +50,19 @@ class ProgramTrace:
         graph: The graph that the program is traced in.
     """
 
-    # Whether the step runs eagerly, so that nothing is traced.
+    # The subclass for eager steps has a true `is_eager`, since such a step has no
+    # graph, and `traced` must not return it.
     is_eager = False
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph
         self.effects: dict[Any, list[Effect]] = {}
-        # Functions that read a value on each replica, by the `id` of the placeholder
-        # that stands for the value in the program.
+        # A placeholder stands in the program for a value that each replica reads by one
+        # of these functions. The keys are `id`s of placeholders, since tensors are not
+        # hashable.
         self.reads: dict[int, Callable[[], tf.Tensor]] = {}
-        # Losses, or other tensors, whose gradients the program computes.
+        # Losses, or other tensors, whose gradients the program computes. They are
+        # searched for a division by the number of replicas.
         self.losses: list[Any] = []
         self._sources: dict[int, Any] = {}
         self._templates: dict[Any, Any] = {}
@@ -76,8 +79,8 @@ class ProgramTrace:
         """
         graph = tf.compat.v1.get_default_graph()
         if graph is not self.graph:
-            # The assertion always holds. It is a side effect, without which TensorFlow
-            # would drop a branch that returns nothing.
+            # TensorFlow would drop a branch that returns nothing and has no side
+            # effect. This assertion, which always holds, is a side effect.
             tf.raw_ops.Assert(condition=True, data=["an update"])
             tensors = tf.nest.map_structure(
                 lambda part: None if part is None else tf.identity(part),

@@ -20,11 +20,12 @@ import uuid
 from tfdp.ground.base.process_identity import ENDED, machine, state_and_start
 from tfdp.ground.forks import TemporaryDirectory
 
-# Matches a temporary name: `tfdp-`, the purpose, the host in hexadecimal digits, the id
-# of the process, the time of the process's start, and a suffix.
+# A temporary name has the host and the process that created the file, so that others
+# can find out whether that process has ended. The groups are a hash of the host, the id
+# of the process, and the time of its start.
 _NAME = re.compile(r"\.?tfdp-[a-z]+-([0-9a-f]{8})-([0-9]+)-([0-9]+)-.+")
-# Seconds without a change after which a temporary file of another host counts as left
-# over. A file that is still being written changes more often.
+# A temporary file of another host counts as left over after this many seconds without a
+# change, since a file that is still being written changes more often.
 _MAX_PAUSE_SECONDS = 3600.0
 
 
@@ -99,8 +100,8 @@ def _remove_if_left_over(entry: os.DirEntry) -> None:
     """Remove a temporary file or folder of this user if its process has ended."""
     status = entry.stat(follow_symlinks=False)
     is_folder = entry.is_dir(follow_symlinks=False)
-    # The age of a folder is unknown, since its modification time does not show changes
-    # of the files inside it.
+    # The modification time of a folder does not show changes of the files inside it, so
+    # a folder has no known age, and that of another host is never removed.
     age = None if is_folder else time.time() - status.st_mtime
     if status.st_uid != os.geteuid() or not is_left_over(entry.name, age):
         return

@@ -15,12 +15,12 @@ import tensorflow as tf
 from tfdp.ground._compat import xla_lowering
 from tfdp.ground.base import loops, step_context
 
-# Sizes that replace unknown dimensions in the check of a function. The check tries the
-# sizes in this order until the model accepts one. A model with many strides needs large
-# images. A model that halves and doubles images, or folds axes, needs sizes that are
-# divisible by a power of two.
+# Sizes that replace unknown dimensions to check a function, tried in this order until
+# the model accepts one. A model with many strides needs large images. One that halves
+# and doubles images, or folds axes, needs sizes divisible by a power of two.
 _TRIED_SIZES = (16, 96, 224, 512)
-# The part of TensorFlow's error with the type and name of an unsupported operation.
+# TensorFlow names an operation that XLA lacks only in the text of an error. The groups
+# are the operation's type and name.
 _LACKS = re.compile(r": (\w+) \(No registered .*?\{\{node ([^}]*)\}\}", re.DOTALL)
 
 

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-# The number of buckets to aim for in a step, and the least size of a bucket in bytes.
-# For a smaller bucket, launching the collective takes longer than moving the bytes.
+# Several buckets overlap with the backward pass, so a step aims for this many. A bucket
+# of fewer bytes than the minimum takes longer to launch than to send.
 _WANTED_BUCKETS = 8
 _MIN_BUCKET_BYTES = 2**20
 

@@ -14,7 +14,7 @@ from tfdp.ground.plans.traffic import (
     transfers_of,
 )
 
-# The fraction by which an algorithm must be faster than a preferred one: smaller
+# An algorithm must be faster than a preferred one by more than this fraction: smaller
 # differences are within the error of the model. The ring is preferred because it is a
 # single operation, and the others consist of several.
 _TIE = 0.05

@@ -28,8 +28,8 @@ def balance_files(sizes: Sequence[int], num_workers: int) -> list[int]:
     https://doi.org/10.1137/0117039
     """
     owners = [0] * len(sizes)
-    # Tuples of bytes, number of files and rank: among workers with equal bytes, one
-    # without a file is the first.
+    # Heap of tuples of bytes, number of files and rank: among workers with equal bytes,
+    # one without a file comes first, so that each worker gets a file.
     loads = [(0, 0, rank) for rank in range(num_workers)]
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         num_bytes, num_files, rank = loads[0]

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from tfdp.ground.text import pluralize
 
-# Least bytes of a large gather: per row of the batch, or in all if its size does not
-# depend on the batch. Labels, logits of few classes and moments are smaller.
+# Gathers of at least this size are reported: bytes per row of the batch, or in all if
+# the size does not depend on the batch. Labels, logits of few classes and moments are
+# smaller, and cost little.
 _MIN_ROW_BYTES, _MIN_SUM_BYTES = 2**10, 2**16
-# The largest number of gathers that a message names.
+# A message names only this many gathers, since a step may have too many to read.
 _MAX_NAMED = 3
 
 

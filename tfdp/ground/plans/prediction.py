@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-# The fraction of a step's compute time in the backward pass, which takes about twice as
-# long as the forward pass.
+# The backward pass takes about twice as long as the forward pass, so this is its
+# fraction of a step's compute time.
 BACKWARD_FRACTION = 2 / 3
 
 
@@ -58,8 +58,8 @@ class StepPrediction:
         """
         total_bytes = sum(bucket.num_bytes for bucket in self.buckets)
         window = self.overlap * self.compute_seconds
-        # Times are in seconds since the end of the backward pass, which overlaps with
-        # communication from `-window` on.
+        # Times are in seconds since the end of the backward pass, so that the last
+        # `done` is the exposed time. Buckets are ready from `-window` on.
         ready_bytes, done = 0, -window
         for bucket in self.buckets:
             ready_bytes += bucket.num_bytes

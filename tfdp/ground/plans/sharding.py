@@ -8,8 +8,8 @@ from typing import Any
 from tfdp.ground.arguments import check_choice
 from tfdp.ground.plans.units import DEFAULT_UNITS, UnitOptions
 
-# The values of `sharding`, by stage of ZeRO from 0. Each stage also shards what the
-# earlier stages shard.
+# The index of a value is its stage of ZeRO, since each value shards what the earlier
+# values shard, and more.
 SHARDINGS = ("none", "optimizer", "gradients", "parameters")
 
 
@@ -97,5 +97,6 @@ class ShardingOptions:
         return f"{text}, {self.units.text}" if self.shards_parameters else text
 
 
-# The options of an optimizer that shards nothing, such as one of Keras.
+# Optimizers that shard nothing, such as those of Keras, share these options, so that
+# callers need not check for `None`.
 NOT_SHARDED = ShardingOptions()

@@ -35,8 +35,9 @@ class Segment:
 
 Row = tuple[Segment, ...]
 
-# The largest ratio of elements in padded slices to elements of variables. At a larger
-# ratio an all-reduce, which moves each element twice, moves less.
+# Largest ratio of the elements in padded slices to the elements of variables. An
+# all-reduce moves each element twice, so at a larger ratio it moves less than a
+# reduce-scatter and an all-gather of padded slices.
 _MAX_PADDING = 2.0
 
 

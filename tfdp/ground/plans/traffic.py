@@ -15,8 +15,8 @@ from tfdp.ground.options import ADASUM
 from tfdp.ground.options import FLAT_ALGORITHMS as FLAT
 from tfdp.ground.plans.topology import Topology
 
-# Names of the algorithms that sum gradients. Adasum is left out, since it combines
-# gradients in another way.
+# Algorithms that sum gradients. Adasum is left out, since it combines gradients in
+# another way.
 NAMES = (*FLAT, "hierarchical")
 
 
@@ -128,7 +128,7 @@ def transfers_of(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ..
     """
     if algorithm.is_hierarchical:
         return _hierarchical(algorithm, topology)
-    node_of = np.zeros(topology.num_replicas, np.int64)  # [num_replicas]
+    node_of = np.zeros(topology.num_replicas, np.int64)
     for node, ranks in enumerate(topology.nodes):
         node_of[list(ranks)] = node
     return _flat(algorithm.name, node_of)
@@ -189,7 +189,9 @@ def _halve(node_of: np.ndarray) -> tuple[tuple[Transfer, ...], int]:
     size = len(node_of)
     power = 1 << (size.bit_length() - 1)
     transfers = []
-    if size > power:  # positions beyond the power of two send their whole tensor
+    if size > power:
+        # Recursive halving needs a power of two of positions, so each position beyond
+        # it first sends its whole tensor to another one.
         extras = np.arange(power, size)
         transfers.append(_transfer(1.0, extras, extras - power, node_of))
     fraction, positions = 1.0, np.arange(power)

@@ -15,8 +15,8 @@ from tfdp.ground.arguments import check_choice, checked_integer, plain
 from tfdp.ground.plans.buckets import Entry
 from tfdp.ground.plans.shards import Row, Segment, ShardBucket
 
-# For each owner, the range of its elements in a flattened parameter: the first element,
-# and the one after the last.
+# An owner's elements are contiguous in a flattened parameter, so each owner has one
+# range: the first element, and the one after the last.
 Ranges = tuple[tuple[int, int], ...]
 
 _RESHARDS = (True, False, "node")
