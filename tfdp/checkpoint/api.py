@@ -314,8 +314,8 @@ def _write_checkpoint(
         )
         act("the index", publish)
     except (OSError, ValueError) as error:
-        # After a timeout, an object store may still store the index, so the files that
-        # the index names must not be removed.
+        # After a timeout, an object store may still complete the write of the index, so
+        # the files that the index names must not be removed.
         if worker_group.is_chief and not isinstance(error.__cause__, StoreError):
             writing.discard_save(storage, token)
         raise

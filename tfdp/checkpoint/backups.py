@@ -447,7 +447,7 @@ def agree_on_backup(
         kind, text = _INCOMPATIBLE, str(error)
     except StoreError as error:
         kind, text = _UNREADABLE, str(error)
-    except Exception as error:  # noqa: BLE001 the others wait for a verdict
+    except Exception as error:  # noqa: BLE001 the other workers wait for a verdict
         kind, text = _DAMAGED, files.error_text(error)
     verdicts = worker_group.all_gather(
         "a backup", [kind, text], storage_timeout(worker_group)

@@ -103,8 +103,8 @@ def read_data(shard: Shard, folder: Storage, algorithm: str) -> bytes:
     except NotRegularFile as error:
         raise _damage(folder, shard, file, "is not a regular file") from error
     except StoreError:
+        # The store failed, so the file may be intact, and is not reported as damaged.
         raise
-    # The store failed, so the file may be intact, and is not reported as damaged.
     except OSError as error:
         fault = f"cannot be read ({error.strerror})"
         raise _damage(folder, shard, file, fault) from error

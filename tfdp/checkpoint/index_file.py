@@ -234,7 +234,7 @@ def load_index(directory: str) -> Index:
         raise UnknownFormat(
             f"The file {path!r} is damaged, or a newer tfdp wrote it: {error}."
         ) from error
-    except ValueError as error:  # also a `UnicodeDecodeError`
+    except ValueError as error:  # such as `UnicodeDecodeError` for damaged text
         raise ValueError(f"The file {path!r} is damaged: {error}.") from error
 
 

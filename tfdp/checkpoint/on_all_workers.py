@@ -43,7 +43,7 @@ def run_on_all_workers(
     result, error = None, None
     try:
         result = action()
-    except Exception as caught:  # noqa: BLE001 the others wait for a reply
+    except Exception as caught:  # noqa: BLE001 the other workers wait for a reply
         error = caught
     failure = error and [isinstance(error, ValueError), files.error_text(error)]
     limit = storage_timeout(worker_group)

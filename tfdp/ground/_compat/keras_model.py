@@ -283,7 +283,7 @@ def backup_without_files(callback: Any, folder: TemporaryDirectory) -> Any:
         _prev_training_metadata_path=f"{path}.bkp",
         double_checkpoint=False,
         delete_checkpoint=False,
-        _tfdp_folder=folder,  # keeps the folder from being deleted
+        _tfdp_folder=folder,  # this reference keeps the folder from being deleted
     )
     return twin
 

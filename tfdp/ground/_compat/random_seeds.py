@@ -30,7 +30,8 @@ def is_deterministic() -> bool:
 
 def random_state() -> str:
     """Return, as a text, the state from which unseeded operations draw their seeds."""
-    # `_rng` does not exist before a call of `tf.random.set_seed`.
+    # `_rng` does not exist before a call of `tf.random.set_seed`, so its default is
+    # `None`.
     rng = getattr(context.context(), "_rng", None)
     return repr((context.global_seed(), rng.getstate() if rng else None))
 
@@ -59,7 +60,8 @@ def global_seed() -> int | None:
 
 def tensorflow_random_state() -> dict[str, Any]:
     """Return TensorFlow's seed and generator states by name, as values for JSON."""
-    # `_rng` does not exist before a call of `tf.random.set_seed`.
+    # `_rng` does not exist before a call of `tf.random.set_seed`, so its default is
+    # `None`.
     rng = getattr(context.context(), "_rng", None)
     generator = getattr(stateful_random_ops, "global_generator", None)
     seed = context.global_seed()
@@ -100,7 +102,7 @@ def generators_of(model: Any) -> list:
 
     They are those of its layers, and of the generator for draws without a seed.
     """
-    layers = model._flatten_layers()  # checked on Keras 3.12 to 3.15
+    layers = model._flatten_layers()  # private; checked on Keras 3.12 to 3.15
     generators = [g for layer in layers for g in layer._seed_generators]
     common = global_state.get_global_attribute(_SEED_GENERATOR)
     return generators if common is None else [*generators, common]

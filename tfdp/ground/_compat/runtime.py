@@ -135,8 +135,8 @@ def abort_collectives(text: str) -> None:
 
 
 # While a thread runs a function or a collective of TensorFlow, or waits for its result,
-# its innermost Python frame is in one of these files. A thread that reads data is in
-# other files, so it does not count as waiting.
+# its Python frame is in one of these files. A thread that reads data is in other files,
+# so it does not count as waiting.
 _WAITS = (
     "/eager/execute.py",
     "/eager/context.py",

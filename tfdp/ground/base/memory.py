@@ -11,7 +11,7 @@ import psutil
 
 try:
     import resource
-except ImportError:  # Windows, which has no such limits of a process
+except ImportError:  # Windows, where processes have no limits of their own
     resource = None  # type: ignore[assignment]
 
 # Linux provides the memory and the cgroups of this process as files in this folder,
