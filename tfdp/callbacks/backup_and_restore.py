@@ -370,9 +370,9 @@ class BackupAndRestore(StrategyCallback):
     def _restart_count(self, batches: int) -> None:
         """Begin to count the batches to the next exchange of local steps.
 
-        Local steps count the updates to it from the last time that all replicas were
-        equalized: the end of an epoch, or a save. Micro-batches that were accumulated
-        before belong to the first of these updates.
+        Local steps count the updates to the next exchange from the last time that all
+        replicas were equalized: the end of an epoch, or a save. Micro-batches that were
+        accumulated before belong to the first of these updates.
 
         Args:
             batches: Int, completed batches of this epoch.

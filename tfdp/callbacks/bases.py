@@ -15,7 +15,7 @@ from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 
 class StrategyCallback(keras.callbacks.Callback):
-    """Base of callbacks for models with a tfdp strategy, or with none."""
+    """Base of callbacks for models with a tfdp strategy or none; rejects any other."""
 
     def __init__(self) -> None:
         super().__init__()

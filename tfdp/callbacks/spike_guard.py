@@ -181,7 +181,7 @@ class SpikeGuard(OptimizerCallback):
             return
         self._act()
         since = (batch + 1) % _BATCHES_BETWEEN_CHECKS
-        if since < self.model.steps_per_execution and not self._has_stopped:
+        if since < self.model.steps_per_execution and not self._has_pending_spike:
             self._check()
 
     def _act(self) -> None:
@@ -200,7 +200,7 @@ class SpikeGuard(OptimizerCallback):
         `"skipped_spikes"`.
         """
         self._act()
-        if not self._has_stopped:
+        if not self._has_pending_spike:
             self._check()
         if logs is not None:
             logs["skipped_spikes"] = int(self._guard.num_skipped.numpy())
@@ -214,16 +214,16 @@ class SpikeGuard(OptimizerCallback):
         super().on_train_end(logs)
         self._read()
         is_none_accepted = bool(self._rows) and not self._guard.num_values.numpy()
-        self._fail_if(is_none_accepted and not self._has_stopped)
+        self._fail_if(is_none_accepted and not self._has_pending_spike)
         if self._rows and worker_group_of(self.model).is_chief:
             number = pluralize(len(self._rows), "update")
-            has_stopped = self._has_stopped and self.action == "stop"
+            has_stopped = self._has_pending_spike and self.action == "stop"
             done = ", and stopped training" if has_stopped else ""
             say(f"`SpikeGuard` left out {number}{done}:\n{table(self._rows, self.on)}")
         self._guard.waiting.assign(0)
 
     @property
-    def _has_stopped(self) -> bool:
+    def _has_pending_spike(self) -> bool:
         """Bool, whether a spike must end training or cause a rollback."""
         return bool(self._guard.waiting.numpy())
 
@@ -307,7 +307,8 @@ class SpikeGuard(OptimizerCallback):
         """Raise on all workers if one has left out all updates, or too many in a row.
 
         Args:
-            has_failed: Bool, whether this worker has.
+            has_failed: Bool, whether this worker has left out all updates, or too many
+                in a row.
         """
         if self._is_local:
             group = worker_group_of(self.model)

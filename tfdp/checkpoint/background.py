@@ -440,8 +440,9 @@ class _Pauses:
     def __call__(self) -> None:
         """Pause so that the thread uses at most 1 % of a processor.
 
-        It lasts until the time since the last pause is 100 times the processor time.
-        All pauses together take at most `most` seconds.
+        The pause lasts until the time since the last pause is 100 times the processor
+        time that the thread has used in it. All pauses together take at most `most`
+        seconds.
         """
         used = time.thread_time() - self._used
         elapsed = time.monotonic() - self._begin

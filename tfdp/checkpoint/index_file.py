@@ -122,9 +122,10 @@ def to_text(index: Index) -> str:
 
 
 def with_checksum(content: Any) -> str:
-    """Return a JSON text of the content, its checksum, and the format's version.
+    """Return a JSON text of an object with the content and its checksum.
 
-    They are the values of `"content"`, `"checksum"` and `"format"`.
+    The fields are `"format"`, the version of the format; `"checksum"`, the CRC-32 of
+    the content; and `"content"`.
 
     Args:
         content: Value that JSON supports.
@@ -251,6 +252,7 @@ def _find_checkpoint(storage: Storage) -> str | None:
     """
 
     def natural(name: str) -> list[str | int]:
+        """Return a sort key of a name, in which numbers are compared by value."""
         parts = re.split("([0-9]{1,18})", name)
         return [int(part) if i % 2 else part for i, part in enumerate(parts)]
 

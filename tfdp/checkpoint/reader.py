@@ -30,13 +30,14 @@ class LoadPlan:
         left_out: List of strings, names of saved tensors that are not read.
         clear: Callable that clears accumulated gradients, called before variables are
             written. Does nothing by default.
-        finish: Callable that applies what was read of compressors, called when all
-            workers have read their shards. Does nothing by default.
+        finish: Callable that restores the state of gradient compressors from what was
+            read, called when all workers have read their shards. Does nothing by
+            default.
         arrays: Dict from names to the arrays into which callbacks' state is read.
         label: String, where the run resumes, `"within the epoch"` or `"at its start"`,
             which must be equal on all workers. Defaults to `""`.
-        batches: Iterable of deques of `ReadItem` with their values, which are used up.
-            Defaults to none; `read_shards` sets it.
+        batches: Iterable of deques of `ReadItem` with the values read, which
+            `assign_values` empties. Defaults to none; `read_shards` sets it.
     """
 
     tensors: list[StateTensor]

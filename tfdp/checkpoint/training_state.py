@@ -279,9 +279,9 @@ def _check_other_optimizers_built(model: keras.Model, saved: Sequence[str]) -> N
 def _match_other_optimizers(
     tensors: Sequence[StateTensor], saved: Sequence[str]
 ) -> tuple[list[StateTensor], list[str]]:
-    """Match the tensors of further optimizers; warn of those that one side lacks.
+    """Skip optimizers that only the model or only the file has, with a warning.
 
-    The sides are the model and the file; `model.optimizer` is not concerned.
+    This is about optimizers other than `model.optimizer`, such as those of a GAN.
 
     Args:
         tensors: Sequence of `StateTensor` of the model.
@@ -357,8 +357,8 @@ def _accumulated_tensors(model: Any, saved_count: int) -> list[StateTensor]:
 def _saved_sums(tensors: list[StateTensor], saved: Sequence[str]) -> list[StateTensor]:
     """Return tensors of accumulated gradients in the form in which they were saved.
 
-    ZeRO-2 and 3 save one sum over all replicas, in shards, but on a single replica,
-    where nothing is sharded, that replica's own.
+    ZeRO-2 and 3 save one sum over all replicas, in shards. A run on a single replica
+    shards nothing, and saves the replica's own sum under another name.
 
     Args:
         tensors: List of `StateTensor`, from `_accumulated_tensors`.

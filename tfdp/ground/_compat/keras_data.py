@@ -48,9 +48,10 @@ def set_dataset_of_epoch(epoch_iterator: Any, make: Callable) -> None:
 
 
 def begins_to_read(epoch_iterator: Any) -> bool:
-    """Return whether Keras reads the iterator that it creates now.
+    """Return whether Keras reads the dataset's iterator as soon as it has created it.
 
-    After the last batch of data of a known length it creates one that it may not read.
+    It is called while Keras creates the iterator. After the last batch of data of a
+    known length, Keras creates a next iterator, which it may never read.
     """
     return epoch_iterator._current_iterator is None
 

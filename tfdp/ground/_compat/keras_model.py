@@ -48,8 +48,9 @@ def in_state_of_caller(function: Callable) -> Callable:
     """Wrap a function that replicas run: Keras's state is that of the calling thread.
 
     Keras keeps its state by thread: the policy of dtypes, custom objects, names, the
-    generator for draws without a seed. Each replica has a thread of its own, which
-    begins with a copy. The first replica's state is the caller's after it.
+    generator for draws without a seed. Each replica runs in a separate thread, which
+    begins with a copy of the caller's state. At the end, the caller gets the state of
+    the first replica.
 
     Args:
         function: Callable, run in a replica's thread.
@@ -267,7 +268,7 @@ def replaced_optimizer(model: Any, optimizer: Any) -> Iterator[None]:
 
 
 def backup_without_files(callback: Any, folder: TemporaryDirectory) -> Any:
-    """Return a copy of a `BackupAndRestore` that writes no files except for weights.
+    """Return a copy of Keras's `BackupAndRestore` that writes no files but weights.
 
     Its metadata is written to `folder` instead, which lives as long as the copy.
     """

@@ -40,7 +40,8 @@ def random_state() -> str:
 def temporary_seed(seed: int) -> Iterator[None]:
     """Set TensorFlow's global seed in the block, and restore the user's at its end.
 
-    Other threads wait, which would restore this block's seed.
+    A thread that enters such a block waits until other threads have left theirs, since
+    it would otherwise restore their seed instead of the user's.
     """
     eager = context.context()
     names = ("_seed", "_rng")

@@ -16,7 +16,11 @@ def supports_jit(model: Any) -> bool:
 
 
 def outermost(tensor: Any) -> Any:
-    """Return the outermost tensor that was captured as `tensor`, or `tensor` itself."""
+    """Return the tensor of an outer graph that functions have captured as `tensor`.
+
+    Captures are followed outwards, function by function. A tensor that is not captured
+    is returned unchanged.
+    """
     while tf.is_symbolic_tensor(tensor):
         captures = getattr(tensor.graph, "captures", ())
         outer = next((out for out, inside in captures if inside is tensor), None)

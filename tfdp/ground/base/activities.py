@@ -18,10 +18,10 @@ class Observer(Protocol):
     """Object that is notified of activities by name. Other threads may call it, too."""
 
     def begins(self, activity: str) -> None:
-        """Handle the begin of an activity: `EVALUATION`, `SAVE` or `BACKUP`."""
+        """Handle the beginning of an activity: `EVALUATION`, `SAVE` or `BACKUP`."""
 
     def ends(self, activity: str) -> None:
-        """Handle the end of an activity, as `begins`, also after an error."""
+        """Handle the end of an activity by the same name, also after an error."""
 
 
 observers: ActiveHooks[Observer] = ActiveHooks("observers")

@@ -30,7 +30,7 @@ _MAX_NAME_CHARACTERS = 200
 
 
 class NotRegularFile(ValueError):
-    """A path is not a regular file, but a link, a folder, a pipe or a device."""
+    """Error: a path is not a regular file, but a link, a folder, a pipe or a device."""
 
 
 @contextlib.contextmanager
