@@ -476,7 +476,7 @@ class BackupAndRestore(StrategyCallback):
         )
 
     def _resume(self, resumption: Resumption) -> None:
-        """Continue from a backup that was found."""
+        """Continue from a backup: load it now, or when its unfinished epoch begins."""
         if resumption.run_metadata["batches"] or self.save_freq != "epoch":
             self._warn_about_position(resumption.difference)
         is_pending = resumption.begin(self.params, self.directory)

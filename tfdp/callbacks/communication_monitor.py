@@ -233,7 +233,7 @@ class CommunicationMonitor(MeasuringCallback):
             print(f"\nCommunicationMonitor: {self._run_report.notices.popleft()}")
 
     def _report(self) -> None:
-        """Pass the readings of the window to the reporting thread."""
+        """Pass the readings so far to the reporting thread, and begin a new window."""
         readings, self._window = self._window, []
         meter = self.meter
         if not readings or meter is None or self._report_thread is None:

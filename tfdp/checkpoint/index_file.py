@@ -179,7 +179,7 @@ def tensors_from_json(rows: list) -> tuple[TensorMetadata, ...]:
 
 
 def verified_content(text: str) -> Any:
-    """Return the content of a text; raise unless its checksum matches.
+    """Return the content of a text from `with_checksum`; raise if it was altered.
 
     Args:
         text: String.

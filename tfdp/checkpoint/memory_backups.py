@@ -295,7 +295,7 @@ class MemoryBackups:
         self._slot = 1 - self._slot
 
     def finish(self) -> None:
-        """Wait until the copies are sent; the next save reports an error, if any."""
+        """Wait until the last save's copies are sent; the next save reports errors."""
         if self._pending is None:
             return
         error = self._pending.exception()
@@ -304,7 +304,7 @@ class MemoryBackups:
             self._fault = files.error_text(error)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Wait until the copies are sent, and close the connections."""
+        """Wait until the last save's copies are sent, and close the connections."""
         self.finish()
         if self._communicator is not None:
             self._communicator.close()
@@ -399,7 +399,7 @@ class MemoryBackups:
         return not self._disable_on_fault(faults)
 
     def _kept_by(self, worker: int) -> list[int]:
-        """Return the ranks whose parts a worker writes: its own, then kept copies."""
+        """Return the ranks of the parts that a worker keeps: its own, then the copies."""
         keepers = enumerate(self._keepers or ())
         return [worker, *(other for other, keeper in keepers if keeper == worker)]
 

@@ -243,12 +243,15 @@ def is_within_fit(arguments: dict[str, Any]) -> bool:
 
 
 def initial_epoch(model: Any) -> int:
-    """Return the epoch at which a restored model continues, or 0 if none is set."""
+    """Return the epoch at which a model's next `fit` begins, or 0 if none is set."""
     return int(getattr(model, "_initial_epoch", 0) or 0)
 
 
 def set_initial_epoch(model: Any, epoch: int) -> None:
-    """Set the epoch at which a restored model continues."""
+    """Set the epoch at which a model's `fit` begins, instead of its `initial_epoch`.
+
+    With 0, the argument `initial_epoch` of `fit` counts again.
+    """
     model._initial_epoch = epoch
 
 

@@ -78,7 +78,7 @@ def marked(tensor: tf.Tensor, marker: str) -> tf.Tensor:
 
 
 def marker_of(op: tf.Operation) -> str:
-    """Return the marker of an operation that `marked` created, or else `""`."""
+    """Return the marker that `marked` has given to an operation, or else `""`."""
     try:
         marker = op.get_attr(_MARKER)
     except ValueError:
@@ -87,7 +87,10 @@ def marker_of(op: tf.Operation) -> str:
 
 
 def seed_operation(op: tf.Operation) -> None:
-    """Give a random operation without seeds random ones, which all its copies have."""
+    """Set random seeds in an operation that draws random numbers, if it has none.
+
+    All copies of the operation have these seeds, and so draw the same numbers.
+    """
     names = {"seed", "seed2"} & set(op.node_def.attr)
     if any(op.get_attr(name) for name in names):
         return
@@ -228,7 +231,7 @@ class OperationTemplate:
 
 
 def call_inline(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the Python function of a `tf.function` in the graph being traced."""
+    """Call the Python function of a `tf.function` inline, in the graph being traced."""
     called = function._python_function
     if function._autograph:
         called = autograph_util.py_func_from_autograph(

@@ -31,14 +31,15 @@ class BatchWeight:
 
 
 def use(value: BatchWeight | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which this thread's replica has `value` as its weight."""
+    """Return a context in which this thread's replica has a `BatchWeight`, or none."""
     return step_context.using(batch_weight=value)
 
 
 def current() -> tf.Tensor | None:
-    """Return the weight of this thread's replica, float64, or `None`.
+    """Return the fraction of all samples that this thread's replica has, or `None`.
 
-    It is `None` while a program of one device is traced, which has no replicas.
+    The fraction is a float64 scalar, the replica's weight in sums over a global batch,
+    and `None` while a program of one device is traced, which has no replicas.
     """
     active = _active()
     is_traced = program_trace.current() is not None

@@ -67,12 +67,15 @@ _loops: ThreadStack[Loop] = ThreadStack("loops")
 
 
 def current() -> Loop | None:
-    """Return the innermost loop, or `None` outside of any."""
+    """Return the innermost loop of Keras in this thread, or `None` outside of any."""
     return _loops.innermost
 
 
 def exchange() -> Any:
-    """Return the `GradientExchange` of the innermost loop, or `None`."""
+    """Return the `GradientExchange` of the innermost loop, or `None`.
+
+    It replaces the all-reduce of gradients, so that steps do not wait for all workers.
+    """
     loop = current()
     return None if loop is None else loop.exchange
 
@@ -93,7 +96,10 @@ def independent_groups() -> Any:
 
 
 def record_data_read() -> None:
-    """Record that the innermost loop has received its first data."""
+    """Record that the innermost loop has received its first data.
+
+    `awaiting_training_data` then no longer returns the loop.
+    """
     if (loop := current()) is not None:
         loop.awaits_training_data = False
 
@@ -108,7 +114,7 @@ def record_batch_rows(rows: int | None) -> None:
 
 
 def is_nested() -> bool:
-    """Return whether a callback of one loop runs another one."""
+    """Return whether this thread runs a loop inside another, as a callback may."""
     return len(_loops.items) > 1
 
 

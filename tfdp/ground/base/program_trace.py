@@ -166,16 +166,16 @@ def latest_loss() -> Any:
 
 
 def current() -> ProgramTrace | None:
-    """Return the program that this thread traces, or runs eagerly, or `None`."""
+    """Return the one-device program that this thread traces or runs, or `None`."""
     return step_context.current().trace
 
 
 def traced() -> ProgramTrace | None:
-    """Return the program that this thread traces into a graph, or `None`."""
+    """Return the one-device program that this thread traces into a graph, or `None`."""
     trace = current()
     return None if trace is None or trace.is_eager else trace
 
 
 def tracing(trace: ProgramTrace | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which this thread traces a program, or none for `None`."""
+    """Return a context in which this thread traces the program `trace`, or none."""
     return step_context.using(trace=trace)

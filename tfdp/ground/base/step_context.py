@@ -170,7 +170,7 @@ class ActiveHooks(Generic[_T]):
         return bool(self._hooks.get())
 
     def activate(self, hook: _T) -> None:
-        """Activate a hook."""
+        """Add a hook to the active hooks of this thread, after the others."""
         self._hooks.set((*self._hooks.get(), hook))
 
     def deactivate(self, hook: _T) -> None:
@@ -181,7 +181,7 @@ class ActiveHooks(Generic[_T]):
         self._hooks.set(tuple(hooks))
 
     def active(self) -> list[_T]:
-        """Return the active hooks."""
+        """Return the active hooks of this thread, in the order of their activation."""
         return list(self._hooks.get())
 
     def deactivate_since(self, before: list[_T]) -> bool:

@@ -116,7 +116,7 @@ def _static(tensor: Any, any_size: int) -> tf.TensorSpec:
 
 
 def _problem(concrete: Any, specs: list[tf.TensorSpec], device: str) -> str:
-    """Return the error of `xla_lowering.lower` with these arguments, or `""`."""
+    """Return XLA's error for a function with arguments of these specs, or `""`."""
     try:
         xla_lowering.lower(concrete, specs, device)
     except (ValueError, tf.errors.OpError) as error:

@@ -95,7 +95,7 @@ class Gather:
 
 @dataclasses.dataclass(frozen=True)
 class StepGathers:
-    """All gathers of a step.
+    """All tensors that a step gathers or sums for operations on the global batch.
 
     Args:
         rows: Int, rows of a global batch, or `None` if unknown.

@@ -271,7 +271,7 @@ def _bucket_of_rows(rows: Sequence[Row], dtype: str) -> ShardBucket:
 
 
 def _length(row: Sequence[Segment]) -> int:
-    """Return the number of elements of a row."""
+    """Return the number of elements in all segments of a row."""
     return sum(segment.size for segment in row)
 
 
