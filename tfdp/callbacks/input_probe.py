@@ -75,7 +75,7 @@ class InputProbe(MeasuringCallback):
         self._written_at = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Have steps traced with time stamps."""
+        """Have steps traced with time stamps, and write the file for the first time."""
         strategy = strategy_of(self.model)
         self._problem = _problem_of(self.model, strategy)
         # `Meter` is made for CPUs, but its time stamps also measure how long GPUs wait

@@ -86,7 +86,11 @@ class Timeline(MeasuringCallback):
         return try_create_folder(self.path.parent, "path")
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Have steps traced with time stamps."""
+        """Have steps traced with time stamps.
+
+        Raises:
+            ValueError: If the model has no strategy of tfdp.
+        """
         strategy = strategy_of(self.model)
         if strategy is None:
             raise ValueError(

@@ -312,7 +312,7 @@ class MemoryBackups:
         self._memory.close()
 
     def delete(self) -> None:
-        """Free the memory: the run is complete, or a newer backup is on the disk."""
+        """Free the memory of all states: training is over, or a newer backup exists."""
         self.finish()
         self._group.all_gather("the end of the states in memory")
         self.is_enabled = False
@@ -399,7 +399,7 @@ class MemoryBackups:
         return not self._disable_on_fault(faults)
 
     def _kept_by(self, worker: int) -> list[int]:
-        """Return the ranks of the parts that a worker keeps: its own, then the copies."""
+        """Return the ranks of the parts that a worker keeps: its own, then copies."""
         keepers = enumerate(self._keepers or ())
         return [worker, *(other for other, keeper in keepers if keeper == worker)]
 

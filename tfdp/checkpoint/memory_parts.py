@@ -152,12 +152,12 @@ class PartHeader:
 
 @dataclasses.dataclass(frozen=True)
 class CompleteSave:
-    """Save that can be read: each of its parts is in the memory of a host, or more.
+    """Save that can be read: each of its parts is in the memory of at least one host.
 
     Args:
         name: `PartName` of its first part.
-        holders: Tuple by part of lists of ints, the ranks of the workers whose hosts
-            have the part, in order.
+        holders: Tuple with a list of ints for each part, the ranks of the workers whose
+            hosts have the part, in order.
     """
 
     name: PartName

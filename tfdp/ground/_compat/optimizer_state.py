@@ -187,7 +187,7 @@ def built_without_memory(optimizer: Any, variables: list) -> Any:
 
 
 def copy_of(variable: Any) -> Any:
-    """Return a copy of a Keras variable, in the active scope and on its device."""
+    """Return a copy of a Keras variable, created in the active strategy's scope."""
     # The copy keeps the name of the `tf.Variable`: Keras excludes variables from weight
     # decay by their names.
     copy = keras.Variable(

@@ -161,7 +161,7 @@ def outside_strategies() -> Iterator[None]:
 
 
 def _create_plain_variable(next_creator: Callable, **kwargs: Any) -> Any:
-    """Create a variable without the other creators, which a strategy has added."""
+    """Create a plain variable without `next_creator`, the strategy's own creator."""
     del next_creator
     accepted = ("initial_value", "trainable", "dtype", "name", "shape", "aggregation")
     return resource_variable_ops.ResourceVariable(

@@ -200,7 +200,7 @@ def register_module(name: str) -> None:
 
 
 def unregister(feature: Feature) -> None:
-    """Stop the calls that `register` has started.
+    """Stop calling the hooks of a feature that `register` has added.
 
     Args:
         feature: `Feature`.

@@ -89,7 +89,8 @@ def awaiting_training_data() -> Loop | None:
 def independent_groups() -> Any:
     """Return the `IndependentGroups` that the innermost loop trains with, or `None`.
 
-    Without them all replicas make the same updates.
+    These are groups of replicas that update independently, as in local SGD; without
+    them, all replicas make the same updates.
     """
     loop = current()
     return None if loop is None else loop.independent_groups

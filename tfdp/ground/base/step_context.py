@@ -138,7 +138,7 @@ class ThreadStack(Generic[_T]):
 
     @contextlib.contextmanager
     def pushed(self, item: _T) -> Iterator[None]:
-        """Push a value in the block."""
+        """Push a value at the beginning of the block, and remove it at the end."""
         outer = self.items
         self._items.set((*outer, item))
         try:
