@@ -291,7 +291,7 @@ def _set_warmup(model: Any, options: WarmupOptions) -> None:
 def _inner_optimizers(model: Any) -> list:
     """Return the optimizers of the model without their wrappers."""
     optimizer = model.optimizer
-    while hasattr(optimizer, "inner_optimizer"):  # tfdp's or Keras's wrapper
+    while hasattr(optimizer, "inner_optimizer"):  # wrappers may be nested
         optimizer = optimizer.inner_optimizer
     return innermost(optimizer)
 

@@ -162,8 +162,8 @@ class BackgroundSaves:
             needed.
         """
         missing = max(copy_bytes(state) - self._buffer.size, 0)
-        # `free_bytes` reads system files, which is not worth its time if nothing is
-        # missing.
+        # `free_bytes` reads system files, which takes time, so it is called only if
+        # memory must be allocated.
         free = free_bytes() if missing else sys.maxsize
         return process_identity.machine(), missing, free
 
@@ -459,7 +459,7 @@ class _Pauses:
 
 def lower_priority() -> None:
     """Lower the priority of the calling thread below that of training; Linux only."""
-    if sys.platform == "linux":  # elsewhere a priority is the whole process's
+    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 

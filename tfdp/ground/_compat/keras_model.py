@@ -18,7 +18,8 @@ from tfdp.ground._compat.owners import TensorFlowTrainer
 from tfdp.ground._compat.tf_distribute import active_local_replica_id
 from tfdp.ground.forks import TemporaryDirectory
 
-# A user's model defines a custom step by overriding one of these methods of Keras.
+# A user's model defines custom steps by overriding these methods of Keras, so
+# `overridden` looks for them by default.
 STEP_METHODS = ("train_step", "test_step")
 # Keras's callbacks have no method that returns their state, so this table lists the
 # attributes that training changes, by callback class. Checked on Keras 3.12 to 3.15.

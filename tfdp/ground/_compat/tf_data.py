@@ -29,7 +29,8 @@ from tensorflow.python.framework import (
 from tensorflow.python.ops import gen_dataset_ops
 from tensorflow.python.types import distribute as distribute_types
 
-# tf.data has no public name for the spec of a component that is `None`.
+# tf.data has no public name for the spec of a component that is `None`, so its private
+# class is used.
 NoneTensorSpec = none_tensor.NoneTensorSpec
 PerReplicaSpec = values.PerReplicaSpec
 # `tf.function` takes an argument of this class apart into its tensors, so tfdp's

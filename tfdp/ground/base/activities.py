@@ -8,9 +8,9 @@ from typing import Protocol
 
 from tfdp.ground.base.step_context import ActiveHooks
 
-# Names of activities. `SAVE`, of a file, and `BACKUP`, of a state that `fit` can resume
-# from, are separate, since their times are reported separately. `EVALUATION` is any
-# loop of Keras that does not train.
+# Observers count the time of an activity by its name. `BACKUP` is separate from `SAVE`,
+# the save of any file, since only a backup lets `fit` resume. `EVALUATION` is any loop
+# of Keras that does not train.
 EVALUATION, SAVE, BACKUP = "evaluation", "save", "backup"
 
 

@@ -139,7 +139,7 @@ def page_aligned(num_bytes: int) -> np.ndarray:
     Returns:
         Array of bytes, which starts at a page.
     """
-    import numpy as np  # here, since the launcher reads files without it
+    import numpy as np  # not at the top: the launcher reads files without NumPy
 
     return np.frombuffer(mmap.mmap(-1, _whole_pages(num_bytes)), np.uint8)
 
