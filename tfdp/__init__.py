@@ -15,7 +15,8 @@ from tfdp.ground.base.feature import register_module as _register_module
 from tfdp.ground.onednn import enable_onednn as _enable_onednn
 
 if TYPE_CHECKING:
-    # For type checkers and editors, which cannot see what `__getattr__` loads.
+    # Type checkers and editors cannot see the names that `__getattr__` imports at run
+    # time, so that these imports declare them.
     from tfdp import (
         callbacks,
         checkpoint,
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Module of each public name.
+# Module of each public name. It is imported at the first use of the name, so that
+# `import tfdp` does not load TensorFlow.
 _HOMES = {
     "all_gather": "tfdp.training.losses.all_gather",
     "CommunicationOptions": "tfdp.ground.options",
@@ -61,7 +63,8 @@ _HOMES = {
     "testing": "tfdp.testing",
     "track_each_worker": "tfdp.features.tracking.watch",
 }
-# Public names of the previous version, with the modules that they have moved to.
+# Public names that have moved to other modules since the previous version. Scripts that
+# use the old place still run, with a warning.
 _MOVED = {"Link": "tfdp.options", "Links": "tfdp.options"}
 __all__ = [
     "CommunicationOptions",
@@ -90,7 +93,8 @@ user_code.watch_start()
 _watch_trackers()
 _register_module("tfdp.features.built_in")
 
-# If type checkers saw `__getattr__`, they would accept any name of this package.
+# `__getattr__` is hidden from type checkers: with it, they would accept any name in
+# this package.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:

@@ -176,7 +176,7 @@ class LARS(keras.optimizers.Optimizer):
     def exclude_alike(
         self, other: LARS, variables: Sequence[Any], theirs: Sequence[Any]
     ) -> None:
-        """Exclude variables from another optimizer's trust ratio as in this optimizer.
+        """Copy exclusions from the trust ratio to the same variables of another `LARS`.
 
         Args:
             other: `LARS`, not built.
@@ -245,13 +245,14 @@ class LARS(keras.optimizers.Optimizer):
         """
 
     def _is_excluded_from_adaptation(self, variable: Any) -> bool:
+        """Return whether `exclude_from_layer_adaptation` has excluded a variable."""
         if keras_optimizer.key_of(self, variable) in self._excluded_keys:
             return True
         path = getattr(variable, "path", variable.name)
         return bool(self._excluded_names and re.search(self._excluded_names, path))
 
     def _decay_of(self, variable: Any, index: int) -> float:
-        """Return the weight decay of a variable, 0 if it is excluded."""
+        """Return the weight decay of the variable at `index`, 0 if it is excluded."""
         is_decayed = keras_optimizer.uses_weight_decay(self, variable)
         return self.weight_decay if is_decayed and index not in self._excluded else 0.0
 
@@ -268,6 +269,7 @@ class LARS(keras.optimizers.Optimizer):
 
 
 def _is_bias_or_norm(variable: Any) -> bool:
+    """Return whether shape or name shows a bias or a normalization parameter."""
     name = variable.name.split("/")[-1].partition(":")[0]
     return len(variable.shape) <= 1 or name in _EXCLUDED_NAMES
 
@@ -286,4 +288,5 @@ def _densify(gradient: Any, variable: Any, dtype: tf.DType) -> tf.Tensor:
 
 
 def _norm(tensor: tf.Tensor) -> tf.Tensor:
+    """Return the Euclidean norm of all elements of a tensor, a scalar."""
     return tf.sqrt(tf.reduce_sum(tf.square(tensor)))

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from tfdp.features.ray.report import ReportCallback, dataset_shard
     from tfdp.features.ray.trainer import KerasTrainer
 
-# Module of each public name, imported at first use.
+# Module of each public name. It is imported at the first use of the name, since the
+# driver of a Ray job needs no TensorFlow.
 _HOMES = {
     "KerasTrainer": "tfdp.features.ray.trainer",
     "ReportCallback": "tfdp.features.ray.report",
@@ -21,12 +22,11 @@ _HOMES = {
 __all__ = ["KerasTrainer", "ReportCallback", "dataset_shard"]
 
 
-# `__getattr__` is hidden from type checkers, which would accept any attribute with it.
+# `__getattr__` is hidden from type checkers, which would accept any name of this module
+# with it.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        # The module is imported at first use, since the driver of a Ray job needs no
-        # TensorFlow.
         if name not in _HOMES:
             raise AttributeError(f"module 'tfdp.ray' has no attribute {name!r}")
         try:

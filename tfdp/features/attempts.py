@@ -19,11 +19,11 @@ from tfdp.ground.base.feature import Fit
 from tfdp.training.data.stages import restart_shuffles
 from tfdp.training.keras_hooks.worker_callbacks import backup_callbacks, callback_list
 
-# Prefix of the modules of tfdp's callbacks. In each attempt of `fit`, these callbacks
-# begin anew, but the user's callbacks continue.
+# Prefix of the modules of tfdp's callbacks. They begin anew in each attempt of `fit`,
+# to resume from a backup; for the user's callbacks all attempts are one `fit`.
 _OWN = "tfdp."
-# For each dataset whose order changes with each iteration: the first `fit` that has
-# read it. A later `fit` cannot repeat the order of its data.
+# The first `fit` that has read each dataset that reshuffles. Only this call can repeat
+# the order of its data: the order of a later `fit` depends on the earlier iterations.
 _readers: weakref.WeakKeyDictionary[Any, weakref.ref[Fit]] = weakref.WeakKeyDictionary()
 
 
@@ -34,7 +34,8 @@ def why_not_read_again(fit: Fit) -> str:
         fit: `Fit`, in its first attempt.
 
     Returns:
-        String that continues a sentence about the feature that reads the data again.
+        String, the rest of an error message that begins with the name of the feature
+        that reads the data again, such as `'`on_loss="continue"`'`.
     """
     for name in ("x", "validation_data"):
         data = fit.arguments.get(name)
@@ -62,10 +63,11 @@ def why_not_read_again(fit: Fit) -> str:
 
 
 def restart_data(arguments: dict[str, Any]) -> None:
-    """Replace datasets in arguments by ones that are read in their first order again.
+    """Replace a loop's datasets by ones that repeat the order of its first attempt.
 
     Args:
-        arguments: Dict, the arguments of the call by name; changed in place.
+        arguments: Dict, the arguments of `fit`, `evaluate` or `predict` by name, which
+            is changed in place.
     """
     restarted: dict[int, tf.data.Dataset] = {}
     for key in ("x", "validation_data"):
@@ -76,10 +78,10 @@ def restart_data(arguments: dict[str, Any]) -> None:
 def continue_callbacks(
     callbacks: Any, stack: contextlib.ExitStack, begun: Container[int] | None = None
 ) -> None:
-    """Let callbacks continue in the next attempt, without `on_train_begin`.
+    """Let callbacks continue in the next attempt of `fit`, without `on_train_begin`.
 
-    That is for callbacks of the user and of Keras. Those of tfdp begin anew, backup
-    callbacks with the attribute `is_retry`, so that they resume a state of this call.
+    Callbacks of the user and of Keras continue. Those of tfdp begin anew, and backup
+    callbacks get `is_retry = True`, so that they resume a state of this call of `fit`.
 
     Args:
         callbacks: The callbacks argument of the call of `fit`.
@@ -92,7 +94,8 @@ def continue_callbacks(
         if begun is None or id(callback) in begun:
             stack.enter_context(_without_begin(callback))
         elif isinstance(callback, keras.callbacks.CSVLogger):
-            # In earlier attempts another worker has written the file: append to it.
+            # In earlier attempts another worker has written the file of `CSVLogger`,
+            # which would otherwise be overwritten.
             callback.append = True
     for callback in backup_callbacks(callbacks):
         callback.is_retry = True

@@ -4,14 +4,17 @@ Hooks run in this order. Bucket tuning is last, since it puts its callback in fr
 those that the other features add.
 """
 
-import tfdp.features.tracking.watch  # isort: skip
-import tfdp.features.goodput.training  # isort: skip
-import tfdp.features.local_steps  # isort: skip
-import tfdp.features.islands.training  # isort: skip
-import tfdp.features.spikes.training  # isort: skip
-import tfdp.features.replay.training  # isort: skip
-import tfdp.features.elastic  # isort: skip
-import tfdp.features.backup_workers.training  # isort: skip
-import tfdp.features.micro_batches  # isort: skip
-import tfdp.features.tuning.rebalancing  # isort: skip
-import tfdp.features.tuning.callback  # isort: skip  # noqa: F401
+# Importing registers a feature, and hooks run in the order of registration, so that
+# these imports are not sorted.
+# isort: off
+import tfdp.features.tracking.watch
+import tfdp.features.goodput.training
+import tfdp.features.local_steps
+import tfdp.features.islands.training
+import tfdp.features.spikes.training
+import tfdp.features.replay.training
+import tfdp.features.elastic
+import tfdp.features.backup_workers.training
+import tfdp.features.micro_batches
+import tfdp.features.tuning.rebalancing
+import tfdp.features.tuning.callback  # noqa: F401

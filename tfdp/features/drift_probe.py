@@ -24,12 +24,15 @@ from tfdp.training.replicas.checksum import checksums, combine_checksums
 from tfdp.training.replicas.drift import replicated_weights
 from tfdp.training.step.step import LoopFeature, active
 
-# The dtype in which logs are reduced; it holds each checksum, of 33 bits, exactly.
+# Checksums are reduced together with the logs, in float64, which represents integers of
+# up to 53 bits exactly; a checksum has 33.
 _DTYPE = tf.float64
 
 
 class DriftProbe(LoopFeature):
-    """Comparison of the replicas' weights of a model at a regular interval of steps.
+    """Hooks that compute a checksum of each replica's weights at an interval of steps.
+
+    `read` returns the last checksums, for the caller to compare.
 
     Args:
         strategy: A tfdp strategy of several replicas.
@@ -47,14 +50,15 @@ class DriftProbe(LoopFeature):
         self._result = runtime.plain_variable(
             np.zeros([1 + self._num_replicas]), _DTYPE, self._host
         )
-        # The checksum of this worker's assignments outside of steps, and the number of
-        # assignments that it covers.
+        # A traced step cannot see assignments outside of steps, so it reads their
+        # checksum from a variable. `_num_assigned` is the number that it covers: with
+        # further assignments, the checksum is computed again.
         self._assigned = runtime.plain_variable(0, tf.int64, self._host)
         self._num_assigned = -1
         self._step: tf.Tensor | None = None
         self._is_due: tf.Tensor | None = None
-        # One tensor `[num_replicas]` for each local replica, in a step that is being
-        # traced: zeros, except for the checksum at the replica's rank.
+        # For each local replica of the step being traced, a vector `[num_replicas]` of
+        # zeros with its checksum at its rank: their sum has all replicas' checksums.
         self._rows: list[tf.Tensor] = []
 
     def start(self) -> None:
@@ -114,15 +118,21 @@ class DriftProbe(LoopFeature):
             ]
 
     def values_to_sum(self, model: Any) -> list[tf.Tensor]:
-        """Implements `LoopFeature.values_to_sum`: the checksums of the model's step."""
+        """Implements `LoopFeature.values_to_sum`: return the checksums of the step.
+
+        Returns:
+            List with a vector `[num_replicas]` for each local replica, its checksum at
+            its rank and zeros elsewhere; empty for another model.
+        """
         return self._rows if model is self._model and self._is_pending() else []
 
     def _is_pending(self) -> bool:
         """Return whether the step being traced has checksums for `take_sum`."""
         if not self._rows:
             return False
-        # A step outside of Keras's loops has no logs, with which `_rows` are reduced
-        # and cleared. They may be left from an earlier graph or from eager execution.
+        # `_rows` may be left over from an earlier graph or from eager execution: they
+        # are cleared when logs are reduced, and steps outside of Keras's loops have no
+        # logs.
         in_graph = tf.is_symbolic_tensor(self._rows[0])
         if tf.executing_eagerly():
             return not in_graph

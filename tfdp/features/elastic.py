@@ -44,7 +44,8 @@ from tfdp.training.parameters.conversion import discard_values, parameters_in_or
 from tfdp.training.parameters.sharded_parameter import sharded_parameter
 from tfdp.training.replicas import random_seed
 
-# Arguments of `fit` that must be the same for a worker that joins.
+# A worker that joins must call `fit` with the same values of these arguments, so that
+# all workers make the same steps and validations.
 _COMPARED = (
     "batch_size",
     "epochs",
@@ -57,16 +58,18 @@ _COMPARED = (
 
 
 class Elastic(Feature):
-    """Runs `fit` again, with the remaining workers, after the loss of others."""
+    """Feature of `on_loss="continue"`: repeats loops with the remaining workers."""
 
     def __init__(self) -> None:
         self._num_calls = 0
-        # Whether the `with` block of an `ElasticState` runs. If so, the block recovers
-        # from a loss, and not a Keras loop inside the block.
+        # Whether the `with` block of an `ElasticState` runs. A Keras loop inside the
+        # block does not recover from a loss of workers, since the block does.
         self.is_in_loop = False
-        # The user's callbacks that have begun on this worker in the present `fit`.
+        # Callbacks of the user whose `on_train_begin` has run in the present `fit`: it
+        # must not run again in a further attempt on this worker.
         self._begun: list[weakref.ref[Any]] = []
-        # Models whose sharded parameters are zeros until a state is loaded.
+        # Models whose sharded parameters were discarded at a change of the workers.
+        # These are zeros until a state is loaded: training must not begin from them.
         self.discarded: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def choose_callbacks(self, fit: Fit) -> None:
@@ -105,8 +108,8 @@ class Elastic(Feature):
     def add_call(self, strategy: Any, facts: dict[str, str]) -> None:
         """Count a call of `fit` or `ElasticState`; record what a joining worker needs.
 
-        A worker that joins must have the same facts. It joins in its own call with the
-        same number, which is one of them.
+        A worker can join only if it has recorded the same facts. The number of the call
+        is one of them, so that a worker joins in its own call of that number.
 
         Args:
             strategy: The strategy.
@@ -129,16 +132,15 @@ class Elastic(Feature):
         Implements `Feature.recover`, whose arguments it has.
 
         Returns:
-            Bool, whether the loop is repeated. It is not without `on_loss="continue"`,
-            if the error is not a `ClusterChanges`, if the others have declared this
-            worker lost, if the loop cannot begin again, or if an enclosing loop
-            recovers.
+            Bool, whether the loop is repeated: `False` without `on_loss="continue"`, if
+            the error is not a `ClusterChanges`, if the others have declared this worker
+            lost, if the loop cannot begin again, or if an enclosing loop recovers.
         """
         strategy = strategy_of(model)
         if not isinstance(error, ClusterChanges) or not continues(strategy):
             return False
-        # An enclosing loop recovers instead of this one: a `fit` whose callback runs
-        # this loop, or the `with` block of an `ElasticState`.
+        # Only the outermost loop recovers, since it is repeated as a whole: a `fit`
+        # whose callback runs this loop, or the `with` block of an `ElasticState`.
         if loops.current() is not None or self.is_in_loop:
             return False
         if name != "fit" and not _can_begin_again(model, arguments.get("x")):
@@ -163,7 +165,8 @@ class Elastic(Feature):
         """
         callbacks = fit.arguments.get("callbacks")
         backups = backup_callbacks(callbacks)
-        # Backup callbacks are called last: once one has begun, all others have.
+        # Backup callbacks are called last: once one of them has begun, all of the
+        # user's callbacks have begun.
         if continues(fit.strategy) and any(backup.has_begun for backup in backups):
             self._begun += map(weakref.ref, other_callbacks(callbacks))
 
@@ -208,8 +211,8 @@ def change_cluster(model: Any, change: ClusterChanges, continuation: str) -> str
             change = further
     what, _, _ = str(change).partition(" The other workers cannot")
     group = worker_group_of(model)
-    # The number of workers is the same as before if a worker has joined in the place of
-    # the lost one.
+    # A worker may have joined in the place of the lost one. The former number of
+    # workers is then the same, and is left out of the message.
     former = f" instead of {before}" if before != group.num_workers else ""
     text = (
         f"{what} {continuation} with {pluralize(group.num_workers, 'worker')}{former}, "
@@ -344,7 +347,8 @@ def _renew_optimizers(model: Any, trained: dict[str, list[Any]]) -> None:
         with strategy.scope():
             renewed = optimizer.renew()
             setattr(model, name, renewed)
-        # An optimizer that was not built yet has divided no parameters.
+        # Only an optimizer that was built has divided its parameters, which then must
+        # be divided anew among the remaining replicas.
         if variables and renewed.sharding_options.shards_parameters:
             renewed.register_model(model)
             divides.append((renewed, variables))
@@ -356,10 +360,10 @@ def _renew_optimizers(model: Any, trained: dict[str, list[Any]]) -> None:
 def _renew_weights(
     model: Any, divides: list[tuple[DistributedOptimizer, list[Any]]]
 ) -> None:
-    """Divide sharded weights among the new replicas; the others become worker 0's.
+    """Divide sharded weights anew; mark the others to be broadcast from worker 0.
 
     Sharded weights are zeros until a state is loaded. The others count as new
-    variables: the strategy later broadcasts worker 0's values.
+    variables, whose values the strategy later broadcasts.
 
     Args:
         model: The Keras model.
@@ -371,7 +375,8 @@ def _renew_weights(
     """
     strategy, sharded = model.distribute_strategy, dict[int, Any]()
     for _, trained in divides:
-        # A custom training loop may train variables that are in no layer.
+        # `parameters_in_order` returns weights of layers only, but a custom training
+        # loop may train other variables, too.
         every = [*parameters_in_order(model, trained), *trained]
         sharded |= {id(variable): variable for variable in every}
     for variable in model.weights:
@@ -388,8 +393,8 @@ def _renew_weights(
     if sharded:
         FEATURE.discarded.add(model)
     discard_values(list(sharded.values()), strategy)
-    # Building an optimizer divides its parameters among the replicas. Until then, a
-    # worker that joins has whole parameters, which nothing may read.
+    # The optimizers are built at once, since building divides the parameters among the
+    # replicas: until then a worker that joins has whole ones, unlike the other workers.
     for optimizer, trained in divides:
         with strategy.scope():
             optimizer.build(trained)

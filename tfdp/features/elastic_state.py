@@ -43,8 +43,8 @@ from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.keras_hooks import configs
 from tfdp.training.optimizer.arguments import check_strategy
 
-# Number of commits that stay in the directory: if the last one is damaged, an earlier
-# one is read.
+# Number of commits that stay in the directory, so that the previous one can be read if
+# the last one is damaged.
 _NUM_KEPT = 2
 _RUN = {
     "steps": schema.COUNT,
@@ -130,17 +130,19 @@ class ElasticState:
         _check_model(model)
         self._num_commits = 0
         self._is_entered = False
-        # Ids of the variables that are saved; collected when a step assigns one.
+        # Ids of the saved variables. They are collected again whenever a step assigns
+        # an unknown variable, since metrics and optimizers create theirs late.
         self._saved: set[int] = set()
         self._strategy = strategy_of(model)
         self._continues = elastic.continues(self._strategy)
         if self._continues:
             elastic.FEATURE.add_call(self._strategy, self._facts())
-        # Whether the weights may be those of an interrupted step. If so, they are not
+        # Whether the weights may be those of an interrupted step, which must not be
         # saved as the initial state.
         self._has_begun = False
         if self._continues and self._strategy.extended.is_applicant:
-            model_state(model)  # builds the optimizer, as on the other workers
+            # `model_state` builds the optimizer, which the other workers have built.
+            model_state(model)
             self._has_begun = True
             self._continue_after(WorkersJoin())
             return
@@ -265,11 +267,9 @@ class ElasticState:
     def _change_behind(self, error: Exception) -> ClusterChanges | None:
         """Return the change of the workers that has caused an error, or `None`."""
         cause: BaseException | None = error
-        # The search ends at a `WorkersChanged`, since this change of the workers has
-        # been handled already.
+        # AutoGraph replaces an error of a traced function, so that the change may be
+        # among the causes. A `WorkersChanged` ends the search: its change is handled.
         while cause is not None and not isinstance(cause, WorkersChanged):
-            # The causes are searched, since AutoGraph replaces an error of a traced
-            # function.
             if isinstance(cause, ClusterChanges):
                 return cause
             cause = cause.__cause__ or cause.__context__
@@ -332,7 +332,9 @@ class ElasticState:
         Returns:
             Bool, whether there is one.
         """
-        model_state(self._model)  # builds the optimizer, while no worker can fail
+        # `model_state` builds the optimizer on all workers, before a state is sought,
+        # which may fail on some of them.
+        model_state(self._model)
         group = self._group = worker_group_of(self._model)
         extended = None if self._strategy is None else self._strategy.extended
         applicants = list if extended is None else extended.applicants
@@ -357,8 +359,8 @@ class ElasticState:
         if found is None:
             return False
         place, index, load_plan = found
-        # The state may come from another number of replicas. Its values of the metrics
-        # would be merged into the present ones, so these are reset.
+        # A state from another number of replicas is merged into the present values of
+        # the metrics, which must not count: they are reset.
         self._model.reset_metrics()
         place.load(index, load_plan)
         elastic.FEATURE.discarded.discard(self._model)
@@ -482,7 +484,7 @@ def _checked_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encoded(values: dict[str, Any]) -> Any:
-    """Encode the values of a loop for JSON.
+    """Return the values of a loop as nested values that can be written as JSON.
 
     Raises:
         TypeError: If a value has another type than those that are saved.

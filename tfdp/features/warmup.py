@@ -73,8 +73,9 @@ class Warmup(StepFeature):
     def leave(self, optimizer: Any) -> None:
         """End a warmup whose last factor the learning rate contains already.
 
-        The caller has multiplied it, or the rate was restored after the warmup. A
-        schedule cannot hold the factor, so with a schedule the warmup stays active.
+        The caller has multiplied the rate by the factor, or has restored a rate from
+        after the warmup. With a schedule, which cannot contain the factor, the warmup
+        stays active.
 
         Args:
             optimizer: `DistributedOptimizer`.
@@ -110,14 +111,16 @@ class Warmup(StepFeature):
             for variable in self._settings
         )
         update = tf.maximum(tf.cast(update, tf.float64) - start, 0.0)
-        # An interpolation by this weighted sum of both factors is exact at both ends.
+        # A weighted sum of both factors is exact at both ends, in spite of rounding,
+        # unlike `first + done * (last - first)`.
         done = tf.minimum(update / steps, 1.0)
         return (1.0 - done) * first + done * last
 
     def growth(self, update: tf.Tensor) -> tf.Tensor:
-        """Return the factor divided by that of the previous update, or 1 if that is 0.
+        """Return the factor divided by the previous update's, a scalar float64 tensor.
 
-        The result is a scalar float64 tensor.
+        Momentum that contains the rate is rescaled by this ratio. It is 1 if the
+        previous factor is 0.
 
         Args:
             update: Scalar int tensor, the number of updates so far.

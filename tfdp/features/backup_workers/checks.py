@@ -46,13 +46,14 @@ def check_model(strategy: Any, model: Any) -> None:
 
 
 def check_workers(strategy: Any) -> None:
-    """Check that there are more workers than `backup_workers`, and the backend.
+    """Check that a strategy has enough workers for `backup_workers`, and its backend.
 
     Args:
         strategy: A tfdp strategy.
 
     Raises:
-        ValueError: If there are not, or the backend is not `"direct"`.
+        ValueError: If there are not more workers than `backup_workers`, or if the
+            backend is not `"direct"`.
     """
     extended = strategy.extended
     number, spare = extended.worker_group.num_workers, extended.options.backup_workers

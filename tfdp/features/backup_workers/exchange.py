@@ -35,13 +35,14 @@ from tfdp.training.reduction.fusion import ReducedGradients, pack
 from tfdp.training.reduction.gradient_exchange import GradientExchange
 from tfdp.training.reduction.sparse import are_unique, sum_duplicates
 
-# Limits on the sums that are kept for a worker that is behind: number of steps, and
-# bytes of all these sums.
+# Worker 0 stores the sums of steps that another worker has not run yet, at most this
+# number of steps and of bytes: beyond that, all wait for the worker.
 _MAX_STEPS, _MAX_BYTES = 256, 256 << 20
-# Numbers for the names of connections. A number names the same connection on all
-# workers, since all workers trace the same steps in the same order.
+# Numbers in the names of connections, by which both ends find each other. They agree on
+# all workers, which trace the same steps in the same order.
 _names = itertools.count()
-# Spec of two numbers: the rows of a replica, and the rows of the global batch.
+# A replica sends its number of rows and that of the global batch with its gradients, so
+# that worker 0 can scale a sum that lacks workers.
 _ROWS = tf.TensorSpec([2], tf.float64)
 
 
@@ -84,7 +85,8 @@ class FirstGradients(GradientExchange):
         self.counts = Counts()
         self._strategy, self._model = strategy, weakref.ref(model)
         self._devices = [host_of(d) for d in strategy.extended.group.devices]
-        # Number of sums that have arrived before this worker has run their steps.
+        # Number of sums that have arrived before this worker has run their steps; above
+        # 0, it is behind. A variable, since the traced step reads it.
         self._waiting = runtime.plain_variable(0, tf.int64, self._devices[0])
         self._backgrounds: dict[tuple, BackgroundThread] = {}
         self._lock = threading.Lock()
@@ -318,8 +320,8 @@ def _exchange(
     try:
         share = _share_of(parts, joined)
     except Exception as error:
-        # Closing the connections notifies the other workers, which would otherwise wait
-        # for this worker's contribution.
+        # Closing the connections notifies the other workers of the error, since they
+        # would otherwise wait for this worker's contribution.
         member.close(str(error))
         raise
     result = member.exchange(share)

@@ -15,7 +15,8 @@ from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.ground.text import say
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 
-# Key of the number of dropped gradients in the logs of an epoch.
+# Name, in the logs of an epoch, of its number of dropped gradients. It is public: users
+# read it from `History`.
 _LOG = "dropped_gradients"
 
 
@@ -29,8 +30,8 @@ class _DroppedGradients(keras.callbacks.Callback):
     def __init__(self, exchange: FirstGradients) -> None:
         super().__init__()
         self._exchange = exchange
-        # Dropped gradients of this `fit` before the epoch; negative if a run that was
-        # resumed within it had dropped some.
+        # `_total` at the begin of the epoch, subtracted to count the epoch alone. In a
+        # resumed epoch it is lower by what was dropped before the backup.
         self._before = 0
 
     @property

@@ -12,8 +12,8 @@ from typing import Any
 from tfdp.features.goodput.ledger import FORMAT, Moment, moment_of
 from tfdp.ground.arguments import is_integer, is_number
 
-# Classes of time, by their names in a ledger. `CLASSES` has their names in tables, in
-# the order of the rows.
+# Classes of time by their names in the lines of a ledger, which must not change: files
+# of earlier versions contain them. `CLASSES` has the names in tables, in row order.
 STEP, AGAIN, STARTUP, TRACE = "step", "again", "startup", "trace"
 DATA, EXPOSED, EVALUATION, SAVE = "data", "exposed", "evaluation", "save"
 BACKUP, RECOVERY, IDLE, UNKNOWN = "backup", "recovery", "idle", "unknown"
@@ -30,14 +30,14 @@ CLASSES = {
     IDLE: "idle",
     UNKNOWN: "not recorded",
 }
-# Classes that a step is divided into. In a repeated step, time of these classes counts
-# as `AGAIN`.
+# Classes into which the time of steps is divided. Of steps that an earlier attempt has
+# done, time of all these counts as `AGAIN`, since the job gains nothing by it.
 _OF_STEPS = (STEP, DATA, EXPOSED)
-# Classes that a line of a ledger may have. Backups have a separate class in lines, but
-# count as saves in tables.
+# Classes that a line of a ledger may have. Backups count as saves in tables, but lines
+# have them separately: an attempt after backups that begins at batch 0 is a new job.
 _IN_LINES = {*CLASSES, BACKUP}
-# Seconds since the previous line that a line does not cover count as not recorded only
-# if there are more than this number; fewer are errors of rounding.
+# A gap between two lines of a ledger counts as time that was not recorded only if it is
+# longer than this, in seconds: shorter gaps are errors of rounding.
 _NOTABLE_SECONDS = 0.5
 _NUMBERS = (
     "no",
@@ -51,10 +51,11 @@ _NUMBERS = (
     "eight",
     "nine",
 )
-# Offset between the numbers of calls of `fit` in two ledgers, which keeps the numbers
-# distinct: no ledger has more calls.
+# Offset that keeps the numbers of calls of `fit` in several ledgers distinct: no ledger
+# has more calls.
 _FITS_OF_LEDGER = 1_000_000
-# Position of a step in a job: number of its `fit`, epoch, and batch.
+# Position of a step in a job: its number of `fit`, epoch and batch, in this order, so
+# that tuples compare as the steps follow each other.
 Position = tuple[int, int, int]
 
 
@@ -120,7 +121,8 @@ class Shares:
     def __str__(self) -> str:
         percents = {name: round(100 * self.share(name)) for name in CLASSES}
         others = [name for name in CLASSES if name != STEP]
-        others.sort(key=self.share, reverse=True)  # ties keep the order of `CLASSES`
+        # `sort` is stable, so that equal shares stay in the order of `CLASSES`.
+        others.sort(key=self.share, reverse=True)
         parts = [f"{percents[n]} % {self.label(n)}" for n in others if percents[n]]
         text = f"goodput {percents[STEP]} %"
         return f"{text}: {', '.join(parts)}" if parts else text
@@ -145,11 +147,11 @@ def shares_of_several(ledgers: Sequence[Iterable[str]]) -> Shares:
 def _timed(number: int, lines: Iterable[str]) -> Iterator[tuple[float, int, str]]:
     """Yield the lines of a ledger with their times, for a merge with other ledgers.
 
+    A damaged line has the time of the previous one.
+
     Args:
         number: Int, number of the ledger, which is yielded with each line.
         lines: Iterable of strings.
-
-    A damaged line has the time of the previous one.
 
     Returns:
         Iterator of tuples of the time in seconds, `number` and the line.
@@ -234,15 +236,15 @@ class Account:
         """Reset all sums and positions, since a new job begins in the ledger."""
         self._seconds: dict[str, float] = {}
         self._num_attempts = 0
-        # Number of attempts that continued the job of the previous one, without a
-        # restart.
+        # Attempts that continued the job of the previous one without a restart, so that
+        # they do not count as restarts.
         self._num_continued = 0
         self._is_done = self._has_backups = self._measures_communication = False
         self._has_relaunched = self._had_backups = False
         self._last: Moment | None = None
         self._launched: Moment | None = None
-        # Identity of the process of the last attempt, or `None` if the ledger is older
-        # than this field of its lines.
+        # Identity of the last attempt's process: an attempt in the same process is not
+        # a restart. `None` if the ledger is older than this field of its lines.
         self._process: Any = None
         self._furthest: Position | None = None
         # Lines of an attempt up to its first step, or `None` afterwards. Only that step
@@ -251,7 +253,7 @@ class Account:
         self._opening: list[dict[str, Any]] | None = None
 
     def _add(self, line: dict[str, Any]) -> None:
-        """Add a parsed line of the ledger, by its kind."""
+        """Add a parsed line to the sums, by its kind: attempt, work or exit."""
         match line["kind"]:
             case "attempt":
                 self._begin_attempt(line)
@@ -283,8 +285,8 @@ class Account:
             if since is not None and not line.get("follows"):
                 self._count(STARTUP, start.since(since))
         elif self._process is not None and line.get("process") == self._process:
-            # The process of the previous attempt continues the job in another `fit`.
-            # The time between the two attempts is idle.
+            # The process of the previous attempt has begun another `fit`. No restart
+            # was needed, so that the time between the two attempts is idle.
             self._count(IDLE, start.since(self._last))
             self._num_continued += 1
         elif since is None or is_same_launch or not since.since(self._last):

@@ -17,16 +17,20 @@ from tfdp.ground.base.files import open_regular
 from tfdp.ground.base.process_identity import boot_id, state_and_start
 from tfdp.ground.text import say
 
-# Name of a ledger in a folder of logs. The name of a ledger beside a directory is the
-# directory's name, a dot and this name.
+# File name of a ledger in a folder of logs. A ledger beside a directory of backups has
+# the directory's name and a dot in front, since other jobs may use the same parent.
 NAME = "goodput.jsonl"
-# Version of the lines; lines of another version are not read.
+# Version of the lines of a ledger, written with each attempt: a line of another version
+# is rejected, since its fields may have another meaning.
 FORMAT = 1
-# Key of the launcher's settings in `TF_CONFIG`, below `"tfdp"`.
+# Key in `TF_CONFIG`, below `"tfdp"`, by which a launcher passes the place of the ledger
+# to its workers.
 _KEY = "goodput"
-# Longest line that is read. A line of a ledger has a few hundred bytes.
+# Longest line that is read at once, so that a damaged ledger cannot fill the memory. A
+# valid line has a few hundred bytes.
 _MAX_LINE_BYTES = 1 << 16
-# Flags for opening a ledger: no symbolic link is followed, and a FIFO does not block.
+# A ledger is opened without following a symbolic link, which could lead to another
+# file, and without blocking at a FIFO.
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 _FLAGS |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -39,7 +43,7 @@ def uptime() -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A time by two clocks.
+    """A point in time, by the wall clock and by the time since the machine's boot.
 
     Args:
         time: Float, seconds of the wall clock.
@@ -117,7 +121,7 @@ class Launch:
             return None
 
     def add_to(self, config: dict[str, Any]) -> None:
-        """Add the settings to a value of `TF_CONFIG`, as a dict."""
+        """Add this launch to `config`, the value of `TF_CONFIG` as a dict, in place."""
         config.setdefault("tfdp", {})[_KEY] = dataclasses.asdict(self)
 
     @property
@@ -316,8 +320,8 @@ def _append(number: int, lines: list[str]) -> None:
         OSError: If they cannot be written.
     """
     size = os.fstat(number).st_size
-    # The ledger may end within a line, after a write of a process that was killed, or a
-    # write to a full disk.
+    # The ledger may end within a line if a process was killed while it wrote, or if the
+    # disk was full. A line end in front keeps the new lines separate from that line.
     is_torn = size > 0 and os.pread(number, 1, size - 1) != b"\n"
     data = "".join(f"{line}\n" for line in lines).encode()
     data = b"\n" + data if is_torn else data

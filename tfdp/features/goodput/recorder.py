@@ -24,11 +24,12 @@ from tfdp.ground.base import activities
 from tfdp.ground.base.process_identity import state_and_start
 from tfdp.ground.forks import Owner
 
-# Least and largest number of seconds between two writes; in between, the interval is
-# this fraction of the attempt's time so far. If the process is killed, the time since
-# the last write is lost.
+# A killed process loses its time since the last write. The interval between writes is
+# this fraction of the attempt's time so far, between the least and the largest number
+# of seconds, so that only a small part of the time is lost.
 _MIN_SECONDS, _MAX_SECONDS, _OF_ATTEMPT = 1.0, 10.0, 1e-3
-# Class to which the time of each activity in `fit` is added.
+# Class of time of each activity. `activities` has observers other than the ledger, too,
+# so that it does not know these classes.
 _CLASSES = {
     activities.EVALUATION: account.EVALUATION,
     activities.SAVE: account.SAVE,
@@ -39,8 +40,10 @@ _CLASSES = {
 class GoodputRecorder:
     """Recorder of worker 0's time, each moment of which has one class.
 
-    Each event counts the time since the previous one, and begins the next class. Lines
-    are written at most about once a second.
+    Each event counts the time since the previous one, and begins the next class. A
+    callback and the wrapped step notify it of the events of `fit`, and
+    `tfdp.ground.base.activities` of evaluations and saves. Lines are written at most
+    about once a second, and wait in memory until a write succeeds.
 
     Args:
         file: `LedgerFile` to append to.
@@ -82,13 +85,15 @@ class GoodputRecorder:
         self._waited = 0.0
         self._fit = 0
         self._epoch = 0
-        # First and last batch of the steps since the last line was written, and the
-        # batch of the running step. All three are numbers within the epoch.
+        # A line has the first and the last batch of its steps, numbered within the
+        # epoch, so that steps that are done again are recognized. `_batch` is the batch
+        # of the running step.
         self._first: int | None = None
         self._last = self._batch = 0
         self._is_done = self._has_steps = False
         self._owner = Owner()
-        # Sums of the lines that the file has, read when `shares` is first called.
+        # Sums of the lines in the file, which may have those of earlier attempts. The
+        # file is read when `shares` is first called, which only TensorBoard needs.
         self._account: Account | None = None
         launched = None if launch is None else vars(launch.since)
         line = {"kind": "attempt", "format": FORMAT, **vars(since)}
@@ -97,8 +102,6 @@ class GoodputRecorder:
         _, ticks = state_and_start(os.getpid())
         line["process"] = f"{os.getpid()}-{ticks}"
         self._lines = [json.dumps({**line, "launched": launched})]
-
-    # A callback and the wrapped step call the next methods, at the events of `fit`.
 
     def fit_begins(self) -> None:
         """Count a `fit`, and time from now on as its start-up."""
@@ -182,8 +185,6 @@ class GoodputRecorder:
         self._append()
         self.file.close()
 
-    # `tfdp.ground.base.activities` calls the next methods around evaluations and saves.
-
     def begins(self, activity: str) -> None:
         """Begin to count the time of an activity, if it runs on the thread of `fit`.
 
@@ -202,8 +203,6 @@ class GoodputRecorder:
             self._change(self._outer.pop())
             if self._at >= self._due:
                 self.write()
-
-    # Lines wait in memory until a write succeeds, so that a failed one is repeated.
 
     def write(self) -> None:
         """Append the lines since the last write; if that fails, keep them.
@@ -259,10 +258,10 @@ class GoodputRecorder:
             self._lines.append(json.dumps(line))
 
     def _divide_steps(self) -> None:
-        """Move some time of the steps to the classes of data and exposed communication.
+        """Move parts of the steps' time to the classes `DATA` and `EXPOSED`.
 
-        These are the steps since the last line. What `wait_seconds` has grown by
-        becomes time of data, and `exposed_seconds` of each step exposed communication.
+        These are the steps since the last line. The increase of `wait_seconds()` since
+        then is waiting for data; `exposed_seconds()` of each step is communication.
         """
         if self._first is None:
             return

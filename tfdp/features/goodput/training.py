@@ -29,7 +29,8 @@ from tfdp.training.keras_hooks.worker_callbacks import (
     prepend_callback,
 )
 
-# Subfolder for the events in a log directory of TensorBoard, and prefix of their tags.
+# Subfolder of a log directory, which TensorBoard shows as a separate run, since another
+# callback writes into the directory itself; and prefix of the tags.
 _SCALARS = "goodput"
 
 
@@ -54,12 +55,13 @@ class _Goodput(Feature):
         All workers measure their steps; worker 0 adds the callback that records them to
         the arguments of `fit`. A `fit` inside another one is not recorded separately.
         """
-        if loops.current() is not None:  # a callback of another `fit` runs this one
+        # A `fit` that a callback of another `fit` runs is a part of that one's record.
+        if loops.current() is not None:
             return
         callbacks = callback_list(fit.arguments.get("callbacks"))
         self._num_fits += not any(getattr(c, "is_retry", False) for c in callbacks)
-        # An earlier `fit` that failed before its first step has not ended its
-        # measurements.
+        # `after_fit`, which ends measurements, is not called for a `fit` that failed
+        # before its loop, nor for one without a tfdp strategy.
         self._end_measuring()
         directory = _directory_of(fit.arguments.get("callbacks"))
         launch = Launch.from_environment()
@@ -71,8 +73,8 @@ class _Goodput(Feature):
         if extended is None or (
             extended.worker_group.is_job_chief and not extended.is_applicant
         ):
-            # After the loss of worker 0, this worker has replaced it, and continues its
-            # ledger.
+            # In a later generation of the cluster, this worker may have replaced a lost
+            # worker 0, whose ledger it continues without a restart of the job.
             continues = extended is not None and extended.generation > 0
             recorder = self._recorder_at(directory, launch, continues=continues)
             self._record(fit, recorder)
@@ -86,7 +88,7 @@ class _Goodput(Feature):
         return timed
 
     def after_fit(self, fit: Fit) -> None:
-        """End the record of a `fit`."""
+        """End the record of a `fit`, as a failure unless `on_train_end` was called."""
         if loops.is_nested():
             return
         recorder = self.recorder
@@ -130,9 +132,9 @@ class _Goodput(Feature):
         Returns:
             Callable with the arguments of `step`.
         """
-        # While `data_waits` has hooks, a trace of the step is noticed when time stamps
-        # are added to it. Without hooks, only the first call is known to trace the
-        # step.
+        # With hooks in `data_waits`, `_num_traces` counts each trace of a step, since
+        # time stamps are added to it. Without hooks, only the first call of a compiled
+        # step is known to trace it.
         is_new = not data_waits and not model.run_eagerly
 
         @functools.wraps(step)
@@ -219,9 +221,9 @@ class _Goodput(Feature):
 
 
 class _Ledger(keras.callbacks.Callback):
-    """Callback that records the epochs and batches of `fit`, before other callbacks.
+    """Callback that records the epochs and batches of `fit`, called before the others.
 
-    It has no hook after a batch, for which Keras would wait for the logs.
+    It has no hook after a batch, since Keras would wait there for the logs.
 
     Args:
         recorder: `GoodputRecorder` of the process.
@@ -232,7 +234,8 @@ class _Ledger(keras.callbacks.Callback):
         super().__init__()
         self.is_complete = False
         self._recorder, self._others = recorder, others
-        # Writer of each folder.
+        # The writer of each folder stays open until `fit` ends: each new writer would
+        # create another file of events.
         self._writers: dict[str, Any] = {}
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -252,7 +255,8 @@ class _Ledger(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write the shares so far for TensorBoard, if another callback writes there."""
         for folder in sorted(set(filter(None, map(_log_dir_of, self._others)))):
-            # Of an error nothing is lost: the ledger has the same numbers.
+            # An error of TensorBoard's file is ignored, since the ledger has the same
+            # numbers.
             with contextlib.suppress(OSError, tf.errors.OpError):
                 self._write_scalars(os.path.join(folder, _SCALARS), epoch)
 
@@ -297,13 +301,14 @@ class _Ledger(keras.callbacks.Callback):
                 callback.latest.clear()
                 samples = [callback.meter.sample(reading) for reading in readings]
                 seconds = statistics.fmean(each.exposed_seconds for each in samples)
-                # `seconds` is NaN if the communication was not measured yet.
+                # The comparison is false for NaN, which `seconds` is before the first
+                # measurement of communication.
                 return seconds if seconds >= 0 else None
         return None
 
 
 def without_ledger(callbacks: Any) -> Any:
-    """Return callbacks without the one that an earlier `fit` has added to them.
+    """Return callbacks without the recording one that an earlier `fit` has added.
 
     Args:
         callbacks: Callback, list of callbacks or `CallbackList` from the user.

@@ -32,7 +32,8 @@ from tfdp.features.islands.hub_connection import (
 from tfdp.ground.base.threads import start_thread
 from tfdp.ground.text import say
 
-# Seconds that the first islands wait for others that may still be starting.
+# Seconds that the first islands wait for the others, which are separate jobs that may
+# still be starting.
 JOIN_SECONDS = 120.0
 
 
@@ -46,11 +47,12 @@ class IslandRounds(Rounds):
 
     def __init__(self, expected: set[int], join_seconds: float) -> None:
         super().__init__(sorted(expected))
-        # Islands that have not joined these rounds yet. `_may_come` also has islands
-        # that have left them and may come back.
+        # Islands that have not joined these rounds yet, for which the first ones wait.
+        # `_may_come` also has islands that have left the rounds and may come back.
         self._expected = set(expected)
         self._begins_by = time.monotonic() + join_seconds
-        # Updates and state of each island that waits for the rounds to begin.
+        # Updates and state of each island that waits for the rounds to begin: all begin
+        # with the state of the island with the most updates.
         self._first_states: dict[int, tuple[int, list[Array]]] = {}
         self._settings: dict[str, Any] | None = None
 
@@ -74,7 +76,11 @@ class IslandRounds(Rounds):
             super().stop_waiting_for(index)
 
     def new_member(self, index: int) -> Participant:
-        """Add an island to the rounds, in place of its earlier connection, if any."""
+        """Add an island that has connected, in place of its earlier connection if any.
+
+        Returns:
+            `Participant`, the island in these rounds by this connection.
+        """
         member = Participant(index, has_begun=False)
         with self._changed:
             self._members[index] = member
@@ -196,18 +202,19 @@ class Hub:
         self.port: int = server.getsockname()[1]
         self._join_seconds = join_seconds
         self._lock = threading.Lock()
-        # Each open connection, with the islands that it keeps alive: one island, or
-        # the running islands of a launcher.
+        # The islands that each open connection shows to be alive, so that rounds wait
+        # for them: the island itself, or the running islands of a launcher.
         self._connections: dict[HubConnection, set[int]] = {}
         self._rounds_by_fit: dict[int, IslandRounds] = {}
-        # Indices of the islands that have not ended, or may restart.
+        # Indices of the islands that have not ended, or may restart: the rounds of a
+        # new `fit` wait for these.
         self._expected = set(range(count))
         self._own = frozenset(own)
-        # Time by `time.monotonic()` at which each island that has ever connected was
-        # last known to connect, run or disconnect.
+        # Last sign of life of each island that has ever connected, as a time by
+        # `time.monotonic()`: `forget_lost` marks islands that are silent for too long.
         self._last_contact: dict[int, float] = {}
-        # `functools.cache` ensures that the warning about a lack of files is printed
-        # only once.
+        # `functools.cache` prints the warning about a lack of files only once, although
+        # the acceptor repeats it at each attempt to accept a connection.
         self._acceptor = Acceptor(
             secret,
             SERVICE,
@@ -281,8 +288,8 @@ class Hub:
     def _serve(self, connection: HubConnection) -> None:
         """Serve an island's or launcher's connection until it ends, on a thread."""
         try:
-            # KeyError, TypeError and ValueError are violations of the protocol, which
-            # end the connection like a lost one.
+            # A message that violates the protocol raises KeyError, TypeError or
+            # ValueError, and ends its connection, but not the hub.
             with contextlib.suppress(*GONE, KeyError, TypeError, ValueError):
                 self._answer(connection)
         finally:
@@ -313,7 +320,8 @@ class Hub:
         finally:
             rounds.leave(member)
             with self._lock:
-                if rounds.is_over:  # no island will join these rounds any more
+                # Rounds that no island will join any more are deleted, to free memory.
+                if rounds.is_over:
                     self._rounds_by_fit.pop(number, None)
 
     def _register_alive(self, connection: HubConnection, indices: set[int]) -> None:
@@ -327,7 +335,8 @@ class Hub:
             known = self._connections[connection] | indices
             self._last_contact.update(dict.fromkeys(known, time.monotonic()))
             self._connections[connection] = indices
-            self._expected |= indices  # includes islands that were marked as lost
+            # An island that was marked as lost may connect again, and is then expected.
+            self._expected |= indices
 
     def _serve_launcher(self, connection: HubConnection, head: dict[str, Any]) -> None:
         """Process the reports of another machine's launcher until it disconnects.

@@ -33,13 +33,15 @@ from tfdp.features.islands.island import Island
 from tfdp.ground.base.threads import start_thread
 from tfdp.ground.forks import close_in_forks
 
-# Seconds for which an island tries to connect to the hub; and seconds between two of
-# its attempts.
+# Seconds for which an island tries to connect to the hub, which may start later than
+# the island; and seconds between two attempts.
 _CONNECT_SECONDS = 60.0
 _RETRY_SECONDS = 0.2
-# Timeout in seconds of the authentication of a connection.
+# Timeout in seconds of an authentication: a process that is not the hub may listen at
+# its address, and never answer.
 _PROOF_SECONDS = 10.0
-# Seconds between a launcher's attempts to connect to the hub.
+# Seconds between a launcher's attempts to connect to the hub, which may start later, or
+# may have failed.
 _REPORT_AGAIN_SECONDS = 1.0
 # Timeout in seconds of a launcher's last report, so that an unreachable hub cannot
 # delay its exit.
@@ -66,8 +68,8 @@ class HubClient:
         self._island = island
         self._fit = fit
         self._connection = connect(island, _CONNECT_SECONDS)
-        # Serializes messages: no heartbeat is sent within a message, nor while this
-        # island waits for a reply.
+        # Heartbeats are sent by another thread. This lock keeps them out of the middle
+        # of a message; it is also held while this island waits for a reply.
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         beats = self._is_closed, self._lock
@@ -217,7 +219,8 @@ class LauncherLink(threading.Thread):
     def run(self) -> None:
         """Report the islands until this link is closed; target of the thread."""
         while True:
-            # `connect` raises RuntimeError if the hub does not run yet, or has ended.
+            # `connect` raises RuntimeError if the hub does not run yet, or has ended;
+            # the next iteration tries again.
             with contextlib.suppress(*GONE, RuntimeError):
                 self._report_on(connect(self._island, 0.0))
                 return

@@ -14,14 +14,16 @@ from tfdp.communication.transport.frames import receive_frame, send_frame
 from tfdp.ground.base.threads import run_on_thread
 from tfdp.ground.forks import close_in_forks
 
-# Name of the service in the handshake of `tfdp.communication.connection`.
+# Name of the hub's service in the handshake, by which a client notices that it has
+# reached another service of the job, which has the same secret.
 SERVICE = "hub"
-# Seconds between two heartbeats; and seconds without a message after which the other
-# end counts as lost.
+# Seconds between two heartbeats, and seconds without a message after which the other
+# end counts as lost: the TCP connection of a suspended process stays open.
 BEAT_SECONDS = 5.0
 SILENT_SECONDS = 60
 _BEAT = {"kind": "beat"}
-# Errors that a connection raises when the other end is lost.
+# Errors of a lost connection: EOFError if the other end has closed it, and otherwise
+# OSError, such as a timeout.
 GONE = (EOFError, OSError)
 
 
@@ -85,8 +87,8 @@ class HubConnection:
             is_over: `threading.Event` that ends the heartbeats earlier.
             lock: Context manager, entered to send a heartbeat.
         """
-        # If the other end is lost, the heartbeats end without an error: the next
-        # message raises one.
+        # If the other end is lost, the heartbeats end without an error, since the next
+        # message on this connection raises one.
         with contextlib.suppress(*GONE):
             while not is_over.wait(BEAT_SECONDS):
                 with lock:

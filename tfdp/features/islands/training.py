@@ -34,13 +34,15 @@ from tfdp.training.keras_hooks.added_callbacks import OptimizerProgressCheck
 from tfdp.training.keras_hooks.worker_callbacks import WRITERS, callback_list
 from tfdp.training.replicas.variables import StatisticVariable
 
-# Seconds of waiting for other islands after which the user is notified.
+# Seconds after which an island that waits for others prints the reason, so that the job
+# does not seem to hang.
 _WARN_AFTER_SECONDS = 30.0
 _THREAD = "tfdp island"
-# Numbers of the calls of `fit` in this process: islands exchange in calls with the same
-# number.
+# Counter of the calls of `fit` in this process: islands exchange with each other in the
+# calls that have the same number.
 _fit_numbers = itertools.count()
-# The `IslandTraining` of each model that is in `fit`.
+# The `IslandTraining` of each model that is in `fit`, for hooks that are called with
+# the model alone.
 _running: weakref.WeakKeyDictionary[Any, IslandTraining] = weakref.WeakKeyDictionary()
 
 
@@ -83,8 +85,8 @@ class Islands(Feature):
             return
         writes = worker_group_of(fit.model).is_job_chief
         chosen = [c for c in given if writes or not isinstance(c, WRITERS)]
-        # `DiLoCo` exchanges at the end of an epoch. It is called first, so that later
-        # callbacks, such as checkpoints, see the common weights.
+        # `DiLoCo` exchanges at the end of an epoch. It is called before the user's
+        # other callbacks, so that checkpoints, for example, have the common weights.
         fit.arguments["callbacks"] = sorted(chosen, key=_order_of_callback)
 
     def after_fit(self, fit: Fit) -> None:
@@ -195,10 +197,11 @@ class IslandTraining:
     Source: Douillard et al. 2023, https://arxiv.org/abs/2311.08105.
     """
 
-    _fit: int  # set by `begin_fit`
-    # Outer state, set by `join`. Its weights are those after the last exchange, and
-    # pseudo-gradients are computed from them. The thread of an exchange changes this
-    # state.
+    # Number of this `fit`, set by `begin_fit`: islands exchange in calls of `fit` that
+    # have the same number.
+    _fit: int
+    # Outer state, set by `join`. Pseudo-gradients are differences from its weights,
+    # those after the last exchange, which changes the state on another thread.
     _state: OuterState
 
     def __init__(
@@ -217,10 +220,11 @@ class IslandTraining:
         self._client: HubClient | None = None
         self._version = 0
         self._batches = 0
-        # Updates since pseudo-gradients were last sent: the weight of this island in
-        # the next mean.
+        # Updates since pseudo-gradients were last sent, which are the weight of this
+        # island in the next mean.
         self._new_updates = 0
-        # Value of `_updates` when pseudo-gradients were last sent; `sync` resets both.
+        # Value of `_updates` when pseudo-gradients were last sent, from which the delay
+        # of an exchange is counted; `sync` restarts both counts.
         self._sent_at = 0
         self._exchange: Future[bool] | None = None
         self.staleness = self.participants = 0
@@ -231,7 +235,7 @@ class IslandTraining:
         return self._batches // batches_per_update(self._model.optimizer)
 
     def begin_fit(self) -> None:
-        """Number this `fit`: islands exchange in calls of `fit` with equal numbers."""
+        """Number this `fit`: islands exchange in calls that have the same number."""
         user_code.check_process_of_tensorflow("`fit`")
         self._fit = next(_fit_numbers)
 
@@ -287,8 +291,8 @@ class IslandTraining:
         Called at the end of an epoch and before an evaluation. The next exchange is due
         `sync_every` updates later.
         """
-        # Without local updates since the exchange was sent, the island adopts the
-        # common weights instead of mixing.
+        # Without local updates since the exchange was sent, the island has nothing to
+        # keep by mixing, and adopts the common weights.
         self._finish(self._outer_options.mixing if self._new_updates else 0.0)
         if self._new_updates:
             self._launch()
@@ -348,7 +352,9 @@ class IslandTraining:
         assert client is not None
         try:
             reply = client.exchange(self._version, samples, arrays)
-        except HubLost:  # the island was silent for too long, or the network failed
+        # The hub may have dropped this island because it was silent for too long, or
+        # the network may have failed: the island connects again.
+        except HubLost:
             client.close()
             self._connect(updates)
             return True
@@ -359,7 +365,8 @@ class IslandTraining:
             self.participants = reply.participants
         self._version = reply.version
         if reply.keeps:
-            with contextlib.suppress(HubLost):  # the next exchange reconnects
+            # An error is ignored, since the next exchange connects again.
+            with contextlib.suppress(HubLost):
                 client.keep(reply.version, state.arrays)
         return reply.is_behind
 
@@ -380,7 +387,9 @@ class IslandTraining:
                 "late."
             )
         was_behind = exchange.result()
-        if was_behind:  # the common weights replace the local updates
+        # An island that was behind adopts the common weights, and loses its local
+        # updates, which must not count in the next mean.
+        if was_behind:
             self._new_updates = 0
         self.staleness = max(self.staleness, self._updates - self._sent_at)
         weights = self._state.weights

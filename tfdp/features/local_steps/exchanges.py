@@ -57,19 +57,20 @@ class Exchanges:
         self._reducer: Reducer | None = None
         self._background_reducer: Reducer | None = None
         self._in_flight: dict[int, BackgroundThread | Deferred] = {}
-        # Exchange in rounds, or `None` without `min_participants`. In rounds, a worker
-        # that is late may miss outer steps.
+        # With `min_participants`, exchanges take place in rounds, which do not wait for
+        # late workers; otherwise `None`.
         self.rounds: RoundExchange | None = None
         # For each fragment, the number of the update after which its pseudo-gradients
-        # were sent; 0 if no exchange is in flight.
+        # were sent, from which the lateness of the outer step is counted; 0 if no
+        # exchange is in flight.
         self._launched = make_variable(
             shape=(len(fragments),),
             dtype="int",
             initializer="zeros",
             name="exchanges_launched",
         )
-        # The largest number of updates, since the last reset of this variable, that
-        # were made between sending pseudo-gradients and their outer step.
+        # Largest number of updates between sending pseudo-gradients and their outer
+        # step. `DiLoCo` resets this variable in each epoch, and logs it.
         self.staleness = make_variable(
             shape=(), dtype="int", initializer="zeros", name="exchange_staleness"
         )
@@ -196,7 +197,10 @@ class Exchanges:
         return unused
 
     def broadcast_state(self, reducer: GradientReducer) -> None:
-        """Set the outer state on all replicas to that of the first, which leads."""
+        """Set the outer state on all replicas to the first one's, which is up to date.
+
+        Its worker leads the rounds of exchanges; others may have missed some.
+        """
         context = replica_context()
         assert context is not None
         is_first = tf.equal(context.replica_id_in_sync_group, 0)

@@ -25,12 +25,14 @@ from tfdp.ground.text import pluralize
 from tfdp.training.reduction.gradient_reducer import ReplicaReducer
 from tfdp.training.reduction.reducer import Reducer
 
-# Numbers for the names of `RoundExchange`s; the same on all workers, since all create
-# these in the same order.
+# Numbers in the names of the connections of rounds, by which both ends find each other.
+# They agree on all workers, which create `RoundExchange`s in the same order.
 _names = itertools.count()
-# Spec of a replica's number of samples, which is sent before its pseudo-gradients.
+# A replica's number of samples, the weight of its pseudo-gradients in the mean, is sent
+# before these.
 _SAMPLES = tf.TensorSpec([], tf.float32)
-# Spec of the fields `is_made` and `is_behind` of a round's reply.
+# The thread of rounds returns tensors only, so that `is_made` and `is_behind` of a
+# reply are one tensor.
 _FLAGS = tf.TensorSpec([2], tf.int32)
 
 

@@ -25,12 +25,13 @@ from tfdp.training.reduction.gradient_reducer import GradientReducer, replica_re
 from tfdp.training.step.accumulation import read, set_to_zero
 from tfdp.training.step.step import IndependentGroups, Step
 
-# Prefix of the names of the outer optimizer's tensors in a checkpoint.
+# Prefix of the names of the outer optimizer's tensors in a checkpoint, by which a model
+# without `DiLoCo` recognizes tensors that it does not need.
 OUTER_PREFIX = "outer/"
 
 
 class LocalSteps(IndependentGroups):
-    """Count a replica's local updates and samples, and exchange when that is due.
+    """Hooks of a step that count local updates and samples, and exchange when due.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
@@ -38,6 +39,7 @@ class LocalSteps(IndependentGroups):
 
     Attributes:
         is_enabled: Bool, whether the running `fit` has local steps, now or later.
+        is_active: Bool, whether its steps are local now.
 
     Source: Stich 2019, "Local SGD Converges Fast and Communicates Little",
     https://arxiv.org/abs/1805.09767.
@@ -79,15 +81,16 @@ class LocalSteps(IndependentGroups):
             shape=(), dtype="int", initializer="zeros", name="local_updates"
         )
         # Number of this replica's samples since the last exchange of each fragment, a
-        # group of variables. It is zero whenever the state may be saved, so backups do
-        # not contain it, although it differs between replicas.
+        # group of variables. Backups do not contain it, although it differs between
+        # replicas, since it is zero whenever the state may be saved.
         self.samples = make_variable(
             shape=(len(self._fragments),),
             dtype="float32",
             initializer="zeros",
             name="local_samples",
         )
-        # Samples of accumulated micro-batches that are not part of an update yet.
+        # Samples of accumulated micro-batches, which count for the exchange only once
+        # an update has used them.
         self.waiting_samples = make_variable(
             shape=(), dtype="float32", initializer="zeros", name="local_waiting_samples"
         )

@@ -201,7 +201,7 @@ class LocalStepsOptions:
 
     @property
     def offsets(self) -> list[int]:
-        """List of ints: after which update, mod `sync_every`, a fragment is sent."""
+        """List of ints: each fragment is sent after this update, mod `sync_every`."""
         count = self.num_fragments
         return [
             (i + 1) * self.sync_every // count % self.sync_every for i in range(count)

@@ -12,16 +12,19 @@ from tfdp.features.local_steps.options import LocalStepsOptions
 from tfdp.ground._compat import tf_distribute
 from tfdp.ground.plans.topology import join_overlapping
 
-# A worker skips steps only if its speed is below this fraction of the fastest one's:
-# smaller differences are noise.
+# A worker skips steps only if its speed is below this fraction of the fastest worker's,
+# since smaller differences are noise.
 _MAX_SLOW_SHARE = 0.9
 
 
 class Pace:
-    """Choice of the batches that a worker trains on, and timing of its inner steps.
+    """Decides which batches a slow worker skips, and times its inner steps.
 
     Args:
         options: `LocalStepsOptions`.
+
+    Attributes:
+        share: Float, the fraction of its updates that the worker makes, 1 at first.
 
     Source: Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling",
     https://arxiv.org/abs/2401.09135, dynamic local updates.
@@ -38,14 +41,15 @@ class Pace:
         self.share = 1.0
         self._logs: Any = None
         self._num_passed = self._num_made = 0
-        # The clock times inner steps between two exchanges, without the exchanges.
+        # The clock runs between two exchanges only, since a worker waits for others in
+        # an exchange, which is no sign of its own speed.
         self._clock_started: float | None = None
         self._ended = self._seconds = self._skipped_seconds = 0.0
         self._num_timed = self._num_on_clock = 0
         self._is_first = True
 
     def restart(self) -> None:
-        """Count updates and time anew, after all workers have synchronized."""
+        """Reset the counts and the clock, after all workers have synchronized."""
         self._num_passed = self._num_made = 0
         self._clock_started, self._is_first = None, True
 
@@ -111,7 +115,8 @@ class Pace:
             except (StopIteration, tf.errors.OutOfRangeError):
                 if not number:
                     raise
-                count = number  # the last execution of an epoch may have fewer steps
+                # The last execution of an epoch may have fewer steps than the others.
+                count = number
                 break
         optimizer = model.optimizer
         groups = optimizer.features.independent_groups

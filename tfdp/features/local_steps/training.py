@@ -66,7 +66,11 @@ class LocalStepsFeature(Feature):
         return paced
 
     def optional_tensors(self) -> dict[str, str]:
-        """Return the warning of an outer optimizer in a checkpoint that is not used."""
+        """Return the warning for a model without the outer optimizer of a checkpoint.
+
+        Returns:
+            Dict from the prefix of the names of its tensors to the warning.
+        """
         return {
             OUTER_PREFIX: "The outer optimizer of `DiLoCo` in the checkpoint was not "
             "restored: the model does not use `DiLoCo`."

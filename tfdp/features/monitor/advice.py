@@ -14,11 +14,11 @@ from tfdp.features.monitor.windows import Straggler
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.plans.gathers import StepGathers
 
-# Fractions of a step below which no advice is given: exposed communication, and waiting
-# for data.
+# Fractions of a step below which exposed communication, and waiting for data, get no
+# advice, since there is little to gain.
 _LITTLE, _MUCH_INPUT = 0.1, 0.25
-# Limits of a small and of a short collective. If a collective is below both, most of
-# its time is latency; if a small one takes longer, its link is slow.
+# A collective below both limits, of bytes and of seconds, is mostly latency. If a small
+# collective takes longer, its link is slow, and fewer collectives would not help.
 _SMALL_BYTES, _SHORT_SECONDS = 2**20, 0.01
 
 
@@ -143,7 +143,8 @@ def facts_of(model: Any) -> Facts:
     try:
         plan = strategy.communication_plan(model)
         num_buckets, num_bytes = len(plan.buckets), plan.num_bytes
-    except ValueError:  # the model only ran eagerly, so that its inputs are unknown
+    # The plan of a model that only ran eagerly is unknown, since its inputs are.
+    except ValueError:
         num_buckets = num_bytes = 0
     gathers = strategy.extended.step_gathers.get(model, {}).get("fit", StepGathers())
     largest = gathers.largest

@@ -24,7 +24,8 @@ from tfdp.features.monitor.trace import Slice, WorkerTrace
 from tfdp.ground._compat import runtime
 from tfdp.ground.base.temporary import TemporaryFolder
 
-# Number of the profiled step in an epoch, from 1: earlier steps still allocate memory.
+# Number of the profiled step in an epoch, from 1. Earlier steps still allocate memory,
+# so that their times are not typical.
 _PROFILED_STEP = 5
 
 
@@ -81,7 +82,8 @@ class Profile:
         try:
             tf.profiler.experimental.start(self._folder.name)
         except tf.errors.AlreadyExistsError:
-            # Another profiler is active, such as that of TensorBoard's callback.
+            # TensorFlow has one profiler for the process, and another user of it, such
+            # as TensorBoard's callback, has started it.
             self._folder.cleanup()
             self._folder = None
             return False
@@ -153,8 +155,8 @@ def _events_of(plane: object) -> Iterator[DeviceEvent]:
     """Yield the events of an `XPlane`, the profile of one device."""
     names = {key: item.name for key, item in plane.event_metadata.items()}  # type: ignore[attr-defined]
     for line in plane.lines:  # type: ignore[attr-defined]
-        # Only lines of streams are read: others list the same kernels by operation,
-        # module or step.
+        # Lines other than those of streams list the same kernels again, by operation,
+        # module or step, so that they would be counted twice.
         if not line.name.startswith("Stream"):
             continue
         for event in line.events:
@@ -197,7 +199,10 @@ class DeviceMeter(Meter):
         return _labels(self._times)
 
     def interrupt(self) -> None:
-        """Leave the time until the next step begins out of all steps' times."""
+        """Leave the time until the next step begins out of all steps' times.
+
+        The next step counts as the first one of an epoch, whose fifth step is profiled.
+        """
         super().interrupt()
         self._step_of_epoch = 0
 
@@ -247,8 +252,8 @@ class DeviceMeter(Meter):
         times = self._times
         if times is None or not self._profiled_seconds:
             return sample
-        # The profile covers all steps of an execution, so that its times are divided by
-        # their number.
+        # The profile covers all steps of an execution, and a sample is for one step, so
+        # that the profile's times are divided by the number of steps.
         scale = reading.seconds / self._profiled_seconds / reading.num_steps
         exposed = min(seconds, scale * times.exposed_seconds)
         return dataclasses.replace(

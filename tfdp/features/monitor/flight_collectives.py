@@ -20,17 +20,19 @@ from tfdp.features.monitor.trace import clock_offset
 # Seconds of waiting for a worker after which it counts as stuck. Even in a job that
 # runs well, workers write their records at slightly different times.
 STUCK_SECONDS = 1.0
-# Multiple of its usual time after which a step whose collectives TensorFlow runs counts
-# as stuck, since such a step also computes.
+# A step whose collectives TensorFlow runs counts as stuck only after this multiple of
+# its usual time, since such a step also computes.
 _SLOW_STEP = 3.0
 # A worker is slow if the others wait for it during the first fraction of the time, and
-# the second fraction of all their waits is for it. With fewer collectives than the
-# third number, no worker counts as slow.
+# the second fraction of all their waits is for it. Of fewer collectives than the third
+# number, a worker may be the last by chance.
 _LATE_PART, _OWN_PART, _FEWEST_COLLECTIVES = 0.1, 0.8, 20
 
-# The record of each worker that has written one, by rank.
+# Flight records by rank. Ranks may be missing, since a worker that was killed may have
+# written no record.
 Records = Mapping[int, FlightRecord]
-# The collectives of all workers by lane, number and rank.
+# The collectives of all workers by lane, number and rank: the members of a collective
+# record it under the same lane and number, so that their entries can be compared.
 Lanes = dict[str, dict[int, dict[int, RecordedCollective]]]
 _Timed = TypeVar("_Timed", RecordedCollective, Span)
 
@@ -79,7 +81,7 @@ class SlowWorker:
 
 
 def of_one_attempt(records: Iterable[FlightRecord]) -> tuple[Records, list[int]]:
-    """Leave out records of earlier attempts, whose files have not been overwritten.
+    """Return the records of the newest attempt; files of earlier ones may remain.
 
     Args:
         records: Iterable of `FlightRecord`.
@@ -118,13 +120,16 @@ def by_one_clock(records: Records) -> Records:
 
 
 def _moved(timed: _Timed, offset: float) -> _Timed:
-    """Return a collective or span whose times are earlier by an offset in seconds."""
+    """Return a copy of a collective or span with times earlier by offset seconds."""
     end = None if timed.end is None else timed.end - offset
     return dataclasses.replace(timed, begin=timed.begin - offset, end=end)
 
 
 def lanes_of(records: Records) -> Lanes:
-    """Return all collectives by lane, a sequence of them, then number and rank."""
+    """Return all workers' collectives by lane, number and rank.
+
+    A lane is a sequence of collectives that run one after another, numbered in order.
+    """
     found: Lanes = {}
     for rank, record in records.items():
         for each in record.collectives:
@@ -285,7 +290,7 @@ def slowest_of(records: Records, lanes: Lanes) -> SlowWorker | None:
             (e.begin, r) for r, e in entries.items()
         )
         waits[rank].append((before, begin))
-    # Waits in several lanes overlap, and are counted once.
+    # Waits in several lanes may overlap in time, so that their sum would be too large.
     seconds = {rank: seconds_covered(its) for rank, its in waits.items()}
     slowest = max(seconds, key=lambda rank: seconds[rank])
     begins = [entry.begin for entries in common for entry in entries.values()]

@@ -32,14 +32,15 @@ from tfdp.features.monitor.trace import Slice, WorkerTrace
 from tfdp.ground.text import list_ranks, pluralize
 
 _NO_PLACE = "no call of Keras or tfdp"
-# Columns of the table of `tfdp doctor`. The line is the innermost one of the user's
-# code in the main thread.
+# Columns of the table of `tfdp doctor`, in the order of the cells of `rows_of`. `line`
+# is the innermost line of the user's code in the main thread.
 COLUMNS = ("worker", "host", "place", "last collective", "its state", "line")
-# Most workers whose activity a text describes.
+# A message describes what at most this number of workers did, so that it stays short in
+# a large job.
 _MAX_RANKS = 8
 _LOOP_LANE = 0
-# Matches the place in a collective's name at which the name of its own operation
-# begins, after the name scope.
+# Messages show only the name scope of a collective, such as "logs", in front of this
+# part of its name, since the rest means nothing to users.
 _OPERATION = re.compile("(?:^|/)Collective_")
 
 
@@ -344,7 +345,7 @@ def _place(record: FlightRecord, entry: RecordedCollective) -> str:
 
 
 def _reasons(records: Records) -> str:
-    """Return why the records were written, each reason once."""
+    """Format as a sentence why the records were written, each reason once."""
     reasons: dict[str, list[int]] = {}
     for rank, record in records.items():
         reasons.setdefault(record.reason, []).append(rank)

@@ -16,7 +16,10 @@ from tfdp.training.step.step import Step, StepFeature
 
 
 class GradientNoise(StepFeature):
-    """Moving averages of the squared norm of the true gradient, and of its noise.
+    """Hooks of a step that measure the gradient noise scale, in moving averages.
+
+    The averages are of the squared norm of the true gradient, and of the variance of a
+    single sample's gradient; `scale` is the variance divided by the norm.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
@@ -100,11 +103,12 @@ class GradientNoise(StepFeature):
             return
         replicas = step.reducer.num_replicas
         if totals.count is not None:
-            # Accumulated gradients contain the weights of their micro-batches, which
-            # count as equal parts.
+            # Accumulated gradients contain the weights of several micro-batches, so
+            # that each replica counts as an equal part of the update.
             samples = samples * tf.cast(totals.count, tf.float32)
             weight = tf.constant(1.0 / replicas, tf.float64)
-        # The gradient is this replica's part of a weighted sum.
+        # A replica's gradient is its part of a weighted sum: divided by its weight, it
+        # is the mean gradient of the replica's own rows.
         factor = weight if divisor is None else weight * tf.cast(divisor, tf.float64)
         scaled = squared_norm(totals.gradients)
         local = scaled / tf.square(tf.cast(factor, tf.float32))
@@ -121,8 +125,8 @@ class GradientNoise(StepFeature):
             small: Scalar tensor, mean over replicas of the squared norm of a
                 replica's mean gradient.
             large: Scalar tensor, squared norm of the mean gradient of all replicas.
-            ratio: Scalar tensor, mean over replicas of the number of all samples for
-                each of the replica's own: the number of replicas if all have as many.
+            ratio: Scalar tensor, mean over replicas of all samples divided by the
+                replica's samples: the number of replicas if they have equal batches.
             samples: Scalar float32 tensor, number of samples on all replicas.
         """
         signal = (ratio * large - small) / (ratio - 1.0)
@@ -131,6 +135,6 @@ class GradientNoise(StepFeature):
             part = tf_distribute.local_part(variable)
             old = part.read_value()
             moved = self.smoothing * old + (1.0 - self.smoothing) * estimate
-            # If a gradient overflows, or a replica has no samples, the estimate is not
-            # finite. The moving average then stays the same.
+            # The estimate is not finite if a gradient overflows, or if a replica has no
+            # samples. One such value would make the moving average NaN or infinite.
             part.assign(tf.where(tf.math.is_finite(estimate), moved, old))

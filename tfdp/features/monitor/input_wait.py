@@ -6,12 +6,12 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
-# Fractions of a step that a worker waits for data. From the first on, the wait is
-# reported. Below the second, the worker counts as not waiting, since Keras itself takes
+# Fractions of a step that a worker waits for data: from the first on, the wait is
+# reported; below the second, the worker counts as not waiting, since Keras itself takes
 # a few milliseconds between two steps.
 _MUCH, _LITTLE = 0.2, 0.1
-# First steps that are left out of the mean: prefetch buffers are full when training
-# starts, so that they hardly wait.
+# Number of steps at the start that are left out of the mean: they hardly wait for data,
+# since prefetch buffers are still full.
 _SETTLING_STEPS = 10
 
 GENERATOR, PY_DATASET, TORCH = "a generator", "a PyDataset", "a DataLoader"

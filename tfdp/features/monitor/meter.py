@@ -18,11 +18,12 @@ from tfdp.features.monitor.readings import (
 )
 from tfdp.features.monitor.trace import WorkerTrace, trace_of_worker
 
-# If the elapsed times of the wall clock and of `perf_counter` differ by more than this
-# many seconds, the wall clock was set. Reading one clock after the other takes far less
-# time.
+# If the elapsed times by the wall clock and by `perf_counter` differ by more than this
+# number of seconds, the wall clock was set, since reading the two clocks one after the
+# other takes far less time.
 _CLOCK_SET_SECONDS = 0.2
-# Number of latest readings that `TimedSteps` keeps for other observers.
+# `TimedSteps` keeps this number of readings for other observers of the same steps: a
+# few recent ones are enough for their means.
 _KEPT_READINGS = 5
 
 

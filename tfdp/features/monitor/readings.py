@@ -18,14 +18,16 @@ from tfdp.features.monitor.time_intervals import (
 # First words of the labels of collectives that overlap with the backward pass: neither
 # the forward nor the backward pass waits for their results.
 _IN_BACKGROUND = (timing.GRADIENTS, timing.ROWS, "logs", "statistics")
-# Kinds of collectives of sharded parameters, with the first word of their labels.
+# Kinds of collectives of sharded parameters, which are recognized by the first word of
+# their labels.
 _KINDS = {
     "forward_gathers": timing.UNIT,
     "backward_gathers": timing.UNIT_AGAIN,
     "reduce_scatters": timing.GRADIENTS,
 }
 KINDS = tuple(name for kind in _KINDS for name in (kind, f"{kind}_exposed"))
-# A collective with its start and end, in seconds of the wall clock.
+# A collective with its start and end, in seconds of the wall clock, by which time
+# stamps in a graph are taken.
 Timed = tuple[timing.Collective, float, float]
 
 
@@ -97,7 +99,7 @@ class ReplicaTimes:
     collectives: list[Timed]
 
     def labelled(self) -> dict[str, Interval]:
-        """Return by label the interval from its first collective to its last."""
+        """Return the interval of each label: from its first collective to its last."""
         intervals: dict[str, Interval] = {}
         for collective, begin, end in self.collectives:
             first, last = intervals.get(collective.label, (begin, end))
@@ -221,7 +223,8 @@ def _marks(
         List of pairs, in the order of `rows`: a `Mark`, and its values as an array of
         shape `[3]`, the two numbers that `name` stands for and an unused one.
     """
-    # There may be fewer values than rows: a row may have been traced after the reading.
+    # A row may have been traced after the reading, so that there may be fewer values
+    # than rows.
     return [
         (row, pair)
         for row, pair in zip(rows, reading.values, strict=False)

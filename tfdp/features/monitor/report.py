@@ -33,14 +33,17 @@ from tfdp.features.monitor.windows import (
     slowest_worker,
 )
 
-# Name of the report files, without number and ending.
+# Name of the report files without the ending, and without the number that keeps the
+# files of a later `fit` apart.
 _NAME = "communication"
-# Number of the latest windows in which stragglers are sought; a run may have millions.
+# Stragglers are sought in this number of latest windows only, since a run may have
+# millions of windows.
 _KEPT_WINDOWS = 10_000
-# Seconds that the first worker waits for the windows of another worker; and that it
-# waits at the end of `fit` for the reporting thread.
+# Timeouts in seconds, since the report must not delay training: of the first worker
+# for another one's windows, and at the end of `fit` for the reporting thread.
 _PATIENCE_SECONDS, _PARTING_SECONDS = 10.0, 20.0
-# Seconds whose windows are sent in one message: each message slows concurrent steps.
+# Windows of this number of seconds are sent in one message, since each message slows
+# concurrent steps.
 _PAUSE_SECONDS = 1.0
 
 
@@ -64,13 +67,15 @@ class RunReport:
         number: int = 1,
     ) -> None:
         self.totals = RunTotals()
-        # Messages about completed epochs; the callback prints them on another thread.
+        # Messages about completed epochs. The reporting thread appends them, and the
+        # callback prints them on the thread of `fit`, after the progress bar.
         self.notices: collections.deque[str] = collections.deque()
         self._folder = folder
         self._name = _NAME if number == 1 else f"{_NAME}-{number}"
         self._hosts = hosts
         self._histogram = histogram
-        # Labels of the collectives of a step, known after a step has been traced.
+        # Labels of the collectives of a step, which become columns of the CSV file. The
+        # callback sets them, since they are known only after a step has been traced.
         self.labels: Sequence[str] = ()
         self._before: Row | None = None
         self._windows = _no_windows()
@@ -96,14 +101,14 @@ class RunReport:
         self.totals.add(row)
 
     def end_epoch(self) -> None:
-        """Append a message to `notices` if a worker was slow throughout the epoch."""
+        """Append a message to `notices` if the epoch has a persistent straggler."""
         windows, self._windows_of_epoch = self._windows_of_epoch, _no_windows()
         if not windows or self._before is None:
             return
         last = windows[-1]
         if len(windows) == 1 and self._last_of_epoch_before is not None:
-            # Only a worker that is slow in two windows is a straggler. If this epoch
-            # has one window, the last window of the previous epoch is added.
+            # Only a worker that is slow in two windows is a straggler, so that an epoch
+            # of a single window needs the last window of the previous epoch, too.
             windows.appendleft(self._last_of_epoch_before)
         self._last_of_epoch_before = last
         straggler = persistent_straggler(windows, self._hosts)
@@ -219,7 +224,7 @@ class ReportThread(threading.Thread):
                     batch.append(self._queue.get())
                 is_open = None not in batch
                 self._send_or_merge([make() for make in batch if make is not None])
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 the callback warns of the error
             self.error = error
 
     def _send_or_merge(self, windows: list[Window]) -> None:

@@ -21,8 +21,8 @@ from tfdp.features.monitor.windows import Row, RunTotals
 from tfdp.ground.base.files import replaced
 from tfdp.ground.text import pluralize
 
-# Columns by subject. TensorBoard groups tags by the subject before their slash, and
-# initially expands the two groups whose names come first in the alphabet.
+# Columns by subject, which becomes the first part of a tag: TensorBoard groups tags by
+# it, and initially expands the two groups whose names come first in the alphabet.
 VALUES = {
     "step": (
         "step_seconds",
@@ -44,10 +44,11 @@ VALUES = {
 }
 _SUBJECTS = {name: subject for subject, names in VALUES.items() for name in names}
 _BY_WORKER, _BY_COLLECTIVE = "step_by_worker", "step_by_collective"
-# Columns that locate a row in the run; they have no tag in TensorBoard.
+# Columns that locate a row in the run. They have no tag in TensorBoard, which stores
+# the step with each value.
 _POSITION_COLUMNS = ("step", "epoch")
 _DISTRIBUTION = "distribution_seconds"
-# Texts by which the summary table names the times of a step.
+# Names of a step's times in the summary table, for users who do not know the columns.
 _NAMES = {
     "compute": "compute",
     "exposed": "communication, exposed",
@@ -141,7 +142,8 @@ def _tag_of(column: str) -> str:
     if re.match(r"straggler_|worker\d+_", column):
         return f"{_BY_WORKER}/{column}"
     subject = _SUBJECTS.get(column, _BY_COLLECTIVE)
-    # A tag has its subject once, since TensorBoard truncates long titles.
+    # The subject is not repeated in the rest of a tag, since TensorBoard truncates long
+    # titles.
     return f"{subject}/{column.removeprefix(f'{subject}_')}"
 
 
@@ -152,7 +154,7 @@ def histograms_of(row: Row) -> dict[str, Sequence[float]]:
         row: `Row` of the run.
 
     Returns:
-        Dict from tag to seconds.
+        Dict from tag to a sequence of seconds.
     """
     return {
         f"step/{_DISTRIBUTION}": row.times,
@@ -214,7 +216,8 @@ class TensorBoardFile:
         parts = [summary]
         histograms = histograms_of(row) if self._histogram else {}
         parts += [histogram_pb(t, np.asarray(v)) for t, v in histograms.items() if v]
-        # Concatenated protocol buffers of one type parse as their merged message.
+        # Concatenated protocol buffers of one type parse as their merged message, so
+        # that one operation writes all values.
         joined = b"".join(part.SerializeToString() for part in parts)
         with self._writer.as_default():
             tf.summary.experimental.write_raw_pb(joined, row.step)

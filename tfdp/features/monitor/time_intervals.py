@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# An interval of time: its start and its end, in seconds.
+# Start and end of an interval of time, in seconds: a tuple, so that intervals sort by
+# their start.
 Interval = tuple[float, float]
 
 

@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from tfdp.features.monitor.time_intervals import Interval, clipped, merged
 
-# Commands that do not import TensorFlow write traces, too, so that modules that need
-# TensorFlow are imported for type checkers only.
+# Commands that do not import TensorFlow write traces, too, so that `readings`, which
+# needs TensorFlow, is imported for type checkers only.
 if TYPE_CHECKING:
     from tfdp.features.monitor.readings import Reading, ReplicaTimes
 
-# Lanes of a worker: lane 0 for its steps, then two for each replica.
+# Lane 0 of a worker shows its steps. Each replica has two lanes, since its collectives
+# run at the same time as its compute.
 _STEPS_LANE, _LANES_PER_REPLICA = 0, 2
-# Times in the file are multiples of 1/8 microsecond, which floats represent exactly,
-# also in sums, and which are whole nanoseconds, to which Perfetto truncates. The wall
-# clock as a float64 is no finer.
+# Times in the file are multiples of 1/8 microsecond. Floats represent these exactly,
+# also in sums, and Perfetto, which truncates to nanoseconds, changes none. Times of the
+# wall clock as float64 are no finer.
 _TICKS_PER_MICROSECOND = 8
-# Overlaps of bars in one lane up to this length are errors of the clocks.
+# Overlaps of bars in one lane up to this length are errors of the clocks, and are cut
+# off instead of shown in another row.
 _TOLERANCE_TICKS = _TICKS_PER_MICROSECOND
 
 
@@ -58,7 +60,8 @@ def clock_offset(first: Sequence[Interval], other: Sequence[Interval]) -> float:
     estimate = statistics.median(b[1] - a[1] for a, b in short)
     least = max(b[0] - a[1] for a, b in pairs)
     most = min(b[1] - a[0] for a, b in pairs)
-    if least > most:  # a clock was set, or drifted, during the trace
+    # The bounds contradict each other if a clock was set, or drifted, during the trace.
+    if least > most:
         return estimate
     return min(max(estimate, least), most)
 
@@ -133,8 +136,8 @@ def trace_of_worker(
         for number, replica in enumerate(local):
             compute = 1 + _LANES_PER_REPLICA * number
             collectives = compute + 1
-            # All workers have the same number of replicas, so that this is the global
-            # rank of the replica.
+            # The product below counts the replicas of the workers in front, since all
+            # workers have the same number of replicas.
             name = f"replica {rank * len(local) + number}"
             trace.lanes[compute] = f"{name}: compute"
             trace.lanes[collectives] = f"{name}: collectives"
@@ -160,9 +163,9 @@ def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
     offsets = {worker.rank: _offset(workers[0], worker) for worker in workers}
     start = min(bar.begin - offsets[w.rank] for w in workers for bar in w.slices)
     events: list[dict[str, Any]] = []
-    # Perfetto shows the thread whose number equals its process's as the main one, and
-    # looks up names by thread number alone: numbers are unique over all workers, and
-    # not 0.
+    # Perfetto looks up names by thread number alone, so that numbers are unique over
+    # all workers, and not 0. It shows the thread whose number equals its process's as
+    # the main one.
     other_tids = itertools.count(2 + max(offsets))
     for worker in workers:
         pid = 1 + worker.rank
@@ -175,8 +178,8 @@ def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
             events.append(_metadata("thread_name", pid, tid, name=name))
             events.append(_metadata("thread_sort_index", pid, tid, sort_index=order))
             events += [_event(pid, tid, bar) for bar in bars]
-    # Metadata events have no time, so that Perfetto reads them in file order: names
-    # must precede the bars.
+    # Metadata events, which name the rows, have no time, so that Perfetto reads them in
+    # file order: they must precede the bars.
     events.sort(key=lambda event: event["ph"] != "M")
     return {
         "traceEvents": events,
@@ -242,7 +245,7 @@ def _without_overlap(bars: Sequence[_Bar]) -> list[list[_Bar]]:
 
 
 def _phases(lane: int, reading: Reading, replica: ReplicaTimes) -> list[Slice]:
-    """Return the bars of a replica's phases, which fill the whole step.
+    """Return the bars of a replica's phases, such as "forward", which fill the step.
 
     Args:
         lane: Int, number of the lane.
@@ -253,12 +256,15 @@ def _phases(lane: int, reading: Reading, replica: ReplicaTimes) -> list[Slice]:
     name = "input" if reading.num_steps == 1 else "earlier steps"
     bars = [Slice(lane, name, reading.begin, begin)]
     ready = replica.backward_end
-    # A step without all-reduces of gradients only accumulates them: it has no update.
+    # A step without all-reduces of gradients only accumulates them: no update follows
+    # its backward pass, which fills the rest of the step.
     until = reading.end if ready is None else min(max(begin, ready), reading.end)
     if begin <= replica.loss < until:
         bars.append(Slice(lane, "forward", begin, replica.loss))
         bars.append(Slice(lane, "backward", replica.loss, until))
-    else:  # the time stamp of the loss may be late: no operation waits for it
+    else:
+        # The time stamp of the loss may be too late to divide the passes, since no
+        # operation waits for it.
         bars.append(Slice(lane, "forward and backward", begin, until))
     for begin, end in clipped(merged(replica.exposed()), until, reading.end):
         bars.append(Slice(lane, "update", until, begin))

@@ -15,7 +15,8 @@ from tfdp.features.monitor.readings import Sample
 
 _PERCENTS = (50, 95, 99)
 _PERCENTILES = tuple(f"p{percent}_seconds" for percent in _PERCENTS)
-# Columns that are averaged over the steps of a window. They are fields of `Sample`.
+# Columns that are averaged over the steps of a window. Their names are those of fields
+# of `Sample`, which are read by name.
 _MEANS = (
     "step_seconds",
     "input_seconds",
@@ -24,17 +25,18 @@ _MEANS = (
     "exposed_seconds",
     "sent_bytes",
 )
-# Columns whose latest value is reported instead of a mean.
+# Columns whose latest value is reported: users want to know the present loss scale, for
+# example, and not its mean over the run.
 _LATEST = ("gradient_norm", "loss_scale", "skipped_steps")
-# Numbers of the latest step times, and of the latest windows with times of a bucket,
-# from which `RunTotals` computes percentiles and medians. They are limited since a run
-# may have millions of steps.
+# `RunTotals` computes percentiles from this number of latest step times, and medians of
+# buckets from this number of latest windows: a run may have millions of steps.
 _KEPT_TIMES, _KEPT_ROWS = 20_000, 1_000
 # Fractions of a step by which a worker must be slower than the others to be a
-# straggler: in several windows the first fraction is enough, in a single window the
-# second.
+# straggler: the first one in several windows; the larger second one in a single window,
+# since a small delay may be chance.
 _NOTABLE, _CLEAR = 0.2, 0.5
-# Least number of windows in which a worker must be slow to be a persistent straggler.
+# A worker must be slow in at least this number of windows to be a persistent straggler,
+# since it may be slow in a single one by chance.
 _SEVERAL = 2
 
 
@@ -151,8 +153,8 @@ class Row:
 def merge(windows: dict[int, Window], num_workers: int) -> Row:
     """Merge the windows of the workers into a row.
 
-    Mean times of a step are over the workers in `windows`, and the gradient's norm over
-    all workers. What does not follow from these, as percentiles, is that of worker 0.
+    Mean times of a step are over the workers in `windows`, and the gradient's norm is
+    over all workers. Values that cannot be merged, such as percentiles, are worker 0's.
 
     Args:
         windows: Dict from rank to `Window`, with rank 0; others may be missing.
@@ -230,7 +232,8 @@ class RunTotals:
     def __init__(self) -> None:
         self.num_steps = 0
         self._latest: dict[str, float] = {}
-        # Mean of each column, by the rank of a worker, or `None` for all workers.
+        # Running mean of each column, by the rank of a worker, or `None` for all
+        # workers: rows are not stored, since a run may have millions.
         self._means: collections.defaultdict[tuple[int | None, str], WeightedMean]
         self._means = collections.defaultdict(WeightedMean)
         self._buckets: dict[str, collections.deque[float]] = {}
@@ -246,7 +249,8 @@ class RunTotals:
                 self._latest[name] = values[name]
         for name in _MEANS:
             self._means[None, name].add(values[name], count)
-        # Weighted by time, the mean speed is all samples divided by all seconds.
+        # The speed is weighted by time, so that its mean is the number of all samples
+        # divided by all seconds.
         speed = "samples_per_second"
         self._means[None, speed].add(values[speed], count * values["step_seconds"])
         for label, seconds in row.buckets.items():

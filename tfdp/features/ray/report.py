@@ -174,7 +174,8 @@ def dataset_shard(
     """
     shard = ray.train.get_dataset_shard(name)
     options = tf.data.Options()
-    # The dataset is already sharded: tf.distribute must not shard it again.
+    # Each worker has a shard of the dataset from Ray, which tf.distribute must not
+    # shard again.
     options.experimental_distribute.auto_shard_policy = (
         tf.data.experimental.AutoShardPolicy.OFF
     )

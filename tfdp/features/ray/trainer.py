@@ -18,7 +18,8 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from tfdp.communication.connection.secret import new_secret
 from tfdp.features.tracking.watch import disable_trackers_by_rank
 
-# Environment variable with which TensorFlow uses Keras 2 instead of Keras 3.
+# With this environment variable TensorFlow uses Keras 2, which tfdp does not support:
+# each worker removes the variable.
 _LEGACY = "TF_USE_LEGACY_KERAS"
 
 

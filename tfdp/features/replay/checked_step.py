@@ -44,16 +44,17 @@ class CheckedStep(LoopFeature):
         self._host = strategy.extended.host_group.devices[0]
         num_local = strategy.extended.num_local
         self.is_stand_in = False
-        # Digests that each local replica has computed from the rows of the next
-        # replica, as a stand-in for it: `[num_digests]`.
+        # Digests `[num_digests]` that each local replica computed as a stand-in, from
+        # the next replica's rows, stored until its own run of the step compares them.
         self._as_stand_in = [self._variable([None]) for _ in range(num_local)]
-        # Digests of all replicas. `_computed` has those from their own rows, followed
-        # by those as stand-ins, `[num_replicas, 2 * num_digests]`; `_received` has
-        # those of the sums that each replica has received, `[num_replicas]`.
+        # Digests of all replicas, stored so that the host can read them after the step.
+        # `_computed`, `[num_replicas, 2 * num_digests]`: from their own rows, followed
+        # by those as stand-ins. `_received`, `[num_replicas]`: of the sums received.
         self._computed = [self._variable([None, None]) for _ in range(num_local)]
         self._received = [self._variable([None]) for _ in range(num_local)]
-        # By local replica, for the step that is being traced: digests of the tensors
-        # that it gives to collectives, and the number of updates.
+        # For each local replica of the step being traced: digests of the tensors that
+        # it gives to collectives, which `admit` compares; and its number of updates,
+        # since a second update is an error.
         self._given: list[list[tf.Tensor]] = [[] for _ in range(num_local)]
         self._num_updates = [0] * num_local
         self._graph: Any = None

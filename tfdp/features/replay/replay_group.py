@@ -19,10 +19,10 @@ from tfdp.training.reduction.training_group import TrainingGroup
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayGroup(TrainingGroup):
-    """Group of a step that is computed twice; it records what replicas send.
+    """Group of replicas in a step that is computed twice; it records what they send.
 
-    The second time, each replica has the rank of the next one, its position in `ranks`,
-    and so computes the part of that one.
+    When they stand in for others, `ranks` gives each replica the rank of the next one,
+    so that it computes the part of that one.
 
     Args:
         inner: `TrainingGroup` of the same replicas.
@@ -38,9 +38,8 @@ class ReplayGroup(TrainingGroup):
         joined = self.inner.gather(rows)
         if self.ranks == self.inner.ranks:
             return joined
-        # In the replay of a replica's step by its neighbour, each replica has the rank
-        # of the next one, and the last replica that of the first one, so that the rows
-        # of the last replica belong in front.
+        # When each replica stands in for the next one, the last replica computes the
+        # rows of rank 0. They are gathered last, but belong in front.
         counts = self.inner.gather(tf.shape(rows)[:1])
         return tf.ensure_shape(tf.roll(joined, counts[-1], 0), joined.shape)
 

@@ -32,8 +32,8 @@ class ReplayDigests(NamedTuple):
         differs = own != others
         if not differs.any():
             return 0, []
-        # Only the first digest that differs is evidence: later ones may be wrong since
-        # replicas have received a wrong part.
+        # Only the first digest that differs is evidence: after it, replicas may have
+        # received a wrong part, so that correct ones compute other digests, too.
         first = int(np.argmax(differs.any(axis=0)))
         size = len(own)
         ranks = np.flatnonzero(differs[:, first]).tolist()
@@ -67,8 +67,8 @@ def suspects(rounds: Sequence[ReplayDigests]) -> list[int]:
     first, pairs = wrong[-1].pairs
     if pairs:
         found = set.intersection(*pairs) or set.union(*pairs)
-        # For each replica the digest of its own rows, and the one that it has computed
-        # as the stand-in of another replica.
+        # Each replica has two digests, of its own rows and as a stand-in: if one of
+        # them changes between the rounds, the replica has computed wrongly in one.
         digests = [round_.computed[..., first].T for round_ in rounds]
     else:
         values, counts = np.unique(wrong[-1].received, return_counts=True)

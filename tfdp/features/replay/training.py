@@ -26,8 +26,8 @@ from tfdp.training.replicas.drift import replica_names
 from tfdp.training.step.step import active
 
 _log = logging.getLogger("tfdp")
-# Passes of TensorFlow's graph optimizer that replace operations by others. All are on
-# by default.
+# Passes of TensorFlow's graph optimizer that replace operations by others, which may
+# round differently. All are on by default.
 _REWRITES = (
     "arithmetic_optimization",
     "common_subgraph_elimination",
@@ -40,7 +40,7 @@ _REWRITES = (
 
 
 class ReplayedSteps:
-    """Steps of a `fit`, of which some are replayed: two replicas compute each row.
+    """Runs the steps of a `fit`, some of them replayed: two replicas compute each row.
 
     Args:
         strategy: A tfdp strategy of several replicas.
@@ -53,8 +53,9 @@ class ReplayedSteps:
         self._period = round(1 / fraction)
         self._checked = CheckedStep(strategy)
         self._num_steps = 0
-        # Seconds of each step without a replay, and of each one with a replay. The
-        # first step is left out, since it was traced.
+        # Seconds of each step without a replay, and of each one with a replay, from
+        # which `cost` estimates the extra time. The first step, which was traced, is
+        # left out.
         self._usual: list[float] = []
         self._replayed: list[float] = []
         self._num_replayed = 0
@@ -221,7 +222,7 @@ def check_replay(strategy: Any, model: Any) -> None:
 
 @contextlib.contextmanager
 def _activated(checked: CheckedStep) -> Iterator[None]:
-    """Compare digests in the steps that are traced in this context."""
+    """Activate the hooks of `checked`, which compare digests, in steps traced here."""
     active.activate(checked)
     try:
         yield

@@ -11,7 +11,8 @@ from tfdp.ground._compat import keras_optimizer
 from tfdp.ground.base.param_groups import path_of
 from tfdp.ground.text import pluralize
 
-# Largest number of rows in the table of skipped updates.
+# Largest number of rows in the table of skipped updates, which is printed when `fit`
+# ends: a run that diverges may skip hundreds.
 _MAX_ROWS = 50
 NAMES = {"loss": "loss", "gradient_norm": "norm of the gradient"}
 

@@ -20,20 +20,23 @@ from tfdp.training.step.state_layout import GradientStatistics
 from tfdp.training.step.step import Step, StepFeature
 from tfdp.training.step.undo import changed_outside_update, undo_after
 
-# A finite value can be a spike only after this number of accepted values, or after a
-# whole window if the window is smaller.
+# A finite value can be a spike only after this number of accepted values, whose median
+# is reliable enough; or after a whole window if the window is smaller.
 MIN_VALUES = 20
-# Number of the latest skipped updates that the step keeps until the end of an epoch.
+# The step keeps its latest skipped updates in variables of this fixed size, which the
+# host reads at the end of an epoch.
 MAX_LOGGED = 256
-# Largest number of batches skipped because of rollbacks: the size of the variable with
-# their numbers. With more spikes, `SpikeGuard` raises an error.
+# Largest number of batches that rollbacks exclude: the step finds their numbers in a
+# variable of this fixed size. With more, `SpikeGuard` raises an error.
 MAX_EXCLUDED = 1024
-# Number of variables with the largest gradients that an error names.
+# An error message names this number of variables, those with the largest gradients, as
+# clues to the cause.
 MAX_NAMED = 3
-# The least deviation, as a fraction of the median: the deviation of a constant loss
-# would be zero.
+# The least deviation, as a fraction of the median: a nearly constant loss has hardly
+# any deviation, so that each small change would be a spike.
 _MIN_DEVIATION = 0.01
-# Ratio of a normal distribution's standard deviation to its median absolute deviation.
+# Ratio of a normal distribution's standard deviation to its median absolute deviation,
+# which is measured instead, since spikes do not distort it.
 _NORMAL = 1.4826
 
 
@@ -77,21 +80,22 @@ class StepGuard(StepFeature):
                 shape=shape, dtype=dtype, initializer="zeros", name=f"spike_{name}"
             )
 
-        # Ring buffer of the last accepted values: value `n` is at `n % window`.
+        # Ring buffer of the last accepted values, since a traced step needs a fixed
+        # size: value `n` is at `n % window`.
         self.values = zeros("values", window, dtype="float32")
         self.num_values = zeros("num_values")
         self.num_batches = zeros("num_batches")
         self.num_skipped = zeros("num_skipped")
         self.num_in_a_row = zeros("num_in_a_row")
-        # For each of the last skipped updates: the number of its last batch; and its
-        # loss or gradient norm, paired with the median of the accepted ones before it.
+        # The host reports skipped updates from these: the number of each one's last
+        # batch; and its loss or gradient norm, with the median of accepted ones before.
         self.skipped_batches = zeros("skipped_batches", MAX_LOGGED)
         self.skipped_values = zeros("skipped_values", MAX_LOGGED, 2, dtype="float32")
-        # Positions, counted from 1, of the variables with the largest gradients; the
-        # rest are 0.
+        # Positions of the variables with the largest gradients, counted from 1, since 0
+        # marks an unused element.
         self.largest = zeros("largest", MAX_NAMED)
-        # The last batch of the spike that the host has to act on, or 0; and the number
-        # of batches in its update.
+        # The last batch of a spike that the host must handle, or 0, and the number of
+        # batches in its update. The step leaves out all updates while it is not 0.
         self.waiting = zeros("waiting")
         self.num_of_update = zeros("num_of_update")
         self.excluded = zeros("excluded", MAX_EXCLUDED)

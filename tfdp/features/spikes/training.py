@@ -25,7 +25,7 @@ ROLLBACK = '`SpikeGuard(action="rollback")`'
 
 
 class SpikeRollback(Exception):
-    """Raised to roll back to the newest backup, and leave out batches of a spike."""
+    """Ends `fit`, which then continues from its newest backup, without the spike."""
 
 
 class SpikeGuards(Feature):
@@ -35,7 +35,8 @@ class SpikeGuards(Feature):
         """Prepare a `fit` with `SpikeGuard`; without it, remove an earlier `StepGuard`.
 
         Raises:
-            ValueError: If a guard shall roll back to a backup, and cannot.
+            ValueError: If a guard rolls back, but `fit` has no backups, or its data
+                cannot be read again.
         """
         callbacks = fit.arguments.get("callbacks")
         guards = guards_of(callbacks)
@@ -75,7 +76,8 @@ class SpikeGuards(Feature):
             Bool, whether `fit` is repeated: after a `SpikeRollback`, unless this loop
             runs inside another.
         """
-        # If a callback of another `fit` runs this loop, that enclosing `fit` recovers.
+        # If a callback of another `fit` runs this loop, that enclosing `fit` recovers,
+        # since it is repeated as a whole.
         if not isinstance(error, SpikeRollback) or loops.current() is not None:
             return False
         restart_data(arguments)

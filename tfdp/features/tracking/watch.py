@@ -116,7 +116,9 @@ def _register_import_hooks() -> None:
 
 
 def _watch_mlflow(mlflow: ModuleType) -> None:
-    """Where trackers are disabled, direct MLflow to a store that is deleted at exit.
+    """Direct MLflow to a store that is deleted at exit, where trackers are disabled.
+
+    Called when MLflow is imported.
 
     Calls of MLflow must still work there: all workers save a model, and MLflow's
     callback runs on each. Only their results are discarded.
@@ -129,12 +131,13 @@ def _watch_mlflow(mlflow: ModuleType) -> None:
     )
     folder = TemporaryFolder("mlflow")
     at_exit(functools.partial(_delete_store, mlflow, folder))
-    # The temporary store is one of files, which is created in milliseconds, and not a
-    # database, which takes seconds.
+    # This variable permits a store of files, which MLflow creates in milliseconds; a
+    # database would take seconds.
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     # The subfolder must not exist yet: MLflow initializes only a new folder as a store.
     mlflow.set_tracking_uri(pathlib.Path(folder.name, "store").as_uri())
-    logger.setLevel(logging.ERROR)  # the first worker prints the same warnings
+    # Warnings are silenced here, since the first worker prints the same ones.
+    logger.setLevel(logging.ERROR)
     fluent = mlflow.tracking.fluent
     for name, wrapper in (
         ("start_run", _start_run),
@@ -147,19 +150,22 @@ def _watch_mlflow(mlflow: ModuleType) -> None:
             wrapt.wrap_function_wrapper(module, name, _keep_uri)
 
 
-# Arguments of the wrappers below, as `wrapt` passes them: the wrapped function, the
-# object that it is bound to, and the positional and keyword arguments of the call.
 def _keep_uri(function: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
     """Call a setter of MLflow's store, or ignore the call where trackers are disabled.
 
-    Wrapper of `set_tracking_uri` and `set_registry_uri`; returns their result, or
-    `None`.
+    Wrapper of `set_tracking_uri` and `set_registry_uri` for `wrapt`, which passes the
+    function, the object that it is bound to, and the arguments of the call. Returns the
+    result of the function, or `None`.
     """
     return None if are_trackers_disabled() else function(*args, **kwargs)
 
 
 def _start_run(start: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-    """Wrap `mlflow.start_run`: ignore the ids of runs where trackers are disabled."""
+    """Start a run by `mlflow.start_run`, without its ids where trackers are disabled.
+
+    Wrapper for `wrapt`, which passes the function, the object that it is bound to, and
+    the arguments of the call. The ids are those of the first worker's runs.
+    """
     if not are_trackers_disabled():
         return start(*args, **kwargs)
     for name in _VARIABLES:
@@ -169,7 +175,7 @@ def _start_run(start: Callable, instance: Any, args: tuple, kwargs: dict) -> Any
 
 
 def _set_experiment(choose: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-    """Wrap `mlflow.set_experiment`: ignore the id where trackers are disabled.
+    """Choose an experiment of MLflow, by its name only where trackers are disabled.
 
     The temporary store of such a worker has no experiment of that id. MLflow creates a
     missing experiment only by name: that of the call, or a default one.
@@ -211,7 +217,8 @@ def _delete_store(mlflow: ModuleType, folder: TemporaryFolder) -> None:
 def _watch_wandb(wandb: ModuleType) -> None:
     """Wrap `wandb.init` so that, where trackers are disabled, its mode is "disabled".
 
-    Warn there if it was called before.
+    Called when Weights & Biases is imported; warns where trackers are disabled if
+    `wandb.init` was called before.
     """
     if are_trackers_disabled() and getattr(wandb, "run", None) is not None:
         user_code.warn(
@@ -222,7 +229,11 @@ def _watch_wandb(wandb: ModuleType) -> None:
 
 
 def _init(init: Callable, instance: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Wrap `wandb.init`: where trackers are disabled, set its mode to "disabled"."""
+    """Call `wandb.init`, with the mode "disabled" where trackers are disabled.
+
+    Wrapper for `wrapt`, which passes the function, the object that it is bound to, and
+    the arguments of the call.
+    """
     del instance
     if not are_trackers_disabled():
         return init(*args, **kwargs)
