@@ -409,7 +409,7 @@ def test_a_list_of_callbacks_that_is_used_twice_gets_the_ledger_once(tmp_path):
     given = keras.callbacks.CallbackList([backup], add_history=True, model=model)
     for _ in range(2):
         model.fit(x, x[:, :1], verbose=0, callbacks=given)
-    found = [c for c in given.callbacks if isinstance(c, training._Ledger)]
+    found = [c for c in given.callbacks if isinstance(c, training._RecorderCallback)]
     assert len(found) == 1
 
 

@@ -248,7 +248,7 @@ class ElasticState:
                 f"of one. Received: {variable.name!r}"
             )
 
-    def _explaining(self) -> contextlib.AbstractContextManager:
+    def _naming_lost_workers(self) -> contextlib.AbstractContextManager:
         """Return a context that raises errors caused by a lost worker as `WorkerLost`.
 
         Other errors are raised unchanged.
@@ -274,7 +274,7 @@ class ElasticState:
                 return cause
             cause = cause.__cause__ or cause.__context__
         try:
-            with self._explaining():
+            with self._naming_lost_workers():
                 raise error
         except ClusterChanges as change:
             return change
@@ -316,7 +316,7 @@ class ElasticState:
             ClusterChanges: If more workers are lost.
             RuntimeError: If the state of the loop is lost.
         """
-        with self._explaining():
+        with self._naming_lost_workers():
             if not self._load():
                 if self._has_begun or self._model in elastic.FEATURE.discarded:
                     raise RuntimeError(
@@ -430,7 +430,7 @@ class ElasticState:
 
     def _check_arguments(self) -> None:
         """Raise on every worker if the arguments of `ElasticState` differ."""
-        with self._explaining():
+        with self._naming_lost_workers():
             problem = "All workers must create `ElasticState` with the same arguments."
             fact = SharedFact("arguments", self._arguments(), problem)
             compare(worker_group_of(self._model), "`ElasticState`", [fact])

@@ -95,7 +95,7 @@ class _Goodput(Feature):
         self._end_measuring()
         if recorder is not None:
             for callback in callback_list(fit.arguments.get("callbacks")):
-                if isinstance(callback, _Ledger) and not callback.is_complete:
+                if isinstance(callback, _RecorderCallback) and not callback.is_complete:
                     recorder.fit_ends(is_complete=False)
 
     def _record(self, fit: Fit, recorder: GoodputRecorder) -> None:
@@ -106,7 +106,7 @@ class _Goodput(Feature):
             recorder: `GoodputRecorder` of this process.
         """
         given = without_ledger(fit.arguments.get("callbacks"))
-        callback = _Ledger(recorder, callback_list(given))
+        callback = _RecorderCallback(recorder, callback_list(given))
         fit.arguments["callbacks"] = prepend_callback(fit.model, given, callback)
         if self._wait is not None:
             recorder.wait_seconds = self._wait.read_seconds
@@ -123,7 +123,8 @@ class _Goodput(Feature):
     def timed(self, model: Any, step: Callable) -> Callable:
         """Wrap a step so that `recorder`, while it is set, times each call.
 
-        `wrap_step` calls it for models with a tfdp strategy, `_Ledger` for others.
+        `wrap_step` calls it for models with a tfdp strategy, and `_RecorderCallback`
+        for others.
 
         Args:
             model: The Keras model.
@@ -220,7 +221,7 @@ class _Goodput(Feature):
             self._latest = None
 
 
-class _Ledger(keras.callbacks.Callback):
+class _RecorderCallback(keras.callbacks.Callback):
     """Callback that records the epochs and batches of `fit`, called before the others.
 
     It has no hook after a batch, since Keras would wait there for the logs.
@@ -315,7 +316,7 @@ def without_ledger(callbacks: Any) -> Any:
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         given = callbacks.callbacks
-        given[:] = [each for each in given if not isinstance(each, _Ledger)]
+        given[:] = [each for each in given if not isinstance(each, _RecorderCallback)]
     return callbacks
 
 

@@ -217,7 +217,7 @@ def _sentence_of_missing(
 def _activity(records: Records, rank: int) -> str:
     """Describe what a worker did instead of entering a collective, as a predicate."""
     if rank not in records:
-        return f"has left no record{_last_sign(records, rank)}"
+        return f"has left no record{_describe_last_contact(records, rank)}"
     record = records[rank]
     # While a worker reads data, a line of the user's code in a thread other than the
     # main one is preferred, since TensorFlow may read the data there.
@@ -244,18 +244,18 @@ def _open_collective(record: FlightRecord) -> RecordedCollective | None:
     return next((each for each in last.values() if each.end is None), None)
 
 
-def _last_sign(records: Records, rank: int) -> str:
+def _describe_last_contact(records: Records, rank: int) -> str:
     """Describe what the others know of a worker without a record, as clauses."""
     causes = [each.reason for each in records.values() if each.lost == rank]
     cause = f" ({causes[0]})" if causes else ""
-    if last := _last_common(records, rank):
+    if last := _describe_last_collective(records, rank):
         return f"{cause}; its last complete collective was {last}"
     peers = [each.peers[rank] for each in records.values() if rank in each.peers]
     places = [(peer.silent_seconds, peer.place) for peer in peers if peer.place]
     return f"{cause}; it was last seen at {min(places)[1]}" if places else cause
 
 
-def _last_common(records: Records, rank: int) -> str:
+def _describe_last_collective(records: Records, rank: int) -> str:
     """Describe the last complete collective of a worker without a record.
 
     Args:

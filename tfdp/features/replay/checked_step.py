@@ -100,7 +100,7 @@ class CheckedStep(LoopFeature):
             Like `part`: the same rows, or in a stand-in those of the next replicas.
         """
         is_divided = isinstance(part, tf_distribute.PerReplica)
-        own = [_open(rows) for rows in (part.values if is_divided else [part])]
+        own = [_with_any_rows(rows) for rows in (part.values if is_divided else [part])]
         if self.is_stand_in:
             own = [*own[1:], self._of_next_worker(own[0])]
         return tf_distribute.PerReplica(own) if is_divided else own[0]
@@ -301,7 +301,7 @@ def _has_rows(part: Any) -> bool:
     return shape is not None and shape.rank != 0
 
 
-def _open(rows: Any) -> Any:
+def _with_any_rows(rows: Any) -> Any:
     """Return a tensor whose static shape leaves the number of rows unknown.
 
     The number may differ between replicas, and TensorFlow may choose other kernels for
