@@ -269,7 +269,7 @@ class LARS(keras.optimizers.Optimizer):
 
 
 def _is_bias_or_norm(variable: Any) -> bool:
-    """Return whether shape or name shows a bias or a normalization parameter."""
+    """Return whether a variable is a bias or a normalization parameter."""
     name = variable.name.split("/")[-1].partition(":")[0]
     return len(variable.shape) <= 1 or name in _EXCLUDED_NAMES
 

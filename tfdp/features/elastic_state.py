@@ -141,7 +141,8 @@ class ElasticState:
         # saved as the initial state.
         self._has_begun = False
         if self._continues and self._strategy.extended.is_applicant:
-            # `model_state` builds the optimizer, which the other workers have built.
+            # `model_state` builds the optimizer, since it is built on the workers that
+            # this one joins, and all renew it together.
             model_state(model)
             self._has_begun = True
             self._continue_after(WorkersJoin())

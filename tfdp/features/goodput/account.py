@@ -129,7 +129,7 @@ class Shares:
 
 
 def shares_of_several(ledgers: Sequence[Iterable[str]]) -> Shares:
-    """Compute the `Shares` of a job from several ledgers, of different calls of `fit`.
+    """Compute the `Shares` of a job from its ledgers, files of times of several `fit`s.
 
     Args:
         ledgers: Sequence of iterables of strings, the lines of each ledger.
@@ -263,7 +263,7 @@ class Account:
                 self._last, self._is_done = self._moment(line), line["done"]
 
     def _begin_attempt(self, line: dict[str, Any]) -> None:
-        """Count an attempt, and the time since the previous one or the launch.
+        """Count an attempt, a start of the job, and the time since the previous one.
 
         The time since the launch of a job is start-up, and that since the previous
         attempt recovery. Within one process it is idle time, and so is the time until a

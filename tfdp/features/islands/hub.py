@@ -40,6 +40,8 @@ JOIN_SECONDS = 120.0
 class IslandRounds(Rounds):
     """Exchange rounds of one `fit` of all islands, and the state for joining islands.
 
+    Islands are separate jobs. In a round, those that take part average their weights.
+
     Args:
         expected: Set of ints, islands that the first ones wait for before they start.
         join_seconds: Float, how long the first islands wait for the others.
@@ -177,6 +179,8 @@ def _difference(settings: dict[str, Any], others: dict[str, Any]) -> str:
 
 class Hub:
     """Server through which islands exchange weights; use it as a context manager.
+
+    Islands are separate jobs that train the same model, and average their weights.
 
     Args:
         server: Listening TCP socket; the hub takes ownership and closes it.

@@ -53,7 +53,7 @@ class HubLost(RuntimeError):
 
 
 class HubClient:
-    """Connection of an island to the hub.
+    """Connection of an island, a separate job, to the hub that averages weights.
 
     Args:
         island: `Island` that connects.

@@ -27,6 +27,9 @@ from tfdp.training.step.accumulation import read
 class Exchanges:
     """Exchanges of a model's fragments, groups of variables, at once or delayed.
 
+    In an exchange, an outer optimizer updates the common weights of all replicas by the
+    mean of their pseudo-gradients, the changes that they have made by local updates.
+
     Args:
         make_variable: Callable that creates a Keras variable of the inner optimizer.
         options: `LocalStepsOptions` with an outer step.
@@ -119,8 +122,11 @@ class Exchanges:
     ) -> None:
         """Average a fragment's pseudo-gradients, and update its weights by them.
 
+        A pseudo-gradient is the common weight minus a replica's weight after its local
+        updates.
+
         Args:
-            number: Int, index of the fragment.
+            number: Int, index of the fragment, a part of the weights.
             gradients: Sequence of tensors, pseudo-gradients of this replica.
             share: Scalar tensor, weight of this replica; the weights add up to 1.
             reducer: `GradientReducer` of all replicas.
@@ -133,7 +139,7 @@ class Exchanges:
         """Start a delayed exchange: send this replica's pseudo-gradients of a fragment.
 
         Args:
-            number: Int, index of the fragment.
+            number: Int, index of the fragment, a part of the weights.
             samples: Scalar float32 tensor, samples by which this replica is weighted.
             updates: Scalar tensor, inner updates so far, the same on all replicas.
         """
@@ -151,7 +157,7 @@ class Exchanges:
         """Return a scalar bool tensor, true if the exchange of a fragment is in flight.
 
         Args:
-            number: Int, index of the fragment.
+            number: Int, index of the fragment, a part of the weights.
         """
         return tf_distribute.local_part(self._launched)[number] > 0
 
@@ -161,7 +167,7 @@ class Exchanges:
         """Make the outer step of a delayed exchange; mix its result with local weights.
 
         Args:
-            number: Int, index of the fragment.
+            number: Int, index of the fragment, a part of the weights.
             updates: Scalar tensor, inner updates so far, the same on all replicas.
             reducer: `GradientReducer` of all replicas.
 
@@ -269,7 +275,7 @@ class Exchanges:
         """Make an outer step, and keep the fraction `mixing` of the local weights.
 
         Args:
-            number: Int, index of the fragment.
+            number: Int, index of the fragment, a part of the weights.
             sums: Sequence of tensors, mean pseudo-gradients.
             mixing: Float or scalar tensor from 0 to 1. Defaults to `0.0`.
         """

@@ -39,6 +39,8 @@ _FLAGS = tf.TensorSpec([2], tf.int32)
 class Deferred:
     """Queue of a replica's pseudo-gradients, which are summed when they are used.
 
+    A pseudo-gradient is the change of a weight by the replica's local updates.
+
     It is for transports whose collectives cannot run concurrently with the steps, and
     saves no time, but has the same result as `BackgroundThread`.
 
@@ -92,7 +94,7 @@ def has_background(strategy: Any) -> bool:
 
 
 def background_reducer(strategy: Any, compression: Any) -> Reducer:
-    """Create the reducer of exchanges that run concurrently with the steps.
+    """Create the reducer of pseudo-gradients that runs concurrently with the steps.
 
     Call it on all workers, outside of a step. It has a separate process group, so that
     its collectives do not wait for those of a step.
@@ -183,6 +185,9 @@ class RoundResult(NamedTuple):
 
 class RoundExchange:
     """Exchange in rounds that skip late workers, on a thread during the steps.
+
+    A round averages the pseudo-gradients of the workers that take part: the changes of
+    the weights by their local updates.
 
     Args:
         strategy: A tfdp strategy.

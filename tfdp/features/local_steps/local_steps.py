@@ -309,7 +309,7 @@ class LocalSteps(IndependentGroups):
         """Exchange a fragment, unless no replica has used samples since the last time.
 
         Args:
-            number: Int, index of the fragment.
+            number: Int, index of the fragment, a part of the weights.
             optimizer: Keras optimizer, not a wrapper.
             reducer: `GradientReducer` of all replicas.
         """
@@ -345,7 +345,7 @@ class LocalSteps(IndependentGroups):
         """Start the delayed exchange of a fragment.
 
         Args:
-            number: Int, index of the fragment.
+            number: Int, index of the fragment, a part of the weights.
             updates: Scalar tensor, local updates so far.
         """
         assert self.exchanges is not None
@@ -363,7 +363,7 @@ class LocalSteps(IndependentGroups):
         """Finish the delayed exchange of a fragment, if one is in flight and due.
 
         Args:
-            number: Int, index of the fragment.
+            number: Int, index of the fragment, a part of the weights.
             is_over: Scalar bool tensor, or bool, whether the delay, a number of
                 updates, is over, so that the result is due.
             updates: Scalar tensor, local updates so far.

@@ -18,7 +18,7 @@ from tfdp.training.step.grouped_update import decay_and_update
 
 
 class OuterStep:
-    """The outer optimizer and its weights, those after the last exchange.
+    """The outer optimizer and the outer weights, common to all since the last exchange.
 
     Args:
         template: Keras optimizer of the outer step, not built; it is copied.
@@ -45,6 +45,8 @@ class OuterStep:
         self, positions: Sequence[int], gradients: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
         """Update some of the outer weights by mean pseudo-gradients.
+
+        A pseudo-gradient is an outer weight minus a replica's weight.
 
         Args:
             positions: Sequence of ints, positions of the weights.

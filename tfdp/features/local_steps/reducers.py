@@ -71,8 +71,9 @@ def new_reducer(
 ) -> Reducer:
     """Create the reducer of pseudo-gradients; call it on all workers.
 
-    It shares the residual store of the strategy's reducer, so that checkpoints contain
-    the residuals of both.
+    Pseudo-gradients are the changes that local updates make to weights. Their reducer
+    shares the residual store of the strategy's reducer, so that checkpoints contain the
+    residuals of both.
 
     Args:
         strategy: A tfdp strategy.

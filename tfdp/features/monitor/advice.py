@@ -118,8 +118,8 @@ def _remedy(exposed: float, seconds: float, facts: Facts) -> str:
             f"{facts.num_buckets} collectives of {mean_bytes / 1e6:.2g} MB are mostly "
             "latency, and larger buckets would need fewer"
         )
-    # bf16 halves the bytes, and two micro-batches halve the exchanges: either saves
-    # about half of the exposed communication.
+    # bf16 halves the bytes, and two micro-batches halve the number of exchanges. Each
+    # of these changes saves about half of the exposed communication.
     saved = f"would save about {exposed / 2:.1g} of it"
     steps = "accumulating gradients over two micro-batches"
     if not is_latency and not facts.compression:

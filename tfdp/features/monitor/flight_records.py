@@ -336,7 +336,7 @@ def _place(record: FlightRecord, entry: RecordedCollective) -> str:
     """Name the place in the script from which a worker entered a collective."""
     begin = entry.begin
     # A step that TensorFlow runs begins at the same time as its span, to within the
-    # precision of the clock, so that the span is sought at the middle of the step.
+    # precision of the clock. The middle of the step is surely in its own span.
     if entry.kind == TENSORFLOW:
         begin += ((entry.end or record.written_at) - begin) / 2
     before = [span for span in record.spans if span.begin <= begin]

@@ -103,8 +103,8 @@ class GradientNoise(StepFeature):
             return
         replicas = step.reducer.num_replicas
         if totals.count is not None:
-            # Accumulated gradients contain the weights of several micro-batches, so
-            # that each replica counts as an equal part of the update.
+            # Accumulated gradients contain the weights of several micro-batches, and no
+            # single one, so that each replica counts as an equal part of the update.
             samples = samples * tf.cast(totals.count, tf.float32)
             weight = tf.constant(1.0 / replicas, tf.float64)
         # A replica's gradient is its part of a weighted sum: divided by its weight, it

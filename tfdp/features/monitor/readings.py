@@ -33,7 +33,7 @@ Timed = tuple[timing.Collective, float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Recorded values of a step or an execution, read after its end.
+    """Recorded values of an execution: a step, or `steps_per_execution` steps.
 
     Args:
         values: Array of shape `[num_rows, 3]`, see `Recorder.read`.
@@ -248,7 +248,7 @@ def _without_queueing(collectives: list[Timed]) -> list[Timed]:
 
 
 def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
-    """Compute the sample of a step: means over the local replicas.
+    """Compute the times of a step from its reading, as means over the local replicas.
 
     Args:
         reading: `Reading` of the step.
@@ -262,8 +262,8 @@ def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
     exposed = _mean([_covered(r.exposed(), reading) for r in replicas])
     spans = [[(begin, end) for _, begin, end in r.collectives] for r in replicas]
     busy = [_covered(span, reading) for span in spans]
-    # An execution of several steps has values of its last step only. That step begins
-    # inside of the execution, so the wait for data before the first one is not known.
+    # An execution of several steps has values of its last step only, which begins in
+    # the middle: the wait for data before the first step is not known.
     is_whole = reading.num_steps == 1
     first = min(replica.begin for replica in replicas)
     waited = max(0.0, first - reading.begin) if is_whole else 0.0
@@ -304,8 +304,8 @@ def samples_and_norm(
     samples, step = math.nan, math.nan
     for _, pair in _marks(reading, rows, step_events.BATCH):
         samples, step = float(pair[0]), float(pair[1])
-    # A norm that the steps of this reading have not recorded still has the value and
-    # number of an earlier step, and is left out.
+    # A norm that was not recorded in the steps of this reading still has its value from
+    # an earlier step, as the recorded step number shows, and is left out.
     squares = [
         float(pair[0])
         for _, pair in _marks(reading, rows, step_events.NORM)

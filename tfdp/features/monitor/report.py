@@ -68,7 +68,7 @@ class RunReport:
     ) -> None:
         self.totals = RunTotals()
         # Messages about completed epochs. The reporting thread appends them, and the
-        # callback prints them on the thread of `fit`, after the progress bar.
+        # callback prints them on the thread of `fit`, below the progress bar.
         self.notices: collections.deque[str] = collections.deque()
         self._folder = folder
         self._name = _NAME if number == 1 else f"{_NAME}-{number}"

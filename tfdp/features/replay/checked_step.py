@@ -76,7 +76,7 @@ class CheckedStep(LoopFeature):
     def replace_batch(self, args: tuple) -> tuple:
         """Implements `LoopFeature.replace_batch`: choose each local replica's rows.
 
-        They are its own, or in a stand-in those of the next replica.
+        They are its own, or, if `is_stand_in`, those of the next replica.
         """
         return tuple(
             CountedBatch(self._taken(arg.batch), arg.num_rows)
@@ -97,7 +97,7 @@ class CheckedStep(LoopFeature):
                 only one; a leaf of the nest of a batch.
 
         Returns:
-            Like `part`: the same rows, or in a stand-in those of the next replicas.
+            Like `part`: the same rows, or those of the next replicas if `is_stand_in`.
         """
         is_divided = isinstance(part, tf_distribute.PerReplica)
         own = [_with_any_rows(rows) for rows in (part.values if is_divided else [part])]
@@ -132,7 +132,7 @@ class CheckedStep(LoopFeature):
 
         Returns:
             `ReplayGroup` of the same replicas, in which a digest of each tensor that
-            the running replica gives to a collective is recorded. In a stand-in, its
+            the running replica gives to a collective is recorded. If `is_stand_in`, its
             replicas have the ranks of the next ones.
         """
         given, graph = self._given[group.replica], self._graph
@@ -150,7 +150,7 @@ class CheckedStep(LoopFeature):
         Implements `StepFeature.around_step`.
 
         Returns:
-            Callable for the end of the step. In a stand-in, or if digests differ, it
+            Callable for the end of the step. If `is_stand_in`, or if digests differ, it
             undoes what the step changed besides its update, such as metrics.
         """
         replica = _local_replica()
@@ -169,7 +169,7 @@ class CheckedStep(LoopFeature):
         BatchNormalization get their earlier values back.
 
         Returns:
-            Scalar bool tensor, true in a stand-in, and if digests differ.
+            Scalar bool tensor, true if `is_stand_in`, and if digests differ.
         """
         if self.is_stand_in:
             return tf.constant(True)
@@ -181,7 +181,7 @@ class CheckedStep(LoopFeature):
 
         Returns:
             Scalar bool tensor, whether they agree, so that the update may be made;
-            `False` for a stand-in; `True` without new gradients.
+            `False` if `is_stand_in`; `True` without new gradients.
 
         Raises:
             ValueError: At a second update in a step.

@@ -21,7 +21,7 @@ from tfdp.ground.base.temporary import TemporaryFolder
 from tfdp.ground.forks import at_exit
 
 # Arguments and environment variables of MLflow that identify a run or an experiment of
-# the first worker; the temporary store of another worker does not have these.
+# the first worker. Other workers ignore them, since their temporary store has neither.
 _IDS = ("run_id", "parent_run_id", "experiment_id")
 _VARIABLES = ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID")
 # Name of the experiment in the temporary store if the script chooses an experiment by
