@@ -291,7 +291,7 @@ def _joined(
 
 
 def _set(waiting: Any, number: int) -> None:
-    """Store the number of sums that wait for this worker in a variable, if given."""
+    """Assign the number of sums that wait for this worker to a variable, if given."""
     if waiting is not None:
         waiting.assign(number, read_value=False)
 

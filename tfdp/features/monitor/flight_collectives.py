@@ -179,7 +179,7 @@ def signature(entry: RecordedCollective) -> tuple:
 
 
 def _begin(entry: RecordedCollective) -> float:
-    """Return the time at which a worker has entered a collective, for use as a key."""
+    """Return the time at which a worker has entered a collective: a sort key."""
     return entry.begin
 
 

@@ -84,7 +84,10 @@ class RunReport:
         self._files: list[CsvFile | TensorBoardFile] = []
 
     def take(self, row: Row) -> None:
-        """Write a row to all files; a row of another epoch ends the previous one."""
+        """Write a window of all workers, a row, to all files, and add it to the totals.
+
+        The first row of another epoch ends the previous epoch.
+        """
         if self._before is not None and row.epoch != self._before.epoch:
             self.end_epoch()
         recent = [row] if self._before is None else [self._before, row]
