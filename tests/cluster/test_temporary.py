@@ -143,3 +143,15 @@ def test_a_save_removes_the_files_of_workers_that_are_no_more(folder):
     saving._remove_stale_files(pattern, 2)
     left = [".model.worker0.keras", ".model.worker1.keras", *mine]
     assert sorted(os.listdir(folder)) == sorted(left)
+
+
+def test_files_of_running_processes_stay_where_processes_cannot_be_listed(monkeypatch):
+    monkeypatch.setattr(temporary, "machine", lambda: "")
+    monkeypatch.setattr(temporary, "state_and_start", lambda pid: ("X", ""))
+    temporary._host.cache_clear()
+    try:
+        name = temporary_name("probe")
+        assert not temporary.is_left_over(name, age_seconds=60.0)
+        assert temporary.is_left_over(name, age_seconds=10.0**6)
+    finally:
+        temporary._host.cache_clear()

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 from tests.elastic import job
 from tests.elastic.training import BATCH_SIZE, EPOCHS, NUM_SAMPLES, STEPS_PER_EPOCH
 from tests.harness.tiers import full
+from tfdp.features.attempts import restart_data
 from tools.bench.hosts_bed import INTERFACE, BedError, TwoHosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -408,3 +410,10 @@ def test_what_cannot_continue_is_refused_at_the_beginning(tmp_path):
     outcome = job.run(tmp_path, 2, features=["local"])
     assert outcome.codes == [1, 1]
     assert re.search(r"is not for .* Received: LocalSGD", outcome.output)
+
+
+def test_data_whose_order_cannot_be_repeated_stays_for_evaluate():
+    rows = tf.data.Dataset.range(8).shuffle(8).filter(lambda row: row > 1).batch(2)
+    arguments = {"x": rows}
+    restart_data(arguments)
+    assert arguments["x"] is rows

@@ -65,6 +65,9 @@ def why_not_read_again(fit: Fit) -> str:
 def restart_data(arguments: dict[str, Any]) -> None:
     """Replace a loop's datasets by ones that repeat the order of its first attempt.
 
+    A dataset whose order cannot be repeated stays: `fit` was refused before with such
+    data, and `evaluate` and `predict` need no order.
+
     Args:
         arguments: Dict, the arguments of `fit`, `evaluate` or `predict` by name, which
             is changed in place.
@@ -72,7 +75,8 @@ def restart_data(arguments: dict[str, Any]) -> None:
     restarted: dict[int, tf.data.Dataset] = {}
     for key in ("x", "validation_data"):
         if isinstance(data := arguments.get(key), tf.data.Dataset):
-            arguments[key] = restart_shuffles(data, restarted)
+            repeated = restart_shuffles(data, restarted)
+            arguments[key] = data if repeated is None else repeated
 
 
 def continue_callbacks(

@@ -62,8 +62,9 @@ def is_left_over(name: str, age_seconds: float | None) -> bool:
 
     Args:
         name: String, the name of the file.
-        age_seconds: Float, seconds since the last change, or `None` if unknown: then a
-            file of another host is not left over.
+        age_seconds: Float, seconds since the last change, or `None` if unknown. Only
+            the age tells whether a file of another host is left over, or, on systems
+            without `/proc`, one of this host; of unknown age it is not.
 
     Example:
 
@@ -78,7 +79,7 @@ def is_left_over(name: str, age_seconds: float | None) -> bool:
     if match is None:
         return False
     host, process, start = match.groups()
-    if host == _host():
+    if machine() and host == _host():
         return _start_of(int(process)) != int(start)
     return age_seconds is not None and age_seconds > _MAX_PAUSE_SECONDS
 

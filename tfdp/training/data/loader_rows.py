@@ -126,7 +126,7 @@ def rows_of_loader(strategy: Any, loader: Any) -> Any:
         return loader
     items, is_random = first_items(loader, *division)
     if worker_group.any("random numbers of a DataLoader", is_random):
-        warn_not_split_early(strategy, _RANDOM_ITEMS_REASON if is_random else "")
+        warn_not_split_early(strategy, _RANDOM_ITEMS_REASON)
         return loader
     spec = keras_data.spec_of_batches(items)
     local_loader = loader_of_rows(loader, loader.dataset, *division)
