@@ -197,7 +197,8 @@ def bytes_of(values: np.ndarray, *, only_names: bool) -> Any:
 
     Args:
         values: Array of NumPy.
-        only_names: Bool, whether only the base name of each path counts.
+        only_names: Bool, whether only the part of each object after its last slash is
+            encoded, because paths may name other folders on another machine.
     """
     # Records are encoded item by item, because the padding bytes between their fields
     # are random, and would make the bytes of equal records differ.
@@ -212,9 +213,9 @@ def bytes_of(values: np.ndarray, *, only_names: bool) -> Any:
 
 
 def _encode(item: Any) -> bytes:
-    """Encode an item as bytes, the same on any machine: a plain value, or a class name.
+    """Encode an item as bytes, the same on any machine.
 
-    Values and nests of strings, bytes and numbers are encoded themselves, and another
+    Strings, bytes, numbers and nested lists of them are encoded by value, and any other
     object by the name of its class.
     """
     if isinstance(item, bytes):

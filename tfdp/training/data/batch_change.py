@@ -199,7 +199,8 @@ def convert_position(
         num_batches: Int, old batches taken since the epoch began.
         change: `BatchChange`.
         keeps_iterator: Bool, whether one iterator supplies all epochs.
-        group: Int, `steps_per_execution`; the result is a multiple of it.
+        group: Int, `steps_per_execution`. The number of new batches that is returned
+            is rounded down to a multiple of it.
 
     Returns:
         Tuple of the converted snapshot, and the number of new batches that the epoch

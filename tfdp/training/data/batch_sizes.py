@@ -10,9 +10,9 @@ from tfdp.ground._compat import tf_data
 from tfdp.ground.text import pluralize
 from tfdp.training.data.stages import MAPS, PASS_THROUGH, SELECTIONS
 
-# Batch sizes stay known after a stage that keeps the size of each batch, and after one
-# that selects or orders batches by settings that workers compare. Any other stage may
-# change the sizes, so that they are unknown.
+# Known batch sizes stay known after the stages of these two sets: the first keep the
+# size of each batch, and the second select or order batches by settings that workers
+# compare. Any other stage may change the sizes, so after it they count as unknown.
 _SIZE_KEEPING_STAGES = {
     *(*MAPS, *PASS_THROUGH, "CacheDataset", "AssertCardinalityDataset"),
     *("ParseExampleDataset", "SnapshotDataset"),
@@ -113,7 +113,7 @@ def _length(dataset: tf.data.Dataset) -> int:
 
 
 def _size_in_spec(dataset: tf.data.Dataset) -> int:
-    """Return the batch size in a dataset's static shapes; 0 if none or several."""
+    """Return the batch size in a dataset's static shapes; 0 if none or ambiguous."""
     sizes = {
         spec.shape[0]
         for spec in tf.nest.flatten(dataset.element_spec)

@@ -173,7 +173,7 @@ batch 2 of (array, None), after (array, {'a': array})
 
 @contextlib.contextmanager
 def translate_errors() -> Iterator[None]:
-    """Open a context that replaces errors of TensorFlow by tfdp's message in them.
+    """Open a context that replaces a TensorFlow error by the tfdp message inside it.
 
     Raises:
         ValueError: With tfdp's message about the data, in place of a

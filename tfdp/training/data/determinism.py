@@ -22,8 +22,8 @@ RANDOM_OPS = (
 # pipeline, such as the seed of a layer, has its first value again after a restart, so
 # that a resumed run reads other batches.
 _ASSIGNING_OPS = ("Assign", "ResourceScatter", "Rng")
-# A shuffle draws its seeds for each iterator of it. Datasets of these kinds create one
-# iterator of each input in a pass, so that a shuffle before them draws seeds once.
+# A shuffle draws new seeds for each iterator over it. Datasets of these kinds create
+# one iterator over each input in a pass, so a shuffle before them draws seeds once.
 _ONE_PASS_DATASETS = (
     *(
         *BATCHES,
@@ -172,7 +172,8 @@ class SeededShuffle:
 
     Args:
         first: Int, seed of the first epoch; each later epoch adds 1.
-        make: Callable without arguments that returns the dataset.
+        make: Callable without arguments that returns the dataset. It is called in each
+            epoch, with the epoch's seed as TensorFlow's global seed.
     """
 
     def __init__(self, first: int, make: Callable) -> None:

@@ -50,9 +50,10 @@ from tfdp.training.data.value_differences import values_fact
 REBALANCE_REASON = (
     "with `--rebalance` it changes which rows these are, while they are read ahead"
 )
-# A `shuffle` with a new order in each iteration depends on earlier reads. So it is
-# refused if the workers have changed since it was first distributed: if the cluster's
-# generation then, the value here, is not the current one.
+# The order of a `shuffle` that reshuffles in each iteration depends on earlier reads,
+# which workers that join later have not made. So the dataset of such a `shuffle` is kept
+# with the generation of the cluster that it was first distributed for, and is refused
+# in any other.
 _generations: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _POLICY = tf.data.experimental.AutoShardPolicy
 # The check whether there are enough files reads one record, without these stages, which

@@ -49,7 +49,7 @@ _STATELESS_RANDOM = (
     "`tf.random.stateless_uniform` and its like, seeded by the element's index"
 )
 # A stateful operation keeps a `map` from running for a worker's own rows only. The
-# warning names a remedy, by the operation.
+# warning about it names the remedy for the operation.
 _ADVICE = {
     "PyFunc": "give `tf.numpy_function` `stateful=False` if its function is pure",
     "EagerPyFunc": "use `tf.numpy_function` with `stateful=False` if it is pure",
@@ -161,7 +161,10 @@ def _divide_arrays(
 
     @no_autograph
     def divide(indices: tf.Tensor, arrays: Any) -> Any:
-        """Return the rows of each of `ranks`, and the number of rows of the batch."""
+        """Return a tuple of each rank's rows of a batch, and the batch's row count.
+
+        `indices` are the numbers of the batch's rows in `arrays`.
+        """
         indices_by_rank = [rows_of_rank(indices, rank, num_replicas) for rank in ranks]
         parts = tuple(gather((rows, arrays)) for rows in indices_by_rank)
         return parts, tf.raw_ops.DeepCopy(x=num_rows(indices))
@@ -234,7 +237,10 @@ def _local_elements(
     """
 
     def take(window: Any) -> tf.data.Dataset:
-        """Return this worker's elements of a window, the elements of a global batch."""
+        """Return this worker's elements of a global batch, each with the batch's size.
+
+        `window` is a nest of datasets, which hold the parts of the batch's elements.
+        """
         total = tf.nest.flatten(window)[0].cardinality()
         begin, end = bounds_of_ranks(total, ranks, num_replicas)
         begin, size = tf.minimum(begin, total - 1), tf.maximum(end - begin, 1)
@@ -377,7 +383,7 @@ def _elements_of_zip(dataset: tf.data.Dataset) -> Elements:
     calls = tf.nest.pack_sequence_as(nest, [_compose(each) for each in maps])
 
     def call(element: Any) -> Any:
-        """Apply to each part of a zipped element the maps of the input it is from."""
+        """Map each part of a zipped element by the maps of the dataset it is from."""
         return keras.tree.map_structure_up_to(
             calls, lambda one, part: one(part), calls, element
         )
@@ -431,7 +437,8 @@ def why_not_split_early(dataset: tf.data.Dataset, reason: str = "") -> str:
 def _has_map(dataset: tf.data.Dataset, *, in_each_pass: bool = False) -> bool:
     """Return whether a dataset has a `map` of the user.
 
-    With `in_each_pass`, a `map` before `cache` does not count: it runs in one pass.
+    With `in_each_pass`, a `map` before `cache` does not count, because it runs only in
+    the first pass over the data.
     """
     kind = tf_data.kind_of_stage(dataset)
     if kind == "CacheDataset" and in_each_pass:

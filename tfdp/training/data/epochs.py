@@ -183,8 +183,10 @@ def _agree_on_end(
     Args:
         strategy: A tfdp strategy of several workers.
         iterator: Epoch iterator of Keras.
-        stops: Bool, whether an epoch ends with the shortest data, or with the longest.
-        by_weight: Bool, see `ReadOptions`.
+        stops: Bool, whether an epoch ends when the first worker runs out of data, and
+            not the last.
+        by_weight: Bool, whether each step divides its batch by the weights of the load
+            balancer.
     """
     lengths = _gather_lengths(strategy, iterator.data_adapter)
     if stops:
@@ -219,9 +221,14 @@ def begin_epoch(original: Callable, iterator: Any) -> Any:
 
 
 def next_step(original: Callable, iterator: Any) -> Any:
-    """Record for the watchdog the step that a loop begins.
+    """Read the data of a loop's next step, and record the step for the watchdog.
 
-    `original` is Keras's method of the iterator, whose result is returned.
+    Args:
+        original: Callable, Keras's `__next__` of the iterator.
+        iterator: Epoch iterator of Keras, the argument of `original`.
+
+    Returns:
+        The result of `original`: the step's first and last batch numbers, and its data.
     """
     step = original(iterator)
     progress.step_begins(step[0])
@@ -392,8 +399,10 @@ def _with_common_end(
     Args:
         dataset: A distributed dataset.
         lengths: List of `Length`, one for each worker.
-        stops: Bool, whether it ends with the shortest data, or with the longest.
-        by_weight: Bool, see `ReadOptions`.
+        stops: Bool, whether it ends when the first worker runs out of data, and not
+            the last.
+        by_weight: Bool, whether each step divides its batch by the weights of the load
+            balancer.
 
     Returns:
         A distributed dataset.

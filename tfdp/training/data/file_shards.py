@@ -263,7 +263,7 @@ def _check_same_files(
     texts: list[str] = []
 
     def check(gathered: Sequence[list[str]]) -> None:
-        """Store the texts of all workers' listings; raise an error for a problem.
+        """Keep the listings' texts for an error; raise a `ValueError` for a problem.
 
         `gathered` has a list of two strings for each worker: the problem of its
         `Listing`, `""` for none, and the text of the `Listing`.

@@ -85,7 +85,7 @@ class LocalRowsSampler:
 
 
 class RandomnessWatch:
-    """Dataset that pairs each item with whether reading it drew random numbers.
+    """Dataset that pairs each item with whether reading its batch drew random numbers.
 
     Args:
         dataset: Map-style dataset of torch.
@@ -172,7 +172,7 @@ def _synchronize_generators(worker_group: WorkerGroup, loader: Any) -> None:
 
 
 def why_not_split_loader(loader: Any) -> str:
-    """Describe why each worker must load all rows, and the remedy; `""` if not."""
+    """Describe why each worker must load all rows, with the remedy; else `""`."""
     import torch
 
     data = torch.utils.data
@@ -255,7 +255,10 @@ def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
     import torch
 
     def collate(pairs: list[tuple]) -> tuple:
-        """Return a batch of items, and whether reading any drew random numbers."""
+        """Return a batch of items, and whether reading them drew random numbers.
+
+        `pairs` are what `RandomnessWatch` returns: each an item and that fact.
+        """
         items, is_random = zip(*pairs, strict=True)
         return torch.utils.data.default_collate(list(items)), any(is_random)
 

@@ -31,8 +31,8 @@ _ROW_KEEPING_STAGES = {
     *(*PASS_THROUGH, *SELECTIONS, "ShuffleDataset", "CacheDataset", "SnapshotDataset"),
     "AssertCardinalityDataset",
 }
-# Description of the row count of a part that a `map` returns. The count is known only
-# after a batch has been read.
+# Stands for the row count of a part that comes from a `map`. A `map` may change the
+# number of rows, so the count is known only after a batch has been read.
 _UNKNOWN_ROWS = "unsure"
 
 
@@ -108,8 +108,10 @@ class _ZippedBatches(NamedTuple):
     """Description of a part's row count, for a part from one of the zipped datasets.
 
     Args:
-        sizes: String, JSON such as `{"size": 8, "last": 5}`, with a suffix if the last
-            batch is smaller. Parts with different strings may differ in row counts.
+        sizes: String, the batch sizes of that dataset as JSON, such as `{"size": 8}`.
+            If its last batch is smaller, the length of the dataset follows, or its
+            index if its batches are shuffled. Parts with different strings may differ
+            in row counts.
         rows: String or `_ZippedBatches`, the description of a part within the zipped
             dataset, as `_rows_by_stages` returns it for this dataset.
     """

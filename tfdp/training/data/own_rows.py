@@ -194,8 +194,9 @@ def rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) ->
         class_weight=arguments.get("class_weight"),
         shuffle=bool(arguments.get("shuffle")),
     )
-    # `make` calls the user's `rows` for two batches, from which Keras finds the spec.
-    # Errors in `describe` are raised on all workers, so that only `describe` calls it.
+    # `make` calls the user's `rows` for two batches, from which Keras finds the spec,
+    # and `rows` may fail on one worker. So `make` is called in `describe`, whose errors
+    # are raised on all workers.
     make = adapter.get_tf_dataset
 
     def describe() -> tuple:
@@ -351,7 +352,10 @@ class StoredArraysAdapter(keras_data.ArrayDataAdapter):
         self._has_class_weight = arguments.get("class_weight") is not None
 
         def stand_in(leaf: Any) -> Any:
-            """Return row numbers for an array in a file, and other leaves as is."""
+            """Register an array in a file, and return its row numbers.
+
+            Other leaves are returned unchanged.
+            """
             if not _is_read_by_rows(leaf, shuffle):
                 return leaf
             numbers = np.arange(len(leaf), dtype="int64")
@@ -382,7 +386,7 @@ class StoredArraysAdapter(keras_data.ArrayDataAdapter):
         )
 
         def read(leaf: Any, rows: StoredRows | None) -> Any:
-            """Read the rows whose numbers `leaf` has, or return `leaf` itself."""
+            """Read the rows whose numbers `leaf` has; without `rows`, return `leaf`."""
             return leaf if rows is None else rows.gather(leaf)
 
         @no_autograph

@@ -88,7 +88,7 @@ def divide_and_prefetch(
         ranks: List of ints, the replicas whose rows the result has.
         num_replicas: Int, on all workers.
         checks: Bool, whether the parts of a batch must have the same number of rows.
-            Defaults to `None`: with several replicas.
+            Defaults to `None`: only if there are several replicas.
         others: Collection of ints, indices of the flattened parts that are divided by
             their own number of rows. Defaults to none.
     """

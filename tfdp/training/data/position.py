@@ -183,12 +183,16 @@ class DataPosition:
     def difference_to(
         self, snapshot: dict[str, Any], change: BatchChange | None = None
     ) -> str | None:
-        """Describe how the data differs from that of a snapshot, or return `None`.
+        """Describe why the position of a snapshot cannot be restored.
 
         Args:
             snapshot: Dict that `snapshot` returned.
             change: `BatchChange` if batches have another size now, or `None`.
                 Defaults to `None`.
+
+        Returns:
+            String, a difference of the data or a reason why its order cannot be
+            repeated; or `None` if the position can be restored.
         """
         difference = _difference(snapshot["description"], self._descriptions, change)
         if difference is not None:
@@ -232,10 +236,15 @@ class DataPosition:
         )
 
     def enumerate(self, batches: Iterator) -> Iterator:
-        """Iterate over an epoch of Keras, without the batches that `restore` skips.
+        """Yield the batches of an epoch of Keras, without those that `restore` skips.
+
+        All of them are counted as taken.
 
         Args:
             batches: Iterator of Keras's tuples: first step, last step and the data.
+
+        Yields:
+            The tuples of `batches`.
         """
         skipped, self._skipped = self._skipped, 0
         for first, last, data in batches:
@@ -295,7 +304,7 @@ class DataPosition:
         return None
 
     def _recreate_validations(self, validations: list[list], number: int) -> None:
-        """Let the validation data draw the seeds that it drew at a point of training.
+        """Draw again the shuffle seeds of the validation data at a point of training.
 
         Args:
             validations: List of pairs, as for `_recreate_iterators`.
@@ -405,7 +414,10 @@ def _first_not_none(values: Iterable[str | None]) -> str | None:
 
 
 def _skip(iterator: Any, count: int | None) -> None:
-    """Read and drop batches of an iterator, at most until its end."""
+    """Read and drop `count` batches of an iterator; for `None`, all that are left.
+
+    An earlier end of the data is not an error.
+    """
     local = getattr(iterator, "components", iterator)
     for _ in itertools.islice(local, count):
         pass

@@ -29,8 +29,8 @@ class LocalRowRange(NamedTuple):
         total: Scalar int64 tensor, number of rows of the global batch.
         static_total: Int, number of rows of every global batch, or `None` if it varies.
         first_rank: Int, the replica with the first of the worker's rows.
-        is_shared: Bool, whether the rows may share memory with a user's array, and not
-            only with a batch that the pipeline has created.
+        is_shared: Bool, whether the rows are copied, because they may share memory with
+            a user's array, and not only with a batch that the pipeline has created.
     """
 
     total: tf.Tensor
@@ -65,7 +65,8 @@ def divide_batches(
         num_replicas: Int, on all workers.
         checks: Bool, whether the parts of a batch must have the same number of rows.
             Dense parts with another static number of rows are exempt if both numbers
-            are multiples of `num_replicas`. Defaults to `None`: with several replicas.
+            are multiples of `num_replicas`. Defaults to `None`: only if there are
+            several replicas.
         others: Collection of ints, indices of the flattened parts that are divided by
             their own number of rows, and wrapped in `OtherRows`. Defaults to none.
 

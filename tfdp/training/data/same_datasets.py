@@ -99,7 +99,7 @@ def elements_fact(dataset: tf.data.Dataset) -> SharedFact:
     )
 
     def explain_elements(specs: dict[int, dict]) -> str:
-        """Return the error text, or `""` if only sizes differ that some do not know.
+        """Return the error text; `""` if only sizes differ that a worker does not know.
 
         Args:
             specs: Dict from the rank of each worker to the result of `describe_spec`
@@ -248,8 +248,11 @@ class Length(NamedTuple):
         >>> [str(Length.of_cardinality(number)) for number in (4, -1, -2)]
         ['4', 'endlessly many', 'an unknown number']
         """
-        # -1 is `tf.data.INFINITE_CARDINALITY`, -2 `tf.data.UNKNOWN_CARDINALITY`.
-        return cls({-1: ENDLESS, -2: None}.get(cardinality, cardinality))
+        steps_by_constant = {
+            tf.data.INFINITE_CARDINALITY: ENDLESS,
+            tf.data.UNKNOWN_CARDINALITY: None,
+        }
+        return cls(steps_by_constant.get(cardinality, cardinality))
 
     @property
     def is_endless(self) -> bool:
@@ -266,7 +269,8 @@ def agreed_steps(lengths: Sequence[Length], *, stops: bool) -> int | None:
 
     Args:
         lengths: Sequence of `Length`, one for each worker.
-        stops: Bool, whether the epoch ends with the shortest data, or with the longest.
+        stops: Bool, whether the epoch ends when the first worker runs out of data, and
+            not the last.
 
     Returns:
         Int, or `None` if the number is not known before reading, or has no end.

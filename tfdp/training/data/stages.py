@@ -178,6 +178,6 @@ def no_autograph(function: Callable) -> Callable:
 def as_map_function(
     dataset: tf.data.Dataset, function: Callable[[Any], Any]
 ) -> Callable:
-    """Wrap a function of one element for `map`, which unpacks tuples as arguments."""
+    """Adapt a function of an element to `dataset.map`, which unpacks tuple elements."""
     is_tuple = type(dataset.element_spec) is tuple
     return no_autograph(lambda *parts: function(parts if is_tuple else parts[0]))

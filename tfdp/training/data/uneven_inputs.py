@@ -34,7 +34,7 @@ def has_next_step(strategy: Any, has_data: tf.Tensor, *, stops: bool) -> tf.Tens
     Args:
         strategy: A tfdp strategy.
         has_data: Scalar bool tensor, whether this worker has data for the step.
-        stops: Bool, whether a step requires data on all workers, or on one.
+        stops: Bool, whether a step requires data on all workers, and not only on one.
 
     Returns:
         Scalar bool tensor, the same on all workers.
