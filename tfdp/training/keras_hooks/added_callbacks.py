@@ -20,7 +20,7 @@ _BATCHES_BETWEEN_CHECKS = 10
 
 
 class TensorBoardParticipant(keras.callbacks.Callback):
-    """Save weights on the other workers whenever worker 0's `TensorBoard` saves them.
+    """On another worker, take part when worker 0's `TensorBoard` saves weights.
 
     A save of sharded state needs all workers; only worker 0 writes the file.
 

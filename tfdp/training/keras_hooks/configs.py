@@ -46,7 +46,8 @@ _TRAINING_CALLBACKS = (
     keras.callbacks.SwapEMAWeights,
 )
 # Configs are compared at the beginning of each loop, which must not take long. So only
-# this many items of a list are compared, and no layers with larger constant arrays.
+# this many items of a list are compared, and the config of a layer with a larger
+# constant array is left out.
 _MAX_ITEMS = 1000
 
 
@@ -55,16 +56,22 @@ def configs_of(
 ) -> dict[str, Any]:
     """Collect the configs of the model, losses, metrics, optimizer and callbacks.
 
+    Workers compare them before a loop, to train or evaluate the same model. `predict`
+    has only configs of the model, and only `fit` and `train_on_batch` have those of the
+    optimizer and of callbacks.
+
     Args:
         name: String, name of the loop, such as `"fit"` or `"train_on_batch"`.
         model: The Keras model.
         callbacks: List of callbacks. Only tfdp's, and those of Keras that set the
             learning rate or weights, are included.
-        has_trained: Bool, whether some workers have trained the model, which may have
-            changed learning rates, and others join now. Defaults to `False`.
+        has_trained: Bool, whether learning rates are left out, because workers that
+            have trained may have changed them, and workers that join now have not.
+            Defaults to `False`.
 
     Returns:
-        Dict of nests of dicts, lists and plain values.
+        Dict from the kind of config, such as `"model"`, to a nest of dicts, lists and
+        plain values.
     """
     with warnings.catch_warnings():
         # Keras warns of configs that cannot be deserialized, which does not matter for

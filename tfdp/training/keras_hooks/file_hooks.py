@@ -44,7 +44,11 @@ from tfdp.training.sharding.full_state import FullState, gather_full_state
 def save_file(
     original: Callable, model: Any, filepath: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Save by a function of Keras, atomically, without the `DistributedOptimizer`."""
+    """Save a model to a file by a function of Keras, atomically.
+
+    The file has the Keras optimizer that the `DistributedOptimizer` wraps. `original`
+    is the function, called with all other arguments.
+    """
 
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +116,10 @@ def _save_with_plain_optimizer(
 def save_tensors(
     original: Callable, saver: Any, file_prefix: Any, options: Any = None
 ) -> Any:
-    """Write a TensorFlow checkpoint, atomically if there are several workers."""
+    """Write a TensorFlow checkpoint, atomically if there are several workers.
+
+    `original` is the method `save` of the `saver`, called with the other arguments.
+    """
     if num_joined_workers() == 1 or not tf.executing_eagerly():
         return original(saver, file_prefix, options)
     prefix = tf.compat.as_str(tf.convert_to_tensor(file_prefix).numpy())

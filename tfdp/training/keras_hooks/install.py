@@ -399,7 +399,11 @@ REPLACEMENTS = (
 
 @functools.cache
 def install() -> None:
-    """Replace all functions in `REPLACEMENTS`; later calls have no effect."""
+    """Replace the functions of Keras and TensorFlow that `REPLACEMENTS` lists.
+
+    tfdp's own functions are excluded from AutoGraph, and its frames are hidden from
+    tracebacks. Later calls have no effect.
+    """
     # AutoGraph would take longer to convert tfdp's functions than TensorFlow takes to
     # trace the step of a custom loop.
     runtime.exclude_from_autograph(__name__.partition(".")[0])

@@ -117,7 +117,7 @@ def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
 
 
 def masked_moments(original: Callable, layer: Any, inputs: Any, mask: Any) -> Any:
-    """Compute masked moments over the global batch, if they are synchronized.
+    """Compute a layer's masked moments, over the global batch if it is synchronized.
 
     Keras computes them over the replica's samples. As in Keras there are two passes:
     the mean, then the squared deviations from it.

@@ -101,10 +101,15 @@ def metric_states(model: Any) -> list[Any]:
 def _sum_over_replicas(strategy: Any, model: Any, states: list) -> list[tf.Tensor]:
     """Sum states over all replicas, and values of features in the same all-reduce.
 
+    Each active feature receives the sum of its values by its `take_sum`.
+
     Args:
         strategy: A tfdp strategy.
         model: The Keras model that is trained or evaluated.
         states: List with, for each state, its tensors on the local replicas.
+
+    Returns:
+        List of the sum of each state.
     """
     found = [(feature, feature.values_to_sum(model)) for feature in active.active()]
     summed = [(feature, values) for feature, values in found if values]

@@ -355,7 +355,9 @@ def _weights_of(name: str, model: Any) -> dict[str, Any]:
 
 
 def _digest_of_assigned(weights: dict[str, Any]) -> str:
-    """Return a digest of the values that were assigned outside of steps, or `""`.
+    """Return a digest of weights assigned outside of steps since a comparison.
+
+    The digest is of their values; it is `""` if this worker has assigned none.
 
     Args:
         weights: Dict, the result of `_weights_of`.
@@ -420,7 +422,8 @@ def _check_assignments(
 ) -> None:
     """Raise a `ValueError` if workers assigned different values to a sharded weight.
 
-    Without a difference no further message is sent.
+    The records of assignments are cleared. If they have equal digests, no further
+    message is sent.
 
     Args:
         worker_group: `WorkerGroup` between the workers.

@@ -37,7 +37,7 @@ def checking_own_function(model: Any, loop_name: str) -> Iterator[None]:
 
     @functools.wraps(make)
     def make_checked(*args: Any, **kwargs: Any) -> Any:
-        """Make the function by the method of the model's class, and wrap it."""
+        """Let the model make its function, and wrap that to check its first step."""
         result = make(*args, **kwargs)
         function = getattr(model, function_name)
         # A function that Keras's method has made, or that is wrapped already, has the

@@ -34,8 +34,8 @@ from tfdp.training.keras_hooks.logs import merge_logs
 from tfdp.training.parameters.conversion import num_conversions
 from tfdp.training.step.empty_step import Updates, recording
 
-# Keras keeps the function of a step as an attribute of the model between calls, so that
-# a loop may have to drop it. A key is the called method of the model.
+# Keras keeps the function of a step between calls, as this attribute of the model. A
+# loop drops the function if it is outdated. The keys are the methods that users call.
 FUNCTION_OF_LOOP = {
     "fit": "train_function",
     "train_on_batch": "train_function",
@@ -120,10 +120,10 @@ def _build_for_predict(model: Any, batch: Any) -> None:
 
 
 def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
-    """Wrap a step so that it also updates, without gradients, when its data has ended.
+    """Wrap a step to make an update without gradients when its data has ended.
 
     Keras makes such an update in the additional step that it begins at the end of data
-    of unknown length.
+    of unknown length. The error about the end of the data is raised afterwards.
 
     Args:
         model: The Keras model.
@@ -167,9 +167,9 @@ def drop_stale_function(model: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def _without_xla(model: Any) -> Iterator[None]:
-    """Keep Keras from compiling a step: `strategy.compiled_step` compiles its parts.
+    """Open a context in which Keras does not compile the step of a tfdp model by XLA.
 
-    XLA cannot compile collectives.
+    XLA cannot compile collectives; `strategy.compiled_step` compiles the other parts.
     """
     compiles = strategy_of(model) is not None and model.jit_compile
     if compiles:
@@ -182,7 +182,11 @@ def _without_xla(model: Any) -> Iterator[None]:
 
 
 def auto_compiles_with_xla(original: Callable, model: Any) -> bool:
-    """Return whether `jit_compile="auto"` compiles: on GPUs as plain Keras would."""
+    """Return whether `jit_compile="auto"` compiles a model by XLA.
+
+    On GPUs it compiles what plain Keras would compile without a strategy. Without a
+    tfdp strategy, or without GPUs, `original`, the method of Keras, decides.
+    """
     if strategy_of(model) is None or not tf.config.get_visible_devices("GPU"):
         return original(model)
     return xla_lowering.supports_jit(model)
@@ -332,7 +336,12 @@ def _join_outputs(strategy: Any, value: Any) -> Any:
 
 
 def _dense_parts(output: Any) -> list[tf.Tensor]:
-    """Return the dense tensors whose rows make up a ragged or sparse tensor."""
+    """Return dense tensors of a ragged or sparse one, to join each over the replicas.
+
+    Returns:
+        List: the flat values and the row lengths of each ragged axis; or the indices,
+        the values, the shape as a row, and the number of values, a vector of one.
+    """
     if isinstance(output, tf.RaggedTensor):
         return [output.flat_values, *output.nested_row_lengths()]
     count = tf.shape(output.values)

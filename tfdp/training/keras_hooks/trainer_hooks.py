@@ -230,7 +230,10 @@ def _begin_fit(strategy: Any, model: Any, arguments: dict[str, Any]) -> Fit:
 
 
 def _gradient_exchange(fit: Fit | None) -> Any:
-    """Return the first `GradientExchange` that a feature has for `fit`, or `None`."""
+    """Return the `GradientExchange` that a feature uses in `fit`; `None` without one.
+
+    It sums the gradients of each step without a wait for all replicas.
+    """
     if fit is None:
         return None
     features = overriders(Feature.gradient_exchange)
