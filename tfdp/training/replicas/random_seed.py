@@ -45,7 +45,10 @@ def agree_on_seed(strategy: Any) -> None:
 
 
 def stand_in_seed() -> int | None:
-    """Return the last seed of `set_stand_in_seed`, or `None`."""
+    """Return the global seed that tfdp has set for TensorFlow last, or `None`.
+
+    tfdp sets one with several workers, unless the user has set the same on all.
+    """
     return _stand_in[-1] if _stand_in else None
 
 

@@ -22,7 +22,7 @@ def merge_states(
     kinds: Sequence[str],
     host_group: ProcessGroup,
 ) -> list[tf.Tensor]:
-    """Merge states over all replicas of all workers.
+    """Merge metric states and other small tensors over all replicas of all workers.
 
     Args:
         states: Sequence with, for each state, its tensors on the local replicas.
@@ -49,7 +49,7 @@ def average_statistics(
     host_group: ProcessGroup,
     add_up: Callable[[tf.Tensor], tf.Tensor] | None = None,
 ) -> None:
-    """Average moving statistics over all replicas.
+    """Set moving statistics to their weighted mean over all replicas.
 
     Args:
         variables: Sequence of mirrored variables.
@@ -113,7 +113,10 @@ def _merge(
 
 
 def _flatten(tensor: tf.Tensor) -> tf.Tensor:
-    """Return the elements of a state; complex ones as real and imaginary parts."""
+    """Return the elements of a state as a float64 vector.
+
+    The real parts of complex elements come before all imaginary parts.
+    """
     if tensor.dtype.is_complex:
         tensor = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)])
     return tf.reshape(tf.cast(tensor, _DTYPE), [-1])

@@ -324,7 +324,7 @@ def new_variables_of(strategy: Any) -> NewVariables | None:
 
 @contextlib.contextmanager
 def synchronizing_step(strategy: Any) -> Iterator[None]:
-    """Broadcast the variables that a step has created, when it ends.
+    """Open a context for a step, at whose end its new variables are broadcast.
 
     Optimizers may create their variables while a step is traced. Variables that
     callbacks have created earlier are broadcast too if all workers have the same ones.
@@ -343,7 +343,7 @@ def synchronizing_step(strategy: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def local_variables(strategy: Any) -> Iterator[None]:
-    """Exclude variables created inside, such as a file's views, from broadcasts.
+    """Open a context whose new variables are not broadcast, such as views for a file.
 
     Args:
         strategy: A strategy of tfdp or of another package, or `None`.

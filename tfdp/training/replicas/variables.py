@@ -126,9 +126,8 @@ class StatisticVariable(MirroredVariable):
     """Moving statistic of local batches, averaged over replicas in each step.
 
     With TensorFlow's variables replicas drift apart, and saving takes replica 0's
-    statistic.
-    Where groups of replicas update independently, each replica's statistic follows its
-    own batches until the replicas are synchronized.
+    statistic. Where groups of replicas update independently, each replica's statistic
+    follows its own batches until the replicas are synchronized.
     """
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
