@@ -109,8 +109,9 @@ class ReplicaExtended:
     # `LoadBalancer` that divides rows by the workers' speed, so that no worker waits
     # for a slower one; `None` for equal rows.
     balance: LoadBalancer | None = None
-    # Generation of the cluster for which the dataset was distributed that a custom loop
-    # has read last, or `None`. A batch of a former generation has the wrong rows.
+    # A custom loop may run a step on a batch that it read before the workers changed,
+    # which has the wrong rows. So this is the generation of the cluster that its last
+    # batch was read for, or `None` before the first.
     read_generation: int | None = None
     # Called with each variable that a step of a custom training loop assigns, to check
     # that a `tfdp.ElasticState` has the variable; or `None`.
@@ -129,7 +130,7 @@ class ReplicaExtended:
         return False
 
     def _prepare_for_worker_loss(self, name: str) -> None:
-        """Prepare a transport for the loss of a worker; here there is only one."""
+        """Prepare the transport `name` for the loss of a worker; here do nothing."""
         del name
 
     def _set_up_communication(
@@ -258,7 +259,7 @@ class ReplicaExtended:
             known[id(component.handle)] = weakref.ref(variable)
 
     def record_assigned(self, variable: Any) -> None:
-        """Pass a variable that a replica assigns to `on_assigned`, in a custom loop."""
+        """Call `on_assigned`, if set, with a variable that a custom loop assigns."""
         if self.on_assigned is not None and loops.current() is None:
             self.on_assigned(variable)
 
@@ -330,7 +331,7 @@ class ReplicaExtended:
         self.average(list(statistics.variables.values()), weights or None)
 
     def average(self, statistics: list, weights: list | None = None) -> None:
-        """Average moving statistics over all replicas, in cross-replica context.
+        """Set moving statistics to their means over replicas, in cross-replica context.
 
         Args:
             statistics: List of mirrored variables.
