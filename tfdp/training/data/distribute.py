@@ -51,9 +51,9 @@ REBALANCE_REASON = (
     "with `--rebalance` it changes which rows these are, while they are read ahead"
 )
 # The order of a `shuffle` that reshuffles in each iteration depends on earlier reads,
-# which workers that join later have not made. So the dataset of such a `shuffle` is kept
-# with the generation of the cluster that it was first distributed for, and is refused
-# in any other.
+# which workers that join later have not made. So the dataset of such a `shuffle` is
+# kept with the generation of the cluster that it was first distributed for, and is
+# refused in any other.
 _generations: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _POLICY = tf.data.experimental.AutoShardPolicy
 # The check whether there are enough files reads one record, without these stages, which

@@ -143,7 +143,7 @@ class DataPosition:
         return keras_data.distributed_dataset(self.iterator)
 
     def _local_nondeterminism(self) -> str | None:
-        """Describe why a rerun reads other batches on this worker, or return `None`."""
+        """Describe why a rerun reads other batches on this worker; else `None`."""
         adapter = self._adapter
         has_seed = self._order is not None or random_seeds.global_seed() is not None
         has_order = has_seed and not keras_data.has_py_dataset(adapter)
@@ -202,7 +202,7 @@ class DataPosition:
         return self.nondeterminism or (None if change is None else self._dependence)
 
     def _local_batch_dependence(self) -> str | None:
-        """Describe why the order of samples depends on the batch size, or `None`."""
+        """Describe why the order of samples depends on the batch size; else `None`."""
         if self.iterator.steps_per_epoch and self._adapter.num_batches is not None:
             return (
                 "the size of its batches has changed, and `steps_per_epoch` ends "
@@ -304,7 +304,7 @@ class DataPosition:
         return None
 
     def _recreate_validations(self, validations: list[list], number: int) -> None:
-        """Draw again the shuffle seeds of the validation data at a point of training.
+        """Repeat the shuffle seed draws of the validation data at a point of training.
 
         Args:
             validations: List of pairs, as for `_recreate_iterators`.
@@ -386,7 +386,7 @@ def _common_or_list(descriptions: list[dict]) -> Any:
 
 
 def _difference(then: Any, now: list[dict], change: BatchChange | None) -> str | None:
-    """Describe how the data differs from a saved description, or return `None`.
+    """Describe how the data differs from a saved description; `None` if it does not.
 
     Args:
         then: Dict, the common saved description, or a list with one for each worker.

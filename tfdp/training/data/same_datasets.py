@@ -289,7 +289,7 @@ def agreed_steps(lengths: Sequence[Length], *, stops: bool) -> int | None:
 
 
 def dropped_batches(lengths: Sequence[Length]) -> str:
-    """Describe the batches beyond the shortest worker's, or return an empty string.
+    """Describe the batches beyond the shortest worker's; `""` if none are known.
 
     Args:
         lengths: Sequence of `Length`, one for each worker.

@@ -322,7 +322,10 @@ def _moments_per_replica(
 
     @tf.custom_gradient
     def leave(moment: tf.Tensor) -> Any:
-        """Mark a moment as a replica's own, and its gradient as a part of the sum."""
+        """Mark a moment, and also its gradient, as a replica's own.
+
+        The gradient is a partial sum, and the mark keeps the replicas from summing it.
+        """
         own = programs.marked(moment, "moment of a replica")
         return own, lambda upstream: programs.marked(upstream, "part of a replica")
 

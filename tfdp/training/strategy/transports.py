@@ -103,7 +103,7 @@ def watch_transports(watchdog: Watchdog) -> None:
 
 
 def reason_of_failure() -> str:
-    """Return why a collective of a transport of this process has failed, or `""`."""
+    """Return why a collective of this process has failed; `""` if none has."""
     reasons = (transport.failure for transport in list(_transports))
     return next(filter(None, reasons), "")
 
@@ -255,7 +255,7 @@ def _raise_first(errors: Sequence[str]) -> None:
 
 
 def _address_error(host: str, interface: str | None) -> str:
-    """Return why this worker has no address to listen on, or `""`."""
+    """Return why this worker has no address to listen on; `""` if it has one."""
     try:
         listening_address(host, interface)
     except TransportError as error:
