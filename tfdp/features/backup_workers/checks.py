@@ -46,7 +46,7 @@ def check_model(strategy: Any, model: Any) -> None:
 
 
 def check_workers(strategy: Any) -> None:
-    """Check that a strategy has enough workers for `backup_workers`, and its backend.
+    """Check that a strategy's workers and backend support `backup_workers`.
 
     Args:
         strategy: A tfdp strategy.

@@ -52,8 +52,8 @@ class Counts:
 
     Args:
         steps: Int, steps so far.
-        without: Counter of the steps that closed without a worker, by its rank; the
-            same on all workers.
+        without: Counter by the rank of a worker: steps whose sums lack its gradients,
+            since they came too late. The same on all workers.
     """
 
     steps: int = 0
@@ -62,7 +62,7 @@ class Counts:
     )
 
     def describe(self) -> str:
-        """Return a sentence on the steps without each worker, or `""` for none."""
+        """Return a sentence on how many steps lack each worker; `""` if none does."""
         parts = [
             f"{number:,} without worker {rank}"
             for rank, number in sorted(self.without.items())
@@ -73,6 +73,9 @@ class Counts:
 
 class FirstGradients(GradientExchange):
     """Exchange in which worker 0 sums the first gradients of a step for all workers.
+
+    A step needs the gradients of all but `backup_workers` workers. Those that arrive
+    later are dropped, and all workers receive the same sums.
 
     Args:
         strategy: A tfdp strategy.
@@ -98,12 +101,17 @@ class FirstGradients(GradientExchange):
         Implements `GradientExchange.begin_step`. A worker is behind if sums of later
         steps have arrived already.
 
+        Args:
+            args: Tuple of nests of per-replica values, the rows of the local replicas.
+            total: Scalar tensor, number of rows of the global batch, or `None` if it is
+                unknown.
+
         Returns:
             Tuple like `args`. If this worker is behind, its tensors have no rows;
             values that are not tensors with rows stay.
 
         Raises:
-            ValueError: If the rows of the global batch are not known.
+            ValueError: If `total` is `None`, or if `check_model` rejects the model.
         """
         check_model(self._strategy, self._model())
         if total is None:
@@ -117,7 +125,10 @@ class FirstGradients(GradientExchange):
         is_behind = self._waiting.read_value() > 0
 
         def take(part: Any) -> Any:
-            """Return the rows of a part of the batch; none if this worker is behind."""
+            """Return a tensor of the batch, without rows if this worker is behind.
+
+            A scalar, or a value that is not a tensor, is returned unchanged.
+            """
             if not tf.is_tensor(part) or part.shape.rank == 0:
                 return part
             count = tf.cast(count_of(part), tf.int64)
@@ -137,6 +148,11 @@ class FirstGradients(GradientExchange):
         """Implements `GradientExchange.reduce`: sum the gradients that arrive in time.
 
         Those of late workers are left out, and the sums are scaled to all rows.
+
+        Args:
+            gradients: List of tensors and `tf.IndexedSlices` of the running replica.
+            variables: List of Keras variables, one for each gradient.
+            replica: Int, index of the running replica among the local ones.
 
         Returns:
             `ReducedGradients`, the same on all replicas, with one bucket for each
@@ -291,7 +307,10 @@ def _joined(
 
 
 def _set(waiting: Any, number: int) -> None:
-    """Assign the number of sums that wait for this worker to a variable, if given."""
+    """Assign `number`, the sums that wait for this worker, to the variable `waiting`.
+
+    If `waiting` is `None`, it does nothing.
+    """
     if waiting is not None:
         waiting.assign(number, read_value=False)
 
@@ -310,8 +329,8 @@ def _exchange(
             over replicas; the others are summed.
         counts: `Counts`, to which this step, and the workers without a part in it, are
             added.
-        parts: List of lists of tensors: the rows, then the gradients, of each local
-            replica.
+        parts: List of lists of tensors, for each local replica its result of `_rows`,
+            followed by its gradients.
 
     Returns:
         List of lists of tensors, for each local replica the same sums and
@@ -336,13 +355,14 @@ def _share_of(parts: list[list[tf.Tensor]], joined: Collection[int]) -> Share:
     """Sum local replicas' gradients into this worker's contribution to a step.
 
     Args:
-        parts: List of lists of tensors: the rows, then the gradients, of each replica.
+        parts: List of lists of tensors, for each replica its result of `_rows`,
+            followed by its gradients.
         joined: Collection of ints, positions of the gradients that are concatenated;
             the others are summed.
 
     Returns:
-        `Share`: the rows of these replicas, those of the global batch, and the
-        gradients.
+        `Share`: the number of rows of these replicas, that of the global batch, and
+        the sums or concatenations of the gradients.
     """
     rows = [part[0].numpy() for part in parts]
     columns = zip(*([t.numpy() for t in part[1:]] for part in parts), strict=True)

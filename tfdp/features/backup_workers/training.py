@@ -15,8 +15,8 @@ from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.ground.text import say
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 
-# Name, in the logs of an epoch, of its number of dropped gradients. It is public: users
-# read it from `History`.
+# Key of the number of dropped gradients in the logs of an epoch. Users read it from
+# `History`, so that it must not change.
 _LOG = "dropped_gradients"
 
 
@@ -66,7 +66,13 @@ class BackupWorkers(Feature):
         self._exchanges = weakref.WeakKeyDictionary()
 
     def gradient_exchange(self, fit: Fit) -> FirstGradients | None:
-        """Return the exchange of a model with `backup_workers`; `None` without them."""
+        """Return the exchange of the model in `fit`; `None` without `backup_workers`.
+
+        It is created at the first call for a model.
+
+        Raises:
+            ValueError: If the workers or the backend do not support `backup_workers`.
+        """
         if not _is_on(fit.strategy):
             return None
         if fit.model not in self._exchanges:
@@ -89,7 +95,12 @@ class BackupWorkers(Feature):
                 fit.arguments["callbacks"] = [_DroppedGradients(exchange), *others]
 
     def batches_between_syncs(self, model: Any) -> int | None:
-        """Return `None` with `backup_workers`, as no step synchronizes; else 1."""
+        """Return the number of batches from one synchronization of workers to the next.
+
+        Returns:
+            Int, 1 without `backup_workers`; with them `None`, since no step waits for
+            all workers.
+        """
         return None if _is_on(strategy_of(model)) else 1
 
     def after_fit(self, fit: Fit) -> None:
