@@ -129,7 +129,7 @@ class Shares:
 
 
 def shares_of_several(ledgers: Sequence[Iterable[str]]) -> Shares:
-    """Compute the `Shares` of a job from its ledgers, files of times of several `fit`s.
+    """Compute the `Shares` of a job whose times are in several files, its ledgers.
 
     Args:
         ledgers: Sequence of iterables of strings, the lines of each ledger.
@@ -214,7 +214,7 @@ class Account:
             self.add(line)
 
     def add(self, text: str, ledger: int = 0) -> None:
-        """Add a line of a ledger.
+        """Add a line of a ledger to the sums; count a damaged one as damaged.
 
         Args:
             text: String, the line.
@@ -263,11 +263,13 @@ class Account:
                 self._last, self._is_done = self._moment(line), line["done"]
 
     def _begin_attempt(self, line: dict[str, Any]) -> None:
-        """Count an attempt, a start of the job, and the time since the previous one.
+        """Count an attempt, a start of the job, and the time before it.
 
-        The time since the launch of a job is start-up, and that since the previous
-        attempt recovery. Within one process it is idle time, and so is the time until a
-        new launch.
+        For the first attempt that is the time since the launch, which is start-up. For
+        others it is the time since the previous attempt: recovery; or idle time if one
+        process makes both. After a new launch, time before the launch is idle. If the
+        job was complete, a new one begins, except within one launch: all sums are
+        cleared.
 
         Args:
             line: Dict, line of the kind `"attempt"`: the moment of its start,

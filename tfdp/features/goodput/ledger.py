@@ -81,8 +81,8 @@ class Moment:
     def since(self, earlier: Moment) -> float:
         """Return the seconds since another moment, at least 0.
 
-        The wall clock counts only if the machine was booted in between, or if the
-        moments are of two machines: the system may set it.
+        They are measured by the time since the boot if both moments have the same boot
+        id, and otherwise by the wall clock, which the system may have set in between.
         """
         is_one_boot = self.boot == earlier.boot != ""
         clock = "up" if is_one_boot else "time"
@@ -151,11 +151,11 @@ def moment_of(content: Any) -> Moment:
 def path_beside(directory: str) -> str:
     """Return the path of the ledger, a job's file of times, beside its backups.
 
-    The directory is deleted with the backups, so that the ledger is not in it, unless a
-    volume is mounted there: files beside the volume may not be kept.
+    It is not in their directory, which is deleted with them. If a volume is mounted
+    there, it is in the volume all the same, since files beside it may not be kept.
 
     Args:
-        directory: String, a path.
+        directory: String, the directory of backups.
 
     Example:
 
@@ -314,7 +314,7 @@ def _open(path: str) -> int:
 
 
 def _append(number: int, lines: list[str]) -> None:
-    """Append lines to the open file `number`; undo an incomplete write.
+    """Append lines to the file with descriptor `number`; undo an incomplete write.
 
     Raises:
         OSError: If they cannot be written.

@@ -58,9 +58,9 @@ class GoodputRecorder:
             Defaults to `False`.
 
     Attributes:
-        wait_seconds: Callable that returns the sum of waits for data in steps so far.
-        exposed_seconds: Callable that returns the exposed communication of one of the
-            latest steps, or `None` if it is not measured.
+        wait_seconds: Callable that returns how long steps have waited for data so far.
+        exposed_seconds: Callable that returns the exposed communication of a step, the
+            mean of the latest ones in seconds, or `None` if it is not measured.
     """
 
     def __init__(
@@ -161,7 +161,9 @@ class GoodputRecorder:
         """End a step that has raised an error.
 
         Args:
-            has_data: Bool, `False` at the end of the data, which is not a failure.
+            has_data: Bool, whether it has failed: its time, and the time after it, are
+                recovery. `False` at the end of the data: its time was a wait for data,
+                and the time after it is idle.
         """
         self._class = account.RECOVERY if has_data else account.DATA
         self._change(account.RECOVERY if has_data else account.IDLE)
@@ -178,7 +180,7 @@ class GoodputRecorder:
         self.write()
 
     def close(self) -> None:
-        """Write the last lines, at the exit of the process."""
+        """Write the last lines and close the file, at the exit of the process."""
         self._end_line()
         line = {"kind": "exit", "time": time.time(), "up": self._at}
         self._lines.append(json.dumps({**line, "done": self._is_done}))
@@ -207,7 +209,8 @@ class GoodputRecorder:
     def write(self) -> None:
         """Append the lines since the last write; if that fails, keep them.
 
-        A script that does not train leaves no ledger.
+        Before the first step nothing is written: a script that does not train leaves no
+        ledger.
         """
         self._end_line()
         age = self._at - self._start

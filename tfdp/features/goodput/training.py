@@ -289,8 +289,9 @@ class _RecorderCallback(keras.callbacks.Callback):
     def exposed_seconds(self) -> float | None:
         """Return the exposed communication of the steps since the last call.
 
-        It is measured by callbacks that time steps, such as `CommunicationMonitor`; the
-        first one with new steps is read, at most its last five.
+        It is read from the first of the other callbacks that has timed new steps, such
+        as `CommunicationMonitor`, at most the last five of them. These are removed from
+        the callback's `latest`.
 
         Returns:
             Float, the mean of a step in seconds; `None` without timed steps since the
@@ -311,6 +312,8 @@ class _RecorderCallback(keras.callbacks.Callback):
 def without_ledger(callbacks: Any) -> Any:
     """Return callbacks without the recording one that an earlier `fit` has added.
 
+    It is removed from a `CallbackList` in place; other callbacks are returned as given.
+
     Args:
         callbacks: Callback, list of callbacks or `CallbackList` from the user.
     """
@@ -321,7 +324,7 @@ def without_ledger(callbacks: Any) -> Any:
 
 
 def _log_dir_of(callback: Any) -> str | None:
-    """Return the folder to which TensorBoard or a monitor of tfdp writes, or `None`."""
+    """Return the log folder of TensorBoard's callback or a monitor, else `None`."""
     if not isinstance(callback, (keras.callbacks.TensorBoard, TimedSteps)):
         return None
     folder = getattr(callback, "log_dir", None)
@@ -331,7 +334,8 @@ def _log_dir_of(callback: Any) -> str | None:
 def _directory_of(callbacks: Any) -> str | None:
     """Return the absolute path of the directory of backups, or `None`.
 
-    A ledger cannot be appended to in an object store.
+    It is `None` without backups, and for backups in an object store, where a ledger
+    cannot be appended to.
     """
     for callback in backup_callbacks(callbacks):
         directory = getattr(callback, "directory", None)
