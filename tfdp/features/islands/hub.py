@@ -250,10 +250,11 @@ class Hub:
             return bool(self._connections or known & self._expected)
 
     def forget_lost(self) -> list[int]:
-        """Mark islands as ended that have had no connection for a minute.
+        """Mark as ended the islands that have had no connection for a minute.
 
         A failed island restarts without delay, and its launcher reports it meanwhile:
-        without a connection from either, the launcher has ended, too.
+        without a connection from either, the launcher has ended, too. Islands that have
+        never connected, and those in `own`, are not marked.
 
         Returns:
             List of ints, the islands that were marked by this call.

@@ -70,6 +70,9 @@ class HubConnection:
     def receive(self) -> tuple[dict[str, Any], list[Array]]:
         """Receive a message, skipping heartbeats.
 
+        Returns:
+            Tuple of the message's head, a dict from JSON, and the list of its arrays.
+
         Raises:
             EOFError, OSError: If the other end is lost, or is silent for too long.
         """

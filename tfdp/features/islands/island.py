@@ -86,7 +86,10 @@ class Island:
 
     @property
     def part(self) -> JobPart:
-        """`JobPart`: this island's index, for its rows of a batch, and a job's seed."""
+        """`JobPart` of this island: its rows of each batch, and the seed of the job.
+
+        The seed is derived from `secret`, and so is the same on all islands.
+        """
         digest = hashlib.sha256(self.secret.encode()).digest()
         seed = int.from_bytes(digest[:4], "big") >> 1
         return JobPart(f"island{self.index}", self.index, self.count, seed)

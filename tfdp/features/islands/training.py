@@ -50,20 +50,29 @@ class Islands(Feature):
     """Hooks for islands: separate jobs that average their weights in outer steps."""
 
     def job_part(self) -> JobPart | None:
-        """Return the part of each batch that an island trains on, or `None`."""
+        """Return the part of each batch that this island trains on.
+
+        It is `None` if this process is not part of an island.
+        """
         island = Island.from_environment()
         return None if island is None else island.part
 
     def before_loop(self, model: Any) -> None:
-        """Exchange with the other islands, so that an evaluation has common weights."""
+        """Exchange with the other islands, so that an evaluation has common weights.
+
+        It does nothing unless the model is in a `fit` of an island.
+        """
         if (training := _running.get(model)) is not None:
             training.sync()
 
     def choose_callbacks(self, fit: Fit) -> None:
         """Keep file-writing callbacks on the first island only; move `DiLoCo` first.
 
+        It changes the arguments of `fit`, and does nothing without islands.
+
         Raises:
-            ValueError: Unless exactly one callback exchanges between islands.
+            ValueError: On an island, without a tfdp strategy, or unless exactly one
+                callback exchanges: a `DiLoCo`, and no `LocalSGD`.
         """
         if Island.from_environment() is None:
             return
@@ -99,7 +108,10 @@ register(Islands())
 
 
 def _order_of_callback(callback: Any) -> int:
-    """Return a sort key: 0 for the progress check, 1 for `DiLoCo`, 2 for others."""
+    """Return a sort key of a callback, by which `DiLoCo` precedes the user's others.
+
+    It is 0 for `OptimizerProgressCheck`, 1 for `DiLoCo` and 2 for others.
+    """
     if isinstance(callback, OptimizerProgressCheck):
         return 0
     return 1 if hasattr(callback, "trains_islands") else 2
@@ -159,7 +171,7 @@ class OuterState(OuterStep):
         self.statistics = list(mean[count:])
 
     def take(self, reply: Reply) -> None:
-        """Adopt the state in a reply, and make the outer steps since that state.
+        """Adopt the state in a reply, and make an outer step with each of its means.
 
         Args:
             reply: `Reply` with a state.
@@ -224,7 +236,7 @@ class IslandTraining:
         # island in the next mean.
         self._new_updates = 0
         # Value of `_updates` when pseudo-gradients were last sent, from which the delay
-        # of an exchange is counted; `sync` restarts both counts.
+        # of an exchange is counted; `sync` resets both this value and `_updates` to 0.
         self._sent_at = 0
         self._exchange: Future[bool] | None = None
         self.staleness = self.participants = 0
@@ -339,8 +351,8 @@ class IslandTraining:
         connection to the hub, adopts the common state instead.
 
         Args:
-            samples: Float, weight of this island in the mean: its updates since the
-                last exchange.
+            samples: Float, number of updates since the last exchange, which is the
+                weight of this island in the mean.
             arrays: List of arrays, pseudo-gradients followed by statistics.
             updates: Int, updates that this island has made in all, sent if it has to
                 join again.
@@ -371,10 +383,13 @@ class IslandTraining:
         return reply.is_behind
 
     def _finish(self, mixing: float) -> None:
-        """Wait for an exchange, if any, and mix the common weights with local ones.
+        """Wait for the running exchange, if any, and set the weights by its result.
+
+        They become a mix of the common and the local weights.
 
         Args:
-            mixing: Float, the fraction of the local weights that is kept.
+            mixing: Float, the fraction of the local weights that is kept. If this
+                island was behind, none are kept.
         """
         exchange, self._exchange = self._exchange, None
         if exchange is None:
