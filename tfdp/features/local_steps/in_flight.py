@@ -238,7 +238,7 @@ class RoundExchange:
         self._background.launch(replica, [samples, *gradients, *state])
 
     def collect(self, replica: int) -> RoundResult:
-        """Return the result of the last round that a local replica launched."""
+        """Wait for the last round that a local replica launched; return its result."""
         flags, samples, *rest = self._background.collect(replica)
         gradients, state = rest[: self._num_gradients], rest[self._num_gradients :]
         return RoundResult(flags[0] > 0, flags[1] > 0, samples, gradients, state)

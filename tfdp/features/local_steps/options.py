@@ -191,17 +191,26 @@ class LocalStepsOptions:
 
     @property
     def delay(self) -> int:
-        """Int, inner updates between the start of an exchange and its outer step."""
+        """Int, inner updates between the start of an exchange and its outer step.
+
+        Without `outer` it is 0.
+        """
         return 0 if self.outer is None else self.outer.delay
 
     @property
     def num_fragments(self) -> int:
-        """Int, parts of the weights that are exchanged one after another."""
+        """Int, parts of the weights that are exchanged one after another.
+
+        Without `outer` it is 1.
+        """
         return 1 if self.outer is None else self.outer.fragments
 
     @property
     def offsets(self) -> list[int]:
-        """List of ints: each fragment is sent after this update, mod `sync_every`."""
+        """List of ints, for each fragment the update after which it is sent.
+
+        Updates are counted modulo `sync_every`.
+        """
         count = self.num_fragments
         return [
             (i + 1) * self.sync_every // count % self.sync_every for i in range(count)

@@ -38,7 +38,7 @@ class OuterStep:
 
     @property
     def carried(self) -> list:
-        """List of the Keras variables that a worker that missed outer steps adopts."""
+        """List of Keras variables, which a worker adopts if it missed outer steps."""
         return [*self.optimizer.variables, *self.anchors]
 
     def update(

@@ -66,10 +66,12 @@ class LocalStepsFeature(Feature):
         return paced
 
     def optional_tensors(self) -> dict[str, str]:
-        """Return the warning for a model without the outer optimizer of a checkpoint.
+        """Return the warning if a checkpoint's outer optimizer is not restored.
+
+        This is no error: the model that is restored does not use `DiLoCo`.
 
         Returns:
-            Dict from the prefix of the names of its tensors to the warning.
+            Dict from the prefix of the names of the optimizer's tensors to the warning.
         """
         return {
             OUTER_PREFIX: "The outer optimizer of `DiLoCo` in the checkpoint was not "
