@@ -281,6 +281,8 @@ class DeviceMeter(Meter):
     ) -> WorkerTrace:
         """Return a trace of the host's steps and of each stream of each GPU.
 
+        It ends the profile that `trace_begins` has started.
+
         Args:
             rank: Int, rank of this worker.
             host: String, host of this worker.

@@ -23,10 +23,15 @@ STUCK_SECONDS = 1.0
 # A step whose collectives TensorFlow runs counts as stuck only after this multiple of
 # its usual time, since such a step also computes.
 _SLOW_STEP = 3.0
-# A worker is slow if the others wait for it during the first fraction of the time, and
-# the second fraction of all their waits is for it. Of fewer collectives than the third
-# number, a worker may be the last by chance.
-_LATE_PART, _OWN_PART, _FEWEST_COLLECTIVES = 0.1, 0.8, 20
+# A worker is slow only if the others wait for it during at least this fraction of the
+# time: shorter waits hardly delay the job.
+_LATE_PART = 0.1
+# A worker is slow only if at least this fraction of all waits is for it: otherwise
+# several workers delay the others, and no single one is the cause.
+_OWN_PART = 0.8
+# With fewer collectives than this, no worker counts as slow, since one may be the last
+# by chance.
+_FEWEST_COLLECTIVES = 20
 
 # Flight records by rank. Ranks may be missing, since a worker that was killed may have
 # written no record.
@@ -138,9 +143,10 @@ def lanes_of(records: Records) -> Lanes:
 
 
 def completed(record: FlightRecord) -> dict[str, Interval]:
-    """Return begin and end of each complete collective, by its lane and number.
+    """Return begin and end of each complete collective of all workers, by a key.
 
-    Collectives of a part of the workers, and steps that TensorFlow runs, are left out.
+    The key consists of its lane and number, and is the same on all workers. Collectives
+    of a part of the workers, and steps that TensorFlow runs, are left out.
     """
     return {
         f"{each.lane}/{each.number:020d}": (each.begin, each.end)

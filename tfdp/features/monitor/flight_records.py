@@ -51,9 +51,10 @@ def explain(records: Records) -> str:
         records: Dict from a rank to its `FlightRecord`, with at least one.
 
     Returns:
-        String: the first collective that not all have entered, who was missing, and
-        what that worker did; or, if there is none, which worker the others wait for,
-        after what has ended the job.
+        String: how the orders of the workers' collectives differ; or, if they do not,
+        the first collective that not all have entered, who was missing, and what that
+        worker did; or, if there is none, which worker the others wait for, after what
+        has ended the job.
 
     Source: the flight recorder of PyTorch,
     https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
@@ -87,8 +88,8 @@ def rows_of(records: Records) -> list[tuple[str, ...]]:
     """Return the cells of a table of all workers of the job, by `COLUMNS`.
 
     A row has a worker's rank, its host, its place in the script, its last collective,
-    the state of that, and the line of the user's code. Workers without a record have a
-    row, too.
+    the collective's state, and the line of the user's code. Workers without a record
+    have a row, too.
     """
     ranks = range(first_record(records).num_workers)
     return [(str(rank), *_cells_of(records.get(rank))) for rank in ranks]

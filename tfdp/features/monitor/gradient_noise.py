@@ -83,12 +83,17 @@ class GradientNoise(StepFeature):
     ) -> None:
         """Update the averages by the norms of replicas' gradients and of their mean.
 
+        It does nothing without gradients, or if the number of samples is unknown.
+
         Args:
             step: `Step` of the running replica.
             totals: `Totals` of the gradients before they are reduced.
             divisor: Scalar tensor by which the gradients must be divided, such as the
                 loss scale, or `None`.
             statistics: `GradientStatistics` of the mean gradient.
+
+        Raises:
+            ValueError: With `run_eagerly=True` in a loop of Keras.
         """
         if totals.gradients is None:
             return

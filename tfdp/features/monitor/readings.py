@@ -198,11 +198,14 @@ def _collectives_since(
 
 
 def _completed(row: timing.Collective, third: float) -> timing.Collective:
-    """Return a collective with its recorded size, or the time when it was needed.
+    """Return a traced collective with the third value that a step recorded for it.
+
+    If its size was unknown at tracing, the value is its `num_bytes`; if `is_awaited`,
+    the value is `needed_at`. Other collectives are returned unchanged.
 
     Args:
         row: `Collective`, as it was traced.
-        third: Float, bytes or the time in seconds.
+        third: Float, the value: bytes, or seconds of the wall clock.
     """
     if row.num_bytes < 0:
         return dataclasses.replace(row, num_bytes=int(third))

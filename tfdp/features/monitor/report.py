@@ -56,6 +56,12 @@ class RunReport:
         histogram: Bool, whether TensorBoard gets histograms.
         number: Int, number of this `fit` of the callback, which is part of the file
             names from 2 on. Defaults to 1.
+
+    Attributes:
+        totals: `RunTotals` of the rows so far.
+        notices: Deque of strings, messages about completed epochs.
+        labels: Sequence of strings, the collectives of a step, which must be set before
+            the first `take`.
     """
 
     def __init__(
@@ -159,7 +165,7 @@ class RunReport:
         return summary_table(self.totals, hosts, advice)
 
     def _open(self) -> list[CsvFile | TensorBoardFile]:
-        """Open the CSV file, and that of TensorBoard if TensorBoard is installed."""
+        """Open and return the CSV file, and TensorBoard's if it is installed."""
         names = column_names(len(self._hosts), self.labels)
         self._files = [CsvFile(self._folder / f"{self._name}.csv", names)]
         if has_tensorboard():
@@ -181,6 +187,9 @@ class ReportThread(threading.Thread):
     Args:
         mailbox: `Mailbox` of all workers.
         report: `RunReport` on the first worker, or `None` on the others.
+
+    Attributes:
+        error: Exception that has ended the reports, or `None`.
     """
 
     def __init__(self, mailbox: Mailbox, report: RunReport | None) -> None:
@@ -243,7 +252,10 @@ class ReportThread(threading.Thread):
             self._num_sent += 1
 
     def _windows_of_others(self, step: int) -> dict[int, Window]:
-        """Return the other workers' windows that end with a step; wait for them."""
+        """Return the other workers' windows that end with a step, by rank.
+
+        It waits for them for a limited time, and leaves out those that do not arrive.
+        """
         windows = {}
         for rank, arrived in self._arrived.items():
             while step not in arrived and self._receive(rank):
@@ -256,7 +268,8 @@ class ReportThread(threading.Thread):
         """Receive the next message of a worker, and store the windows in it.
 
         Returns:
-            Bool, whether a message has arrived in time.
+            Bool, whether a message has arrived in time: within ten seconds, or ten
+            milliseconds from a worker whose last message did not arrive in time.
         """
         patience = 0.01 if rank in self._silent else _PATIENCE_SECONDS
         text = self._mailbox.receive(self._num_received[rank], rank, patience)

@@ -302,6 +302,9 @@ def _with_derived_columns(
 ) -> dict[str, float]:
     """Return means with percentiles of step times and columns computed from means.
 
+    The percentiles are the columns `p50_seconds`, `p95_seconds` and `p99_seconds`. The
+    others are `communication_fraction` and `busbw_gb_per_second`.
+
     Args:
         means: Dict from a column of `_MEANS` to its mean.
         times: Sequence of floats, the seconds of each step.
