@@ -63,9 +63,10 @@ class CheckedStep(LoopFeature):
         """Return the digests of the last step.
 
         Returns:
-            Tuple of the digests of what replicas have computed, of their own rows and
-            as stand-ins, `[2, num_replicas, num_digests]`, and of the sums that they
-            have received, `[num_replicas]`, or `[0]` if nothing was summed.
+            Tuple of two arrays of ints. The first has the digests of what replicas have
+            computed, `[2, num_replicas, num_digests]`: from their own rows, and as
+            stand-ins. The second has the digests of the sums that they have received,
+            `[num_replicas]`, or `[0]` if nothing was summed.
         """
         computed, received = (
             _read(variables[0]).numpy()
@@ -181,7 +182,8 @@ class CheckedStep(LoopFeature):
 
         Returns:
             Scalar bool tensor, whether they agree, so that the update may be made;
-            `False` if `is_stand_in`; `True` without new gradients.
+            `False` if `is_stand_in`; `True` if `gradients` is `None`: there are no new
+            ones.
 
         Raises:
             ValueError: At a second update in a step.

@@ -21,8 +21,8 @@ from tfdp.training.reduction.training_group import TrainingGroup
 class ReplayGroup(TrainingGroup):
     """Group of replicas in a step that is computed twice; it records what they send.
 
-    When they stand in for others, `ranks` gives each replica the rank of the next one,
-    so that it computes the part of that one.
+    When replicas stand in for others, `ranks` gives each one the rank of the next
+    replica, so that it computes that replica's part.
 
     Args:
         inner: `TrainingGroup` of the same replicas.

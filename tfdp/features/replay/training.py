@@ -110,7 +110,13 @@ class ReplayedSteps:
         return logs
 
     def _run(self, batch: Any, *, is_stand_in: bool) -> Any:
-        """Run a step on the next replicas' rows, or on their own; return its logs."""
+        """Run a step, and record its digests in the `CheckedStep`; return its logs.
+
+        Args:
+            batch: The batch of the step.
+            is_stand_in: Bool, whether each replica computes the rows of the next one;
+                the step then makes no update. Otherwise it computes its own rows.
+        """
         if is_stand_in not in self._functions:
             self._functions[is_stand_in] = self._make_function()
         self._checked.is_stand_in = is_stand_in
