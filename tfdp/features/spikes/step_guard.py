@@ -198,7 +198,11 @@ class StepGuard(StepFeature):
             counts &= is_finite
 
         def skip() -> None:
-            """Record an update that is left out."""
+            """Record an update that is left out.
+
+            After a spike, unless `action` is `"skip"`, later updates are left out, too,
+            until the callback has handled it.
+            """
             self._log(value, median)
             self._name_largest(step, statistics)
             if self.action != "skip":

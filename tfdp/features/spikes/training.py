@@ -25,14 +25,20 @@ ROLLBACK = '`SpikeGuard(action="rollback")`'
 
 
 class SpikeRollback(Exception):
-    """Ends `fit`, which then continues from its newest backup, without the spike."""
+    """Raised to end `fit`, which then continues from its backup without the spike."""
 
 
 class SpikeGuards(Feature):
-    """Runs `fit` again after a spike; removes the guard of an earlier `fit`."""
+    """Feature of `SpikeGuard`: runs `fit` again, from a backup, after a rollback.
+
+    Before a `fit` without `SpikeGuard` it removes the `StepGuard` of an earlier one.
+    """
 
     def choose_callbacks(self, fit: Fit) -> None:
         """Prepare a `fit` with `SpikeGuard`; without it, remove an earlier `StepGuard`.
+
+        For a model without a strategy, `train_step` is wrapped. For a rollback, backups
+        and data are checked. Callbacks stay as they are.
 
         Raises:
             ValueError: If a guard rolls back, but `fit` has no backups, or its data
