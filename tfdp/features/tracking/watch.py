@@ -69,7 +69,8 @@ def track_each_worker() -> None:
 def are_trackers_disabled() -> bool:
     """Return whether trackers are disabled in this process.
 
-    An invalid environment counts as a single process here: its error is raised when a
+    They are on all workers but the first, unless `track_each_worker` was called. An
+    invalid environment counts as a single process here: its error is raised when a
     strategy is created.
     """
     if _state.each_logs:
@@ -90,6 +91,8 @@ def disable_trackers() -> None:
 def disable_trackers_by_rank(rank: int) -> None:
     """Set the rank of this worker, and disable trackers if it is not 0.
 
+    None is disabled if `track_each_worker` was called.
+
     Args:
         rank: Int, rank of this worker.
     """
@@ -101,7 +104,7 @@ class _Tracking(Feature):
     """Hook of strategies that disables trackers on other workers than the first."""
 
     def on_strategy(self, rank: int) -> None:
-        """Disable trackers by the rank that the strategy knows."""
+        """Disable trackers if the rank that the strategy passes is not 0."""
         disable_trackers_by_rank(rank)
 
 
@@ -208,7 +211,14 @@ def _restore(mlflow: ModuleType, uri: str, level: int) -> None:
 
 
 def _delete_store(mlflow: ModuleType, folder: TemporaryFolder) -> None:
-    """End the active run, which writes to the store, and delete the store."""
+    """Delete a temporary store, at exit; first end the run that writes to it.
+
+    After `track_each_worker` the active run writes to another store, and stays.
+
+    Args:
+        mlflow: The module.
+        folder: `TemporaryFolder` of the store.
+    """
     if are_trackers_disabled():
         mlflow.end_run()
     folder.cleanup()
