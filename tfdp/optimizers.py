@@ -230,6 +230,7 @@ class LARS(keras.optimizers.Optimizer):
         self.assign_sub(variable, step)
 
     def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor, as Keras serializes them."""
         return super().get_config() | {
             "momentum": self.momentum,
             "trust_coefficient": self.trust_coefficient,

@@ -30,6 +30,9 @@ _readers: weakref.WeakKeyDictionary[Any, weakref.ref[Fit]] = weakref.WeakKeyDict
 def why_not_read_again(fit: Fit) -> str:
     """Return why the data of `fit` cannot be read again in the same order, or `""`.
 
+    It records the first `fit` of each dataset that reshuffles: only that call can
+    repeat the order, so that a later `fit` with the same dataset gets a reason.
+
     Args:
         fit: `Fit`, in its first attempt.
 
@@ -86,6 +89,7 @@ def continue_callbacks(
 
     Callbacks of the user and of Keras continue. Those of tfdp begin anew, and backup
     callbacks get `is_retry = True`, so that they resume a state of this call of `fit`.
+    A `CSVLogger` that has not begun appends to its file, which another worker wrote.
 
     Args:
         callbacks: The callbacks argument of the call of `fit`.
@@ -113,7 +117,7 @@ def is_user_callback(callback: Any) -> bool:
 
 @contextlib.contextmanager
 def _without_begin(callback: Any) -> Iterator[None]:
-    """Replace `on_train_begin` of a callback by a function that does nothing."""
+    """Return a context in which `on_train_begin` of a callback does nothing."""
     missing = object()
     before = vars(callback).get("on_train_begin", missing)
     callback.on_train_begin = lambda logs=None: None

@@ -129,7 +129,8 @@ class Elastic(Feature):
     ) -> bool:
         """Form a new cluster of the remaining workers, if one was lost.
 
-        Implements `Feature.recover`, whose arguments it has.
+        Implements `Feature.recover`, whose arguments it has. Data and callbacks in
+        `arguments` are prepared for the next attempt.
 
         Returns:
             Bool, whether the loop is repeated: `False` without `on_loss="continue"`, if

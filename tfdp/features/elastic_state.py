@@ -216,9 +216,14 @@ class ElasticState:
         raise WorkersChanged(self._continue_after(change)) from error
 
     def _set_entered(self, is_entered: bool) -> None:
-        """Set whether the block `with state:` runs, in which no other loop recovers.
+        """Record that the block `with state:` begins, or that it has ended.
 
-        Steps in the block may assign only what is saved.
+        Within the block, Keras's loops do not recover from a change of the workers,
+        since the block does; and each variable that a step assigns is checked by
+        `_check_saved`.
+
+        Args:
+            is_entered: Bool, whether the block begins.
         """
         self._is_entered = elastic.FEATURE.is_in_loop = is_entered
         if self._strategy is not None:
@@ -329,6 +334,9 @@ class ElasticState:
 
     def _load(self) -> bool:
         """Load the newest state that is saved in memory or in the directory, if any.
+
+        It restores the model, its optimizer, the values and the random states. Before
+        that, it creates the objects that save states, for the present workers.
 
         Returns:
             Bool, whether there is one.
@@ -455,7 +463,7 @@ def _check_model(model: Any) -> None:
     """Raise if a model's loop cannot continue after a loss.
 
     Raises:
-        ValueError: If it has no optimizer.
+        ValueError: If it has no optimizer, or a strategy that tfdp does not support.
     """
     check_strategy(model.distribute_strategy)
     if getattr(model, "optimizer", None) is None:
@@ -469,7 +477,7 @@ def _checked_values(values: dict[str, Any]) -> dict[str, Any]:
     """Check the names and types of the values of a loop, and return them.
 
     Args:
-        values: Dict from the name of a value, an attribute of `ElasticState`, to it.
+        values: Dict from names, which become attributes of `ElasticState`, to values.
 
     Raises:
         ValueError: If a name is private, or that of another attribute.

@@ -35,7 +35,9 @@ class WarmupOptions:
 
 
 class Warmup(StepFeature):
-    """Learning-rate warmup, whose settings are variables: no change needs a new trace.
+    """Learning-rate warmup, whose settings are variables that steps read.
+
+    A change of the settings therefore needs no new trace of the step.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
