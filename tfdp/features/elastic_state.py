@@ -460,7 +460,7 @@ class ElasticState:
 
 
 def _check_model(model: Any) -> None:
-    """Raise if a model's loop cannot continue after a loss.
+    """Raise if a model's loop cannot continue after the loss of a worker.
 
     Raises:
         ValueError: If it has no optimizer, or a strategy that tfdp does not support.

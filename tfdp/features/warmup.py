@@ -61,7 +61,7 @@ class Warmup(StepFeature):
 
     @property
     def variables(self) -> list:
-        """List of the Keras variables `steps`, `start`, and both factors."""
+        """List of the Keras variables of `steps`, `start`, `first` and `last`."""
         return list(self._settings)
 
     def set(self, options: WarmupOptions | None) -> None:

@@ -151,8 +151,8 @@ def moment_of(content: Any) -> Moment:
 def path_beside(directory: str) -> str:
     """Return the path of the ledger, a job's file of times, beside its backups.
 
-    It is not in their directory, which is deleted with them. If a volume is mounted
-    there, it is in the volume all the same, since files beside it may not be kept.
+    It is not in their directory, which is deleted with them; but if a volume is mounted
+    there, it is in the volume, since files beside a volume may not be kept.
 
     Args:
         directory: String, the directory of backups.

@@ -247,7 +247,7 @@ class GoodputRecorder:
         self._class, self._at = new, now
 
     def _end_line(self) -> None:
-        """End the current line, with the time and the steps since the previous one."""
+        """Add a line of the time and steps since the last one to the waiting lines."""
         self._change(self._class)
         self._divide_steps()
         line: dict[str, Any] = {"kind": "work", "time": time.time(), "up": self._at}

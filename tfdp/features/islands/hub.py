@@ -304,7 +304,7 @@ class Hub:
             connection.close()
 
     def _answer(self, connection: HubConnection) -> None:
-        """Read the first message, and serve an island or a launcher."""
+        """Read the first message, and serve the island or launcher that has sent it."""
         head, arrays = connection.receive()
         if head["kind"] == "launcher":
             self._serve_launcher(connection, head)

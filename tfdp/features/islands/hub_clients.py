@@ -168,7 +168,7 @@ class HubClient:
 
     @contextlib.contextmanager
     def _exclusive_connection(self) -> Iterator[None]:
-        """Hold the lock of the connection, and convert its errors to `HubLost`."""
+        """Hold the connection's lock in a block, and raise its errors as `HubLost`."""
         with self._lock:
             try:
                 yield

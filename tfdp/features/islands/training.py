@@ -155,7 +155,7 @@ class OuterState(OuterStep):
 
     @property
     def arrays(self) -> list[Array]:
-        """List of arrays: slots, outer weights and statistics."""
+        """List of arrays: the optimizer's variables, outer weights and statistics."""
         return [*_values_of(self.carried), *self.statistics]
 
     def step(self, mean: Sequence[Array]) -> None:
@@ -315,7 +315,8 @@ class IslandTraining:
     def sync_after_flush(self) -> None:
         """Count an update made of leftover accumulated batches, and exchange at once.
 
-        The callback `GradientAccumulation(flush=True)` has it called after this update.
+        Called through `sync_islands_after_flush`, after this update, by the callback
+        `GradientAccumulation(flush="epoch")`.
         """
         self._new_updates += 1
         self._batches -= self._batches % batches_per_update(self._model.optimizer)

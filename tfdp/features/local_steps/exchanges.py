@@ -290,7 +290,11 @@ class Exchanges:
         assign(variables, values)
 
     def _pseudo_gradient_reducer(self, reducer: GradientReducer) -> GradientReducer:
-        """Return the reducer for exchanges: `reducer`, or one that compresses."""
+        """Return the reducer of pseudo-gradients, which compresses them if that is set.
+
+        One that compresses is created at the first call. Without compression, or
+        outside of a replica of a tfdp strategy, `reducer` itself is returned.
+        """
         context = replica_context()
         if self._outer_options.compression is None or context is None:
             return reducer
@@ -301,7 +305,11 @@ class Exchanges:
         return ReplicaReducer(self._reducer, context)
 
     def _in_flight_of(self, number: int) -> BackgroundThread | Deferred:
-        """Return the thread or the queue of a fragment's sent pseudo-gradients."""
+        """Return what holds a fragment's sent pseudo-gradients until they are used.
+
+        It is the `BackgroundThread` that `prepare` has created for the fragment. If
+        there is none, it is a queue, which is created at the first call.
+        """
         if number not in self._in_flight:
             strategy = tf.distribute.get_strategy()
             self._in_flight[number] = Deferred(strategy, self._specs_of(number))

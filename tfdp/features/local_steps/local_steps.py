@@ -264,7 +264,7 @@ class LocalSteps(IndependentGroups):
         updates.assign_add(tf.cast(is_due, updates.dtype), read_value=False)
 
     def _equalize(self, optimizer: Any) -> None:
-        """Exchange local updates and agree on one loss scale, on each replica.
+        """Exchange local updates and agree on one loss scale; called on each replica.
 
         Args:
             optimizer: `DistributedOptimizer`.

@@ -112,7 +112,10 @@ class OuterOptions:
             )
 
     def _check_rounds(self) -> None:
-        """Raise `ValueError` if another option excludes `min_participants`."""
+        """Raise `ValueError` if another option excludes `min_participants`.
+
+        It needs a `delay`, one fragment, and no compression.
+        """
         if not self.delay or self.fragments > 1 or self.compression is not None:
             raise ValueError(
                 "`min_participants` needs a `delay` of at least 1, and is for "

@@ -86,7 +86,7 @@ class ReplicatedOuterStep(OuterStep):
 
     @property
     def state(self) -> dict[str, Any]:
-        """Dict by name of the Keras variables that a checkpoint of this step has."""
+        """Dict of the Keras variables that a checkpoint stores, by the names in it."""
         state = {"is_begun": self.is_begun, "iterations": self.optimizer.iterations}
         for index, anchor in enumerate(self.anchors):
             state[f"weights/{index}"] = anchor

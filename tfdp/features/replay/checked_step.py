@@ -166,11 +166,14 @@ class CheckedStep(LoopFeature):
     def _is_undone(self, replica: int) -> tf.Tensor:
         """Return whether to undo what a step changed besides its update.
 
-        The callable of `around_step` decides by it whether metrics and statistics of
-        BatchNormalization get their earlier values back.
+        If so, the callable of `around_step` restores metrics and statistics of
+        BatchNormalization, for example.
+
+        Args:
+            replica: Int, index of the replica among the local ones.
 
         Returns:
-            Scalar bool tensor, true if `is_stand_in`, and if digests differ.
+            Scalar bool tensor, true if `is_stand_in` or if digests differ.
         """
         if self.is_stand_in:
             return tf.constant(True)

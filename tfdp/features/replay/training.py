@@ -183,7 +183,10 @@ class ReplayedSteps:
         )
 
     def cost(self) -> str:
-        """Return a text: the number of replayed steps, and their share of the time."""
+        """Return a text: the number of replayed steps, and the share of time they cost.
+
+        The share is left out while too few steps were timed.
+        """
         count = f"{self._num_replayed:,} of {pluralize(self._num_steps, 'step')}"
         if not self._usual or len(self._replayed) < 2:
             return f"replayed {count}"

@@ -75,7 +75,7 @@ class StepGuard(StepFeature):
         self.measures_norm = on == "gradient_norm"
 
         def zeros(name: str, *shape: int, dtype: str = "int") -> Any:
-            """Create a variable of zeros with a shape, named `spike_` and `name`."""
+            """Create a variable of zeros; its name is `name` with prefix `spike_`."""
             return make_variable(
                 shape=shape, dtype=dtype, initializer="zeros", name=f"spike_{name}"
             )
@@ -109,7 +109,7 @@ class StepGuard(StepFeature):
 
     @property
     def counters(self) -> dict[str, Any]:
-        """Dict of the guard's variables that a backup saves, by name with prefix."""
+        """Dict of variables that a backup saves, by name with the prefix `spike_`."""
         names = (
             *("values", "num_values", "num_batches", "num_skipped", "num_in_a_row"),
             *("skipped_batches", "skipped_values", "largest"),
