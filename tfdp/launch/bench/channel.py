@@ -113,7 +113,7 @@ def timed(
     """
 
     def run(steps: int) -> float:
-        """Return the mean seconds per call over `steps` calls."""
+        """Return the mean seconds per call of `function` over `steps` calls."""
         finish((barrier or function)())
         begin = time.perf_counter()
         for _ in range(steps):

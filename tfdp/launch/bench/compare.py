@@ -158,7 +158,12 @@ def _title(settings: Settings) -> str:
 
 
 def _notes(settings: Settings, *, has_torch: bool) -> list[str]:
-    """Return the notes below the table: what was measured, and what was tuned."""
+    """Return the notes below the table: what was measured, and what was tuned.
+
+    Args:
+        settings: `Settings` of the run.
+        has_torch: Bool, whether to name what was tuned for DDP.
+    """
     threads = pluralize(settings.num_threads, "thread")
     notes = [
         f"A step with SGD, {pluralize(settings.batch_size, 'sample')} for each of "
@@ -197,8 +202,8 @@ class Row:
         communication_seconds: Float, median time that communication adds to a step of
             the same block, or `None`.
         samples_per_second: Float, throughput of all replicas together.
-        speed_of_tfdp: Dict from `DEVICES` and `WORKERS` to the `Ratio` of this step
-            time to tfdp's, with the same tuning.
+        speed_of_tfdp: Dict from `DEVICES` and `WORKERS`, except the row's own kind, to
+            the `Ratio` of this step time to that of tfdp, with the same tuning.
     """
 
     set_up: str
@@ -262,7 +267,9 @@ def rows_of(
 
 
 def _fastest(model: str, set_up: SetUp, times: Times) -> str:
-    """Return the variant of a set-up with the least median over every other block.
+    """Return the name of the fastest variant of a set-up, by every other block.
+
+    It has the least median of seconds per step over the first, third, ... block.
 
     Args:
         model: String, name of the model.
@@ -279,9 +286,9 @@ def _fastest(model: str, set_up: SetUp, times: Times) -> str:
 def _compared(set_up: SetUp, seconds: list[float]) -> list[float]:
     """Return the seconds per step of the blocks that are compared with other set-ups.
 
-    With tuning they are the second block and every other one after it: by the remaining
-    blocks `_fastest` has chosen the variant. With defaults there is no choice, and all
-    blocks are compared.
+    With tuning they are the second block and every other one after it, since `_fastest`
+    has chosen the variant by the remaining blocks. With defaults there is no choice,
+    and all blocks are compared.
 
     Args:
         set_up: `SetUp` that was measured.

@@ -77,8 +77,8 @@ class SetUp:
     def choices(self) -> Mapping[str, Mapping[str, Any]]:
         """Mapping from the name of each variant that is tried to its settings.
 
-        A variant is a choice of settings, such as `jit_compile` or `pack_bytes`: those
-        that the processes of the set-up read. A single variant is named `""`.
+        A variant of a tuned set-up is a choice of settings, such as `jit_compile` or
+        `pack_bytes`. A set-up with default settings has a single variant, named `""`.
         """
         if self.tuning == TUNED:
             return _CHOICES[self.kind]
@@ -88,7 +88,9 @@ class SetUp:
     def variants(self) -> dict[str, dict[str, Any]]:
         """Dict of the settings of each measured variant, except model and batch size.
 
-        A key is the part of the variant's name after the model's name.
+        They are the variants of `choices` and, for a set-up of several processes, the
+        same without communication: all of them, or the first of the stock strategy. A
+        key is the part of the variant's name after the model's name.
         """
         variants = {
             f", {choice}" if choice else "": dict(variant_settings)
@@ -107,7 +109,7 @@ class SetUp:
     def key(self, model: str, choice: str) -> str:
         """Return the key under which a variant's step times are stored, `side/variant`.
 
-        In it `side` is the kind and the tuning, and `variant` the model and `choice`.
+        `side` is the kind and the tuning; `variant` is the model and `choice`.
 
         Args:
             model: String, name of the model that is trained.
@@ -119,9 +121,9 @@ class SetUp:
     def key_alone(self, model: str, choice: str) -> str | None:
         """Return the key of a variant's step times without communication.
 
-        It is that of `key`, followed by `", no communication"`; or `None` for a set-up
-        that never communicates. For devices of one process it is the key of workers,
-        which compute the same.
+        It is `key` with `", no communication"` at its end, or `None` for plain Keras,
+        which never communicates. Devices of one process have the key of workers, which
+        compute the same. The stock strategy has one such key for all choices.
 
         Args:
             model: String, name of the model.

@@ -104,7 +104,14 @@ def _mlp(model: Model) -> Any:
 
 
 def _cnn(model: Model) -> Any:
-    """Build the CNN: stages of two convolutions and pooling, and a linear head."""
+    """Build the CNN: stages of two convolutions and pooling, and a linear head.
+
+    Args:
+        model: `Model`, whose `channels` are those of the convolutions of each stage.
+
+    Returns:
+        A `keras.Sequential`.
+    """
     layers = keras.layers
     network = keras.Sequential([keras.Input(_INPUTS["cnn"])])
     for channels in model.channels:
@@ -117,7 +124,15 @@ def _cnn(model: Model) -> Any:
 
 
 def _transformer(model: Model) -> Any:
-    """Build the pre-norm transformer, whose outputs are logits of each token."""
+    """Build the pre-norm transformer with causal attention, and a linear head.
+
+    Args:
+        model: `Model`, with the width and the numbers of blocks and attention heads.
+
+    Returns:
+        A `keras.Model` that maps token ids of shape `[batch, CONTEXT]` to logits of
+        shape `[batch, CONTEXT, VOCABULARY]`.
+    """
     layers, width = keras.layers, model.width
     ids = keras.Input((CONTEXT,), dtype="int32")
     x = TokenAndPosition(width)(ids)
@@ -153,7 +168,7 @@ class Clock(keras.callbacks.Callback):
 
     @property
     def seconds(self) -> float:
-        """Float, mean seconds per step after the skipped ones, until the last one."""
+        """Float, mean seconds per step from the end of step `skipped` to the last."""
         timed = [end for end in self._ends if end[0] >= self._skipped]
         (first, begin), (last, end) = timed[0], timed[-1]
         return (end - begin) / (last - first)

@@ -121,7 +121,7 @@ def model_of_size(family: str, millions: float) -> Model:
     requested = millions * 1e6
 
     def size(num_units: int) -> int:
-        """Return the parameters of a model whose width is `num_units` times `unit`."""
+        """Return the parameters of a model of width 8 (CNN: 4) times `num_units`."""
         return Model(family, unit * num_units).num_parameters
 
     above = bisect.bisect(range(_MAX_UNITS), requested, key=size)
@@ -150,6 +150,10 @@ class ModelSettings:
     """Base class of settings of a benchmark that trains models of one family.
 
     It is not a dataclass, so that each benchmark orders its own fields.
+
+    Attributes:
+        family: String, one of `FAMILIES`.
+        millions: Sequence of floats, sizes of the models in million parameters.
     """
 
     family: str

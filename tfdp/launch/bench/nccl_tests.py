@@ -30,11 +30,11 @@ class Row:
         collective: String, one of `COLLECTIVES`.
         algorithm: String, name of the algorithm, or `NO_ALGORITHM`.
         size_bytes: Int, size of the larger of input and output of a replica.
-        count: Int, number of elements of that size.
+        count: Int, number of elements in `size_bytes`.
         dtype: String, type of the elements.
         seconds: Float, median duration of a call.
-        algbw_gb_per_second: Float, bandwidth of the algorithm.
-        busbw_gb_per_second: Float, bandwidth of the bus.
+        algbw_gb_per_second: Float, the result of `algorithm_bandwidth`.
+        busbw_gb_per_second: Float, the bandwidth of the algorithm times `bus_factor`.
         num_wrong: Int, number of wrong elements on all replicas together.
     """
 

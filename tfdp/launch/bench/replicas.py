@@ -54,7 +54,8 @@ class ReplicaSettings:
             topology: `Topology` of the replicas.
 
         Raises:
-            ValueError: If there are not.
+            ValueError: If there are not, or if `node_size` does not divide the number
+                of replicas.
         """
         count = topology.num_replicas
         if count < 2:
@@ -124,7 +125,7 @@ def ready_replicas(settings: ReplicaSettings, worker: str) -> Iterator[Replicas]
             `strategy`.
 
     Yields:
-        `Replicas`.
+        `Replicas`. Local workers are killed when the context ends.
 
     Raises:
         ValueError: If the replicas cannot run the settings.

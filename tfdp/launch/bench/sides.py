@@ -110,6 +110,9 @@ class Side:
         Args:
             variant: String, name of the variant: a key of the workers' `Variants`.
             steps: Int, number of steps, which run without interruption.
+
+        Returns:
+            List of the measurements, by worker.
         """
         for worker in self._workers:
             assert worker.stdin is not None
@@ -200,7 +203,11 @@ def worker_commands(
 
 
 def worker_environment() -> dict[str, str]:
-    """Return this process's environment without a cluster, by default without GPUs."""
+    """Return this process's environment without a cluster, by default without GPUs.
+
+    `TF_CONFIG` and the variables of Slurm are removed. GPUs are hidden unless
+    `CUDA_VISIBLE_DEVICES` is set.
+    """
     kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
     kept.pop("TF_CONFIG", None)
     return {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **kept}
@@ -212,7 +219,7 @@ class Runner(Protocol):
     name: str
 
     def run(self, variant: str, steps: int) -> Any:
-        """Run steps of the named variant; return each worker's measurement."""
+        """Run steps of the named variant; return the list of workers' measurements."""
 
 
 def alternate(

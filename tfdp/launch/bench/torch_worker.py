@@ -46,7 +46,14 @@ def _mlp(model: Model) -> Any:
 
 
 def _cnn(model: Model) -> Any:
-    """Build the CNN: stages of two convolutions and pooling, and a linear head."""
+    """Build the CNN: stages of two convolutions and pooling, and a linear head.
+
+    Args:
+        model: `Model`, whose `channels` are those of the convolutions of each stage.
+
+    Returns:
+        A `torch.nn.Sequential`.
+    """
     from torch import nn
 
     num_inputs, layers = IMAGE_CHANNELS, []
@@ -60,7 +67,15 @@ def _cnn(model: Model) -> Any:
 
 
 def _transformer(model: Model) -> Any:
-    """Build the pre-norm transformer, whose outputs are logits of each token."""
+    """Build the pre-norm transformer with causal attention, and a linear head.
+
+    Args:
+        model: `Model`, with the width and the numbers of blocks and attention heads.
+
+    Returns:
+        A `torch.nn.Module` that maps token ids of shape `[batch, CONTEXT]` to logits of
+        shape `[batch, CONTEXT, VOCABULARY]`.
+    """
     import torch
     from torch import nn
 
@@ -127,7 +142,7 @@ def step_of(
     """Return a training step on a fixed batch.
 
     Args:
-        network: `torch.nn.Module` built from `model`, which may be wrapped.
+        network: `torch.nn.Module` built from `model`, which DDP may wrap.
         optimizer: `torch.optim.Optimizer` of the network's parameters.
         model: `Model`, the shape of the network.
         batch_size: Int, number of samples of each replica.

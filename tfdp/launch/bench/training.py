@@ -23,10 +23,14 @@ _LEARNING_RATE = 1e-3
 def make_strategy(setup: dict[str, Any]) -> Any:
     """Create the strategy of a worker; must precede any other use of TensorFlow.
 
+    It also sets TensorFlow's number of threads and, for several workers or devices,
+    `TF_CONFIG`.
+
     Args:
         setup: Dict, the worker's setup: its `rank`, all `addresses`, the `strategy`
-            (`"tfdp"`, `"stock"`, `"auto"`, or `"alone"` for workers that do not
-            communicate), the number of `devices` of each worker if it is above one,
+            (`"tfdp"` or `"stock"` for the `MultiWorkerMirroredStrategy` of tfdp or of
+            TensorFlow, `"auto"` for `auto_strategy`, or `"alone"` for workers that do
+            not communicate), the number of `devices` of each worker if it is above one,
             `threads`, and the options of `communication`.
 
     Returns:
@@ -70,9 +74,9 @@ def training_step(
         make_optimizer: Callable that returns a Keras optimizer. Defaults to SGD.
         batch_size: Int, number of samples of each replica. Defaults to `32`.
         pack_bytes: Int, size of the packs in which the stock strategy reduces
-            gradients, or `0` to reduce and apply them by the optimizer. A Keras
-            optimizer has no option for the size; SGD is applied directly then. Defaults
-            to `0`.
+            gradients, or `0` to reduce and apply them by the optimizer. Above 0, plain
+            SGD replaces the optimizer, which has no option for the size. Defaults to
+            `0`.
         init: String, argument of the scope of a tfdp strategy, or `None`. Defaults to
             `None`.
 

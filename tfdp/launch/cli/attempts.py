@@ -87,7 +87,10 @@ class LocalAttempts(Attempts):
         self._exit_code: int | None = None
 
     def _next_job(self) -> Job | int:
-        """Return a job with a worker for each slot of the policy, or the exit code."""
+        """Return a job with a worker for each slot of the policy, or the exit code.
+
+        The exit code is returned once `_handle_end` has ended the job.
+        """
         if self._exit_code is not None:
             return self._exit_code
         slots = self._restarts.slots
@@ -121,7 +124,11 @@ class LocalAttempts(Attempts):
 
 
 def pause(context: JobContext, seconds: float) -> int | None:
-    """Wait between two attempts; return the exit code if the job ends meanwhile."""
+    """Wait between two attempts; return the exit code if the job ends meanwhile.
+
+    A signal or `--timeout` ends the job, which is printed. Otherwise the result is
+    `None`.
+    """
     context.signals.wait(seconds)
     if (reason := context.signals.end_reason) is None:
         return None
@@ -130,7 +137,11 @@ def pause(context: JobContext, seconds: float) -> int | None:
 
 
 def _failure_of(job: Job, code: int) -> Failure | None:
-    """Return the worker's failure that caused a job's exit code `code`, or `None`."""
+    """Return the worker's failure that caused a job's exit code `code`, or `None`.
+
+    The result is `None` if no worker has failed, or if the code has another cause, such
+    as a signal to the launcher.
+    """
     failed, lost = job.failed, job.lost
     # A worker that failed while the job was being stopped is not the cause of the job's
     # end.
@@ -239,7 +250,7 @@ class NodeAttempts(Attempts):
             raise click.ClickException(str(error)) from error
 
     def _open_logs(self, num_workers: int) -> None:
-        """Open the logs of this node, and print which of all workers it starts."""
+        """Open this node's logs, and print which of all `num_workers` it starts."""
         screen, ranks = self._context.screen, self._ranks
         has_history = self._settings.max_restarts > 0 and self._node_rank == 0
         self._logs, self._history = open_worker_logs(
@@ -287,7 +298,10 @@ class NodeAttempts(Attempts):
             self._coordinator.report_end(int(message["code"]), has_saved=False)
 
     def _end(self, text: str, code: int) -> int:
-        """Print why the job ends, and return its exit code."""
+        """Print `text`, the reason for the job's end, if any, and return `code`.
+
+        A node that has left the job prints nothing, since it has printed its reason.
+        """
         if text and not self._coordinator.has_left:
             self._context.screen.message(f"tfdp: {text}", "error")
         return code

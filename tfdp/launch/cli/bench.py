@@ -117,7 +117,8 @@ def run_benchmark(name: str, benchmark: ModuleType, arguments: dict[str, Any]) -
     Args:
         name: String, name of the benchmark, with which the names of its files begin.
         benchmark: Module with `Settings` and `run`.
-        arguments: Dict of the values of all options, including those of the files.
+        arguments: Dict of the values of all options, including those of the files,
+            which are removed from it.
 
     Raises:
         click.ClickException: If the benchmark cannot run with these options.

@@ -82,6 +82,9 @@ def _build_model(index: Index, directory: str) -> Any:
     Args:
         index: `Index` of the checkpoint.
         directory: String, the checkpoint, for an error.
+
+    Raises:
+        click.UsageError: If the model cannot be built without its script.
     """
     import keras
 
@@ -123,7 +126,10 @@ def _cannot_build(why: str, directory: str) -> click.UsageError:
 
 
 def _save(model: Any, output: str) -> None:
-    """Save a model to a temporary file and rename it, so that a failure leaves none."""
+    """Save a model to a temporary file, and rename the file to `output`.
+
+    A failure leaves no incomplete file, and raises `click.ClickException`.
+    """
     try:
         with replaced(output) as temporary:
             model.save(temporary)

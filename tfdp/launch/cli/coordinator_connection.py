@@ -130,7 +130,10 @@ class CoordinatorConnection(Node0Connection):
         self.report("stopped" if code else "done", code=code, has_saved=has_saved)
 
     def leave(self, reason: EndReason) -> None:
-        """Report to node 0 that this node leaves the job, which ends it for all."""
+        """Report to node 0 that this node leaves the job, and set `has_left`.
+
+        Node 0 decides whether the job ends for all nodes or continues without this one.
+        """
         self.has_left = True
         why, code, signum = reason
         self.report("leaving", why=why, code=code, signal=int(signum))
@@ -169,8 +172,9 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
     def pop_message(self) -> dict[str, Any] | None:
         """Return the next message of node 0 that the caller must handle, or `None`.
 
-        Notices are printed, and news of other nodes change the attributes of this
-        object.
+        Notices are printed. Other messages set attributes of this object: the addresses
+        of all nodes, that training has begun, and, while workers of this node train,
+        the loss and the return of node 0.
         """
         while (message := super().pop_message()) is not None:
             match message.get("type"):
@@ -206,9 +210,10 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
         return self._first_hello.node_rank == 0
 
     def rejoin_node_0(self, text: str) -> None:
-        """Print that node 0 is lost, and let the thread wait for a new one to join.
+        """Print that node 0 is lost, and let the thread wait for a new node 0.
 
-        Call it only while this node has no workers that train.
+        The thread joins the new node 0 if it answers within `join_seconds`. Call this
+        method only while this node has no workers that train.
 
         Args:
             text: String, how node 0 was lost.
@@ -343,7 +348,8 @@ def _serving_node_0(
         listener: Listening socket at the rendezvous.
         secret: String, the job's secret.
         options: Tuple of the first arguments of `Coordinator`.
-        probe: `JobProbe` of an elastic job, or `None`. It is closed at the end.
+        probe: `JobProbe` for the `ElasticCoordinator` of an elastic job, closed at the
+            end; or `None` for a `Coordinator`.
     """
     with contextlib.ExitStack() as stack:
         if probe is None:

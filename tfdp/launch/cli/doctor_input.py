@@ -94,6 +94,9 @@ def _fault_of(
 ) -> str | None:
     """Return why too few steps were measured on a worker, or `None` if all have enough.
 
+    If a worker has failed, its last lines are printed, and its log is copied to a
+    folder that remains.
+
     Args:
         job: `Job`, which has ended.
         has_timed_out: Bool, whether the timeout has ended the job.

@@ -88,7 +88,12 @@ def _table(records: flight_collectives.Records) -> Table:
 
 
 def _write_trace(records: flight_collectives.Records, path: Path) -> None:
-    """Write the records as a trace for Perfetto and Chrome."""
+    """Write the records as a trace for Perfetto and Chrome.
+
+    Raises:
+        click.ClickException: If the records have no steps and no collectives, or the
+            file cannot be written.
+    """
     traces = [flight_records.trace_of(record) for record in records.values()]
     if not any(each.slices for each in traces):
         raise click.ClickException(

@@ -30,7 +30,11 @@ DEFAULT_REPLACEMENTS = 10
 
 
 def _bounds(text: str) -> tuple[int, int]:
-    """Parse the value of `--elastic`: `MIN:MAX`, or one number for both."""
+    """Parse the value of `--elastic`: `MIN:MAX`, or one number for both.
+
+    Raises:
+        ValueError: If it is neither, or if it is not `1 <= MIN <= MAX`.
+    """
     least, _, most = text.partition(":")
     try:
         bounds = int(least), int(most or least)
@@ -109,7 +113,8 @@ class ElasticJob(SeparateWorkersJob):
     def _waits_for_ended_workers(self) -> bool:
         """Return whether workers wait for others to join that have ended already.
 
-        A late worker waits for others that have ended, too, but these have trained.
+        The result is false once a replacement was started. It may wait for others that
+        have ended after their training, which `_check_waits` handles.
         """
         return not self._late and super()._waits_for_ended_workers()
 
@@ -132,8 +137,8 @@ class ElasticJob(SeparateWorkersJob):
         if not is_due or (has_success and not self._late.issuperset(running)):
             return
         self._check_at = now + _CHECK_SECONDS
-        # One answer of any worker shows that training continues: workers that have
-        # joined the job answer as long as their processes run.
+        # Each worker that has joined the job answers until its process ends, so a
+        # single answer shows that training continues.
         if self.is_job_running():
             self._answered_at = now
         elif has_success:

@@ -21,7 +21,8 @@ class ElasticNodeJob(ElasticJob):
     Args:
         clusters_of: Function that returns the clusters of this node's workers, from the
             addresses and ports of all nodes.
-        is_late: Bool, whether the workers of other nodes train already.
+        is_late: Bool, whether the workers of other nodes train already. This node's
+            workers then join them, and are stopped if they come too late for that.
         **options: Arguments of `ElasticJob`, with `coordinator`.
     """
 
@@ -128,9 +129,10 @@ class ElasticAttempts(NodeAttempts):
         return super()._handle(message)
 
     def _check_end(self) -> int | None:
-        """Return the exit code with which this launcher ends, or `None` if it waits.
+        """Handle signals and `--timeout` while no worker runs on this node.
 
-        While node 0 is lost, the launcher waits until the workers of its node have
-        ended, and returns their exit code.
+        Returns:
+            Int, the exit code if this node must not wait any longer, or else `None`. If
+            node 0 was lost while workers ran, it is the exit code of the workers.
         """
         return self._code if self._coordinator.has_lost_node_0 else super()._check_end()

@@ -94,7 +94,7 @@ def _shares_of(directory: str) -> Shares:
 
 
 def _damage(found: Shares) -> str:
-    """Return a clause on the number of damaged lines of a ledger, or `""`."""
+    """Return a clause on the number of damaged ledger lines, or `""` for none."""
     if not found.num_damaged:
         return ""
     lines = pluralize(found.num_damaged, "damaged line")

@@ -212,8 +212,9 @@ def _hub(
         indices: Sequence of ints, indices of the islands of this machine.
 
     Yields:
-        Tuple of the hub's address, the `Hub` or `None`, and a function that reports the
-        end of an island of this machine to the hub.
+        Tuple of the hub's address; the `Hub`, or `None` if it is on another machine;
+        and a function that reports to the hub that an island of this machine has ended,
+        by its index.
     """
     if options.first > 0:
         from tfdp.features.islands.hub_clients import LauncherLink
@@ -307,7 +308,10 @@ class IslandJob(SeparateWorkersJob):
         return {**environment, "TF_CONFIG": json.dumps(config)}
 
     def _is_over(self) -> bool:
-        """Report successful islands to the hub; return whether all have ended."""
+        """Report successful islands to the hub; return whether all have ended.
+
+        It also calls `each_turn`, and starts failed islands whose pause is over.
+        """
         self._each_turn()
         for worker in self._workers:
             # A successful island leaves the hub, so the others do not wait for it.

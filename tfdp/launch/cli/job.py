@@ -118,7 +118,7 @@ class Job:
         # `fit` does not receive it.
         self._ask_at = math.inf
         # The job ends if two checks in a row find that workers wait for one that has
-        # ended: time of the next check, and result of the last one.
+        # ended, so the time of the next check and the result of the last one are kept.
         self._ask_waiting_at, self._has_waiting = 0.0, False
         self._num_record_requests = 0
         self._selector = selectors.DefaultSelector()
@@ -185,9 +185,10 @@ class Job:
 
         Returns:
             Int, the exit code: `0`; that of the first worker that failed, or of the
-            lost worker that it names, if that one fails as well; 124 after the timeout;
-            75 if workers have saved their training because of a signal; 141 if the
-            reader of the output has exited; or else 128 plus the number of the received
+            lost worker that it names, if that one fails as well; that of node 0's order
+            to stop; 1 if workers wait for one that has ended; 124 after the timeout; 75
+            if workers have saved their training because of a signal; 141 if the reader
+            of the output has exited; or else 128 plus the number of the received
             signal.
 
         Raises:
@@ -372,7 +373,8 @@ class Job:
     def _stop_with_records(self, code: int, signum: int) -> int:
         """Let the workers save or write flight records, and stop those that still run.
 
-        They have the grace period to save and exit by themselves if another worker has.
+        If `code` is `PREEMPTED`, they have the grace period to save and exit by
+        themselves. Otherwise they are asked to write their flight records.
 
         Args:
             code: Int, exit code of the job, `PREEMPTED` if a worker has saved.

@@ -7,7 +7,8 @@ import os
 import re
 from typing import IO
 
-# Characters after which a line without end is cut, to bound the memory.
+# A line without a newline must not fill the memory, so it is cut after this many
+# characters.
 MAX_LINE_LENGTH = 1 << 16
 # A Linux pipe holds this many bytes by default, so one read can empty it.
 CHUNK_BYTES = 1 << 16
@@ -25,7 +26,8 @@ class LineReader:
     of such a line is kept.
 
     Args:
-        most: Int, length at which a line without end is cut. Defaults to 65,536.
+        most: Int, number of characters above which a line without a newline is cut and
+            returned as a complete line. Defaults to 65,536.
 
     Example:
     >>> reader = LineReader()
@@ -75,7 +77,8 @@ class PipeReader(LineReader):
 
     Args:
         pipe: Binary stream to read from.
-        most: Int, length at which a line without end is cut. Defaults to 65,536.
+        most: Int, number of characters above which a line without a newline is cut.
+            Defaults to 65,536.
 
     Attributes:
         has_ended: Bool, whether the other end is closed and all is read.

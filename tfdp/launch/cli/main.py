@@ -28,7 +28,7 @@ INTERRUPTED = 130
 
 
 class _Commands(click.Group):
-    """Group of the commands; the path of a script in their place raises a hint."""
+    """Group of the commands; a script's path in their place is a usage error."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """List the commands in the order of the help, not alphabetically."""

@@ -45,7 +45,7 @@ class NodeRange(NamedTuple):
     """Number of machines of a job, or the range of it.
 
     Args:
-        most: Int, number of machines, at most if `least` is set.
+        most: Int, number of machines, or the largest number if `least` is set.
         least: Int, number of machines with which the job starts and continues, or
             `None` if it needs all.
     """

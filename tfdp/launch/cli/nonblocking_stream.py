@@ -26,8 +26,9 @@ class NonBlockingStream:
 
     A write blocks indefinitely on a pager that is not scrolled, or after Ctrl-S, and
     fails on a closed terminal or a full disk. The loop that manages processes must not
-    be affected by either. Text beyond the limit is dropped and counted while the reader
-    has stalled. After the first error all text is dropped.
+    be affected by either. While more than 1 MiB waits for a reader that has stalled,
+    new text is dropped, and its lines are counted. After the first error all text is
+    dropped.
 
     Args:
         stream: The text stream whose descriptor is written to, or `None` if it was

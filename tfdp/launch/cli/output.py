@@ -54,7 +54,10 @@ class Output:
         self._print(worker, self._tracebacks.rest(worker.rank))
 
     def show_due(self, worker: Worker) -> None:
-        """Print a traceback that is complete now, and the worker's unfinished line."""
+        """Print a held-back traceback once it is complete.
+
+        The worker's unfinished line is also printed when `Worker.snapshot` returns it.
+        """
         self._print(worker, self._tracebacks.due(worker.rank))
         if (text := worker.snapshot()) is not None:
             self._screen.snapshot(worker.rank, text)

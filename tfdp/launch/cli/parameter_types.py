@@ -39,7 +39,7 @@ _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[KMG]?B?)", re.IGNORECASE
 
 
 class _Bounded(click.ParamType):
-    """Type of an option's number that is 0, or from 1e-9 to 10^9.
+    """Type of an option's number that is 0, or from 1e-9 to 10^9, and within limits.
 
     Args:
         what: String, the requirement in the error after "it must be".
@@ -77,7 +77,7 @@ class Number(_Bounded, click.FloatRange):
 
 
 def _problem_of(number: float) -> str:
-    """Return why an option's number is too large or too small, or `""`."""
+    """Return why an option's number is too large or small, or `""` if it is neither."""
     if number > _MOST:
         return f"it must be at most {_MOST:,}"
     if 0 < number < _LEAST:
@@ -133,7 +133,11 @@ class Checked(click.ParamType):
 
 
 def _num_bytes(text: str) -> int:
-    """Parse a size such as `64KB`, in units of 1024; return it in bytes."""
+    """Parse a size such as `64KB`, in units of 1024; return it in bytes.
+
+    Raises:
+        ValueError: If the text is not a size, or the size is below 1 byte or too large.
+    """
     match = _SIZE.fullmatch(text.strip())
     unit = match["unit"].upper() if match else ""
     unit += "B" if unit and not unit.endswith("B") else ""
@@ -156,6 +160,9 @@ def _levels(text: str, *, above_zero: bool) -> tuple[float, float]:
 
     Returns:
         Tuple of the two numbers, which are the same if only one was given.
+
+    Raises:
+        ValueError: If there are not one or two numbers, or one is out of range.
     """
     least = "above 0" if above_zero else "not negative"
     what = f"it must be one number, or two (inside nodes, across nodes), {least}"
@@ -339,10 +346,10 @@ def _is_number(word: str) -> bool:
 
 
 class HintingCommand(click.Command):
-    """Command that raises a hint for an option of another launcher."""
+    """Command for which an option of another launcher is a usage error with a hint."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the command line; raise a hint for an option of another launcher."""
+        """Parse the command line; raise `UsageError` for another launcher's option."""
         options = [p for p in self.params if isinstance(p, click.Option)]
         with_value = {name for o in options if not o.is_flag for name in o.opts}
         previous = ""

@@ -213,7 +213,11 @@ def _links(
 
 
 def compression_option(compression: str) -> str | dict[str, str] | None:
-    """Convert the value of `--compression` to the option of `CommunicationOptions`."""
+    """Convert the value of `--compression` to the option of `CommunicationOptions`.
+
+    Returns:
+        Dict `{level: name}` for `"level:name"`, `None` for `"none"`, or else the value.
+    """
     level, _, name = compression.rpartition(":")
     if level:
         return {level: name}
@@ -259,6 +263,9 @@ def _plan_buckets(
         path: String, path of the model's file, for an error.
         options: `CommunicationOptions`.
         **how: Arguments of `plan_of_backward_pass`, such as `makes_dense`.
+
+    Raises:
+        click.UsageError: If no plan can be made, or the model has nothing to train.
     """
     from tfdp.training.reduction.communication_plan import plan_of_backward_pass
 
@@ -311,6 +318,9 @@ def _predict_memory(
 
     Returns:
         Tuple of pairs of a kind of sharding and its `ReplicaMemory`.
+
+    Raises:
+        click.UsageError: If Keras cannot create an optimizer of this name.
     """
     import keras
 
@@ -359,7 +369,10 @@ def _predict_memory(
 
 
 def _frozen_and_gathered(model: Any, options: CommunicationOptions) -> tuple[int, int]:
-    """Return bytes of frozen parameters, and the most that ZeRO-3 gathers at once."""
+    """Return the bytes of frozen parameters, and the most bytes gathered at once.
+
+    ZeRO-3 gathers the parameters, both frozen and trained, a few at a time.
+    """
     from tfdp.ground.base.param_groups import entry_of
     from tfdp.training.parameters.conversion import parameters_in_order
     from tfdp.training.reduction.fusion import bucket_bytes_of

@@ -133,7 +133,13 @@ def make_orders(
 
 
 def _count(host: Host, num_workers: int) -> str:
-    """Return the value of `-n` for a host, by default that of this command line."""
+    """Return the value of `-n` on the command line of a host's launcher.
+
+    Args:
+        host: `Host`, whose own number of workers is used if it is specified.
+        num_workers: Int, the value of `-n` for the other hosts; an `AutoCount` becomes
+            `"auto"`, so that each host counts its own GPUs or cores.
+    """
     if host.num_workers is not None:
         return str(host.num_workers)
     return "auto" if isinstance(num_workers, AutoCount) else str(num_workers)

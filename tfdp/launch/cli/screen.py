@@ -120,13 +120,13 @@ class Screen:
             self._output.write(text.rstrip() + "\n")
 
     def progress(self, rank: int, text: str) -> None:
-        """Set the line that a worker is drawing, or `""`; `refresh` shows it."""
+        """Set the line that a worker is drawing, `""` for none; `refresh` shows it."""
         self._unfinished.pop(rank, None)
         if text:
             self._unfinished[rank] = text
 
     def snapshot(self, rank: int, text: str) -> None:
-        """Print the line that a worker is drawing now, unless on a terminal."""
+        """Print `text`, the line that a worker is drawing, unless on a terminal."""
         if not self._is_terminal:
             self.line(rank, text)
 

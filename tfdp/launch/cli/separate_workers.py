@@ -58,6 +58,8 @@ class SeparateWorkersJob(Job):
     def _handle_failure(self, index: int, worker: Worker) -> None:
         """Start a failed worker again, with `_start_after`, or continue without it.
 
+        Each subclass defines which of them it does, and when.
+
         Args:
             index: Int, index of the worker among those of this machine.
             worker: `Worker` that has failed.

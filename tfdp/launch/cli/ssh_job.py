@@ -106,8 +106,9 @@ class SshJob:
         """Start all launchers and wait for their exits.
 
         Returns:
-            Int, the exit code: that of the first launcher that failed, 69 if its
-            connection was lost, or 0.
+            Int, the exit code: that of the first launcher that failed, 2 if it could
+            not be started, 69 if its connection was lost, 128 plus the number of a
+            received signal, or 0.
         """
         self._workers = [self._start(node) for node in range(len(self._hosts))]
         try:
@@ -129,7 +130,11 @@ class SshJob:
         return worker
 
     def _wait(self) -> None:
-        """Run the loop until all launchers have exited, or their time is over."""
+        """Run the loop until all launchers have exited.
+
+        It ends early if the reader of the output has exited, and some time after a
+        failure or a signal.
+        """
         silent_at = time.monotonic() + _ANSWER_SECONDS
         while any(worker.is_running for worker in self._workers):
             self._poll()
@@ -177,7 +182,10 @@ class SshJob:
                     worker.send(remote_line.BEAT)
 
     def _show(self, worker: SshWorker, line: str) -> None:
-        """Handle a line of a host: tfdp's version, a worker's line, or a message."""
+        """Handle a line of a host: tfdp's version, a worker's line, or a message.
+
+        The launcher's order is the answer to its version; other lines are printed.
+        """
         if worker.answer(line):
             self._send_order(worker)
         elif self._screen.is_verbatim and (entry := OutputEntry.from_line(line)):
@@ -302,7 +310,9 @@ class SshJob:
         worker.close()
 
     def _fail(self, code: int, text: str = "") -> None:
-        """Record the first failure, and schedule the end of the other launchers.
+        """Record and print the first failure; schedule the end of the other launchers.
+
+        After a signal, only the code is recorded.
 
         Args:
             code: Int, exit code; 2 if a launcher could not be started.

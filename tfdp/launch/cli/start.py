@@ -123,6 +123,10 @@ class Starter:
 def imports_before_forks(settings: RunSettings) -> Imports | None:
     """Return the imports to do once before forks; `None` if workers are not forked.
 
+    They are not for a module, a single worker without restarts, or a script for which
+    `imports_of` returns `None`; nor with GPUs, `--no-fork`, or one of
+    `_INTERPRETER_VARIABLES`.
+
     Args:
         settings: `RunSettings` of the job.
     """

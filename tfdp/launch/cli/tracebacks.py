@@ -40,9 +40,9 @@ class _Block:
 
     Args:
         rank: Int, rank of the worker.
-        began_at: Float, time of the first line.
+        began_at: Float, time of the first line, by `time.monotonic`.
         lines: List of strings, the lines. Defaults to none.
-        added_at: Float, time of the last line. Defaults to `0.0`.
+        added_at: Float, time of the last line, by the same clock. Defaults to `0.0`.
     """
 
     rank: int
@@ -114,7 +114,10 @@ class Tracebacks:
         return [shown for line in lines for shown in self._take(rank, line)]
 
     def due(self, rank: int) -> list[str]:
-        """Return the lines of a held-back traceback to show, none while incomplete."""
+        """Stop holding back a traceback that is complete; return the lines to show.
+
+        While it is incomplete, it stays held back, and the list is empty.
+        """
         block = self._held.get(rank)
         return self.rest(rank) if block and block.is_complete() else []
 

@@ -123,7 +123,7 @@ class Worker:
         return lines + last
 
     def snapshot(self) -> str | None:
-        """Log and return the unfinished line, if it is time to show it.
+        """Log and return the unfinished line every 10 s, or else return `None`.
 
         A progress bar ends its line only when it is full. The log gets its state once
         in an interval, instead of one line for each step.

@@ -26,7 +26,9 @@ def listen(host: str, port: int, *, is_node_0: bool) -> socket.socket | None:
     Args:
         host: String, name or IP address of the rendezvous.
         port: Int, port of the rendezvous.
-        is_node_0: Bool, whether the user has declared this machine node 0.
+        is_node_0: Bool, whether this machine is declared node 0. It then listens even
+            if the address is that of another machine, such as a router, and raises an
+            error if another process has the port.
 
     Returns:
         The listening socket; or `None` if the address belongs to another machine, or

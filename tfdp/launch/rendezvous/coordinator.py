@@ -203,7 +203,11 @@ class Coordinator:
             self._phase_steps[self.phase](self._clock())
 
     def _advance_gathering(self, clock_seconds: float) -> None:
-        """Begin an attempt once all nodes have joined; end the job if some do not."""
+        """Begin an attempt once all nodes have joined; end the job if some do not.
+
+        Args:
+            clock_seconds: Float, the present time of the coordinator's `clock`.
+        """
         if self._roster.is_complete:
             self._prepare()
         elif clock_seconds >= self._until:
@@ -241,6 +245,9 @@ class Coordinator:
 
         Some failures are decided on only after a delay, in which their cause may still
         be reported.
+
+        Args:
+            clock_seconds: Float, the present time of the coordinator's `clock`.
         """
         if self._decide_at is not None and clock_seconds >= self._decide_at:
             self._decide()
@@ -248,7 +255,11 @@ class Coordinator:
             self._end(0)
 
     def _advance_stopping(self, clock_seconds: float) -> None:
-        """Restart or end the job once all nodes have stopped; drop late nodes."""
+        """Restart or end the job once all nodes have stopped; drop late nodes.
+
+        Args:
+            clock_seconds: Float, the present time of the coordinator's `clock`.
+        """
         seconds = clock_seconds - self._stopped_at
         for node in [n for n in self._roster.nodes if not n.has_stopped]:
             if seconds >= 2 * node.hello.grace_seconds + _STOP_SECONDS:
@@ -257,7 +268,11 @@ class Coordinator:
             self._after_stop(clock_seconds)
 
     def _advance_pausing(self, clock_seconds: float) -> None:
-        """Wait for all nodes again once the pause before a restart is over."""
+        """Wait for all nodes again once the pause before a restart is over.
+
+        Args:
+            clock_seconds: Float, the present time of the coordinator's `clock`.
+        """
         if clock_seconds >= self._until:
             self._gather()
 
@@ -276,7 +291,7 @@ class Coordinator:
         )
 
     def _replace_silent(self, rank: int) -> None:
-        """Drop a silent node if a new connection joins with its rank."""
+        """Drop the node of a rank if it is silent: a new connection has this rank."""
         old = self._roster.node_at_rank(rank)
         if old is not None and old.link.silent_seconds > DOUBTFUL_SECONDS:
             self.register_disconnect(old.link, "has opened another connection")
@@ -408,6 +423,9 @@ class Coordinator:
     def _handle_leave(self, node: Node, message: Mapping[str, Any]) -> None:
         """End the job because a node leaves; before workers start, only drop the node.
 
+        If workers run, all nodes stop theirs first. If node 0 leaves, the job ends in
+        any case.
+
         Raises:
             MalformedMessage: If the code, the signal or the reason has a wrong type.
         """
@@ -444,7 +462,11 @@ class Coordinator:
         self._send_all("stop", attempt=self._attempt, code=code, text=text, **order)
 
     def _after_stop(self, clock_seconds: float) -> None:
-        """End the job or announce its restart, after all workers have ended."""
+        """End the job or announce its restart, after all workers have ended.
+
+        Args:
+            clock_seconds: Float, the present time of the coordinator's `clock`.
+        """
         failure = self._failure
         if failure is None:
             code = self._code

@@ -144,6 +144,9 @@ class ElasticCoordinator(Coordinator):
         """Begin an attempt once all nodes have joined.
 
         If enough nodes have joined, and none for 5 s, it begins without the others.
+
+        Args:
+            clock_seconds: Float, the present time of the coordinator's `clock`.
         """
         if len(self._roster.nodes) < self._roster.least:
             super()._advance_gathering(clock_seconds)
@@ -184,7 +187,11 @@ class ElasticCoordinator(Coordinator):
             self._check_silence(clock_seconds)
 
     def _check_silence(self, clock_seconds: float) -> None:
-        """Stop all workers if none has answered the probe for `SILENT_SECONDS`."""
+        """Stop all workers if none has answered the probe for `SILENT_SECONDS`.
+
+        Args:
+            clock_seconds: Float, the present time of the coordinator's `clock`.
+        """
         # If this process was suspended, the probe has not asked the workers for a
         # while, so their silence is checked only once the nodes have had time to
         # connect again.
@@ -198,7 +205,11 @@ class ElasticCoordinator(Coordinator):
             self._stop(NODE_LOST, failure, f"worker 0 {reason}; all stop")
 
     def _admit(self, node: Node) -> None:
-        """Ask a joining node for free ports, and let it start workers at them."""
+        """Ask a joining node for free ports, and let it start workers at them.
+
+        The first call asks for the ports. A call after the answer orders the start, and
+        sends the new addresses to all nodes; it asks again if a port is taken.
+        """
         if node.rank is None:
             node.rank = self._roster.free_ranks()[0]
         if node.ports_attempt != self._attempt:
@@ -214,7 +225,7 @@ class ElasticCoordinator(Coordinator):
             self._send_all("places", nodes=places)
 
     def _host_of(self, node: Node) -> str:
-        """Return the IP address at which the others reach a node."""
+        """Return the IP address at which the other nodes reach a connected node."""
         return self._roster.hosts()[self._roster.nodes.index(node)]
 
     def _set_place(self, node: Node, ports: list[int]) -> None:
@@ -275,6 +286,8 @@ class ElasticCoordinator(Coordinator):
 
     def _handle_loss(self, node: Node, how: str) -> None:
         """Continue without a lost node if workers train, or else stop all workers.
+
+        The loss of a node that has not started workers has no effect.
 
         Args:
             node: The lost `Node`.

@@ -109,6 +109,8 @@ class HeartbeatConnection(MessageConnection):
 def _ip_address(name: Callable[[], Any]) -> str:
     """Return the IP address of an end of a socket; IPv4-mapped IPv6 becomes IPv4.
 
+    The result is `""` if the connection has ended.
+
     Args:
         name: Method of the socket that returns the address of the end.
     """

@@ -84,7 +84,7 @@ class Restarts:
 
     @property
     def grow_after_seconds(self) -> float | None:
-        """Float, seconds until all slots are tried again, or `None` for never."""
+        """Float, seconds until all slots are tried again; `None`: never, or all run."""
         return self._wait if self._wait and self.slots != self._all else None
 
     def decide(
@@ -97,7 +97,8 @@ class Restarts:
                 done or was stopped.
             seconds: Float, duration of the attempt.
             saved_to_grow: Bool, whether the workers have saved and exited so that the
-                job continues with more workers. Defaults to `False`.
+                job continues with more workers: all slots are then used again. Defaults
+                to `False`.
 
         Returns:
             `RestartDecision`, or `None` for no further attempt: the job is done, was
@@ -144,8 +145,8 @@ class Restarts:
     def _end_trial(self, cause: str, slot: int) -> RestartDecision:
         """Leave out a slot again that failed soon after it was brought back.
 
-        The next trial comes after twice the time. Trials are not counted: a device that
-        stays broken would use up all restarts.
+        The job starts again without it. The next trial comes after twice the time.
+        Trials are not counted: a device that stays broken would use up all restarts.
 
         Args:
             cause: String, such as `"worker 2 was killed after 5 s"`.

@@ -367,7 +367,7 @@ class Roster:
         return _join_names([str(node) for node in self.nodes])
 
     def hosts(self) -> list[str]:
-        """List the IP address at which the other nodes reach each node.
+        """List the IP addresses at which other nodes reach each of `nodes`, in order.
 
         A node on the machine of node 0 may be connected by the loopback, which no other
         machine can use: its address is that of node 0.

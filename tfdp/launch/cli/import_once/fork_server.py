@@ -84,15 +84,14 @@ class ForkServer:
         return False
 
     def fork(self, environment: Mapping[str, str], output: int) -> int:
-        """Fork a worker.
+        """Fork a worker, which becomes a child of the launcher in a separate session.
 
         Args:
             environment: Dict of the worker's environment variables.
             output: Int, descriptor for the worker's stdout and stderr.
 
         Returns:
-            Int, process id of the worker, which is a child of this process, in a
-            separate session.
+            Int, process id of the worker.
 
         Raises:
             OSError: If the fork failed, or was not answered in time.

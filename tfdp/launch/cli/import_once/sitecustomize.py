@@ -27,8 +27,8 @@ from typing import Any
 # `import tfdp` alone does not import TensorFlow, so these modules, which most scripts
 # use, are imported in advance, too.
 _TFDP_MODULES = ("tfdp.training.strategy.strategy", "tfdp.callbacks")
-# TensorFlow and its libraries read variables with these prefixes only at their import,
-# so a script that changes one after the early import gets a warning.
+# TensorFlow and its libraries read variables with these prefixes only when they are
+# imported, so a script that changes one after the early import gets a warning.
 _READ_AT_IMPORT = (
     *("TF_", "KERAS_", "XLA_", "CUDA_", "NVIDIA_", "ONEDNN_", "DNNL_"),
     *("OMP_", "KMP_", "OPENBLAS_", "MKL_"),
@@ -39,7 +39,11 @@ _READY = 0
 
 
 def main() -> None:
-    """Import the packages, then fork on request; return in the forks only."""
+    """Import the packages that the launcher names, then fork a worker on each request.
+
+    It returns in the workers only. The process that forks exits at an error, and when
+    the launcher closes the connection.
+    """
     folder = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
     _import_user_sitecustomize()
