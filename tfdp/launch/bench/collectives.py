@@ -252,7 +252,14 @@ def run(settings: Settings, files: output.Files) -> int:
 
 
 def _plot(num_replicas: int, rows: Sequence[Row], caption: str, path: Path) -> None:
-    """Plot bus bandwidth over size, with a line for each collective and algorithm."""
+    """Plot bus bandwidth over size, with a line for each collective and algorithm.
+
+    Args:
+        num_replicas: Int, number of replicas, for the title.
+        rows: Sequence of `Row`, the table.
+        caption: String, the machine and the versions.
+        path: Path of the PNG file.
+    """
     dtype = rows[0].dtype
     title = f"Collectives between {num_replicas} replicas, {dtype}"
     figure, axes = output.new_figure(title, caption)

@@ -35,7 +35,14 @@ def build(model: Model) -> Any:
 
 
 def _mlp(model: Model) -> Any:
-    """Build the MLP: two hidden layers with ReLU, and a linear head."""
+    """Build the MLP: two hidden layers with ReLU, and a linear head.
+
+    Args:
+        model: `Model`, whose `width` is the number of units of a hidden layer.
+
+    Returns:
+        A `torch.nn.Sequential`.
+    """
     from torch import nn
 
     width = model.width

@@ -87,8 +87,9 @@ class CoordinatorConnection(Node0Connection):
         """Return the exit code and the signal with which the job is to stop, or `None`.
 
         Any message ends the job, including the loss of node 0, except an order to stop
-        an earlier attempt. The message stays in the queue: `NodeAttempts` handles it
-        after the end of the job.
+        an earlier attempt, which is dropped. A message without code or signal means
+        `NODE_LOST` or SIGTERM. The message stays in the queue: `NodeAttempts` handles
+        it after the end of the job.
         """
         message = self.pop_message()
         if message is None:

@@ -32,6 +32,9 @@ DEFAULT_REPLACEMENTS = 10
 def _bounds(text: str) -> tuple[int, int]:
     """Parse the value of `--elastic`: `MIN:MAX`, or one number for both.
 
+    Returns:
+        Tuple of two ints, the least and the largest number of workers.
+
     Raises:
         ValueError: If it is neither, or if it is not `1 <= MIN <= MAX`.
     """

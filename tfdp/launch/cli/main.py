@@ -44,7 +44,10 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve a command; raise a `UsageError` with a hint for a script's path."""
+        """Resolve a command; raise a `UsageError` with a hint for a script's path.
+
+        Arguments and result are those of `click.Group.resolve_command`.
+        """
         name = args[0]
         is_script = name.endswith(".py") or os.path.isfile(name)
         is_named = self.get_command(ctx, name) is not None or ctx.resilient_parsing

@@ -232,7 +232,13 @@ def _missing_number(context: click.Context, args: Sequence[str]) -> click.UsageE
 def _restart_policy(
     settings: RunSettings, min_workers: int | None, grow_after: float | None
 ) -> Restarts:
-    """Create the restart policy; raise a usage error if its options conflict."""
+    """Create the restart policy; raise a usage error if its options conflict.
+
+    Args:
+        settings: `RunSettings`, with the number of workers and of restarts.
+        min_workers: Int, value of the option `--min-workers`, or `None`.
+        grow_after: Float, value of the option `--grow-after` in seconds, or `None`.
+    """
     num_workers, max_restarts = settings.num_workers, settings.max_restarts
     if min_workers is not None and min_workers > num_workers:
         raise click.UsageError(
@@ -254,7 +260,15 @@ def _restart_policy(
 def _run_here(
     context: JobContext, settings: RunSettings, restarts: Restarts, folder: pathlib.Path
 ) -> int:
-    """Run all workers on this machine, and return the exit code."""
+    """Run all workers on this machine, and return the exit code.
+
+    Args:
+        context: `JobContext` of all attempts.
+        settings: `RunSettings` of this machine. With `elastic`, failed workers are
+            replaced in a single attempt.
+        restarts: `Restarts`, the restart policy of a job that is not elastic.
+        folder: Path of the folder of logs.
+    """
     screen, num_workers = context.screen, settings.num_workers
     screen.node = 0
     logs, history = open_worker_logs(

@@ -304,11 +304,11 @@ class Roster:
             node.rank = node.hello.node_rank
 
     def node_at_rank(self, rank: int) -> Node | None:
-        """Return the connected node of a rank, or `None`."""
+        """Return the connected node of a rank, or `None` if there is none."""
         return next((node for node in self.nodes if node.rank == rank), None)
 
     def node_of_link(self, link: HeartbeatConnection) -> Node | None:
-        """Return the node at the other end of a connection, or `None`."""
+        """Return the node of a connection, or `None` if it is not in the roster."""
         return next((node for node in self.nodes if node.link is link), None)
 
     def free_ranks(self) -> list[int]:
