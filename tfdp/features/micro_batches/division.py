@@ -65,7 +65,7 @@ class MicroBatches(RowDivider):
 
     @property
     def counters(self) -> dict[str, Any]:
-        """Dict by name of the variables that backups save, `number` and `is_trial`."""
+        """Dict by name of the variables of `number` and `is_trial`, for backups."""
         return {"micro_batches": self._number, "micro_batches_trial": self._is_trial}
 
     @property
@@ -84,7 +84,11 @@ class MicroBatches(RowDivider):
         return bool(self._is_trial.numpy())
 
     def begin_memory_search(self, memory_search: MemorySearch) -> None:
-        """Search for fewer micro-batches: the next step computes rows one by one."""
+        """Search for fewer micro-batches: the next step computes rows one by one.
+
+        Args:
+            memory_search: `MemorySearch` whose `can_halve` decides after each step.
+        """
         self.memory_search, self.number = memory_search, MemorySearch.START
         self._is_trial.assign(1)
 
@@ -132,7 +136,10 @@ class MicroBatches(RowDivider):
         return [part.assign_add(1, read_value=False)]
 
     def has_computed(self) -> bool:
-        """Return whether all replicas had computed their rows when a step failed."""
+        """Return whether all replicas had computed all their rows when a step failed.
+
+        Such a step cannot be repeated, since it may have changed states.
+        """
         return self._num_computed() > self._num_done
 
     def end_step(self) -> None:

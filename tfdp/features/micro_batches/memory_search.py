@@ -49,7 +49,9 @@ class MemoryPredictor:
     def can_double(self) -> bool:
         """Return whether a step with twice the rows of the last one is likely to fit.
 
-        What does not depend on rows, such as gradients, is known from the second step.
+        It is called after each step, which has twice the rows of the step before. The
+        difference between the two is the memory that depends on rows; after the first
+        step, all memory of the step counts as dependent on rows.
         """
         before, growth = self._growth, max(self._peak() - self._base, 0)
         self._growth = growth
@@ -86,7 +88,10 @@ class MemorySearch:
             self.predictors.append(MemoryPredictor(peak, used.vms, free))
 
     def can_halve(self) -> bool:
-        """Return whether a step with half the micro-batches is likely to fit."""
+        """Return whether a step with half the micro-batches is likely to fit.
+
+        Then reset the peak of memory, so that it is measured anew in the next step.
+        """
         answers = [predictor.can_double() for predictor in self.predictors]
         reset_peak()
         return all(answers)

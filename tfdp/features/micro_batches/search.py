@@ -182,7 +182,7 @@ def _double(model: Any, division: MicroBatches, error: Exception) -> None:
 def _can_agree(model: Any) -> bool:
     """Return whether workers can agree with each other after the error of a step.
 
-    It needs several workers, whose collectives continue after an error.
+    It needs several workers, and a backend whose collectives continue after an error.
     """
     extended = model.distribute_strategy.extended
     return extended.worker_group.num_workers > 1 and extended.group.backend == "direct"
@@ -201,10 +201,10 @@ def _any_worker(strategy: Any, value: bool) -> bool:
 
     @tf.function(autograph=False)
     def on_replicas(flag: tf.Tensor) -> Any:
-        """Sum the values of all replicas."""
+        """Return the sum of `flag` over all replicas, on each local replica."""
 
         def on_replica() -> tf.Tensor:
-            """Sum the value of this replica's worker and those of the others."""
+            """Return the sum over all replicas of the flags of their workers."""
             return training_group(strategy).reducer.sum([flag])[0]
 
         # The `run` of tfdp's strategy divides a batch, which a vote does not have. So
@@ -223,7 +223,8 @@ def _why_not_repeatable(
     Args:
         model: The Keras model.
         division: `MicroBatches`.
-        rows: Int, rows of a replica, or `None` if the step has not read its batch.
+        rows: Int, the most rows of a local replica, or `None` if the step has not read
+            its batch.
         is_own: Bool, whether this worker has run out of memory.
     """
     strategy = model.distribute_strategy

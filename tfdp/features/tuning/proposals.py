@@ -60,7 +60,10 @@ def propose(
     algorithms: Sequence[str | None],
     routes_of: RoutesOf,
 ) -> list[Proposal]:
-    """Return the plans to try: the predicted fastest of each bucket size, and one more.
+    """Return the plans to try, which the cost model predicts to be fast.
+
+    They are the fastest plan of each of up to four bucket sizes, and then the fastest
+    plan that is not among these.
 
     Args:
         default: `BucketPlan` of the default, in the order of the backward pass.
@@ -89,7 +92,7 @@ def propose(
 def _all_proposals(
     default: BucketPlan, algorithms: Sequence[str | None], routes_of: RoutesOf
 ) -> Iterator[Proposal]:
-    """Yield a `Proposal` for each bucket size, first bucket and algorithm.
+    """Yield a `Proposal` for each bucket size, size of the first bucket and algorithm.
 
     Some are duplicates. The arguments are those of `propose`.
     """
@@ -109,7 +112,9 @@ def _all_proposals(
 
 
 def _select_different(ranked: Sequence[Proposal]) -> list[Proposal]:
-    """Select the fastest proposal of each bucket size, and the best remaining one.
+    """Select the fastest proposal of each bucket size, and the fastest remaining one.
+
+    The bucket sizes are at most four, those of the fastest proposals.
 
     Args:
         ranked: Sequence of `Proposal`, the fastest by prediction first.

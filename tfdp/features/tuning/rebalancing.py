@@ -77,7 +77,7 @@ class Rebalance(TimedSteps):
     def _rebalance(self) -> None:
         """Change each worker's share of the rows of later batches by its step time.
 
-        All workers call it. Nothing changes if one has measured too few steps.
+        All workers call it. Nothing changes if any worker has no measured time.
         """
         worker_group = worker_group_of(self.model)
         measured = worker_group.all_gather("the speed of workers", self._measured())
@@ -99,8 +99,11 @@ class Rebalance(TimedSteps):
     def _measured(self) -> tuple[int, int] | None:
         """Return this worker's compute time of a step in microseconds, and batch rows.
 
+        The stored readings are removed.
+
         Returns:
-            Tuple of two ints, or `None` if too few steps were timed.
+            Tuple of two ints, or `None` if too few steps were timed, or if their
+            compute time is not known.
         """
         assert self.meter is not None
         samples = [self.meter.sample(reading) for reading in self._readings]

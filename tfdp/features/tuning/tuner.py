@@ -66,6 +66,10 @@ class Gain:
 class Trial:
     """Trial of several plans, the candidates, against the default.
 
+    In a round, each remaining candidate and the default run for one block of steps,
+    whose times `add` receives. After every two rounds the slower half of the candidates
+    is dropped. Nine rounds with the last candidate decide whether it wins.
+
     Args:
         num_candidates: Int, at least 1. Candidates are numbered from 1; the default is
             0.
@@ -173,7 +177,11 @@ class Loop(Protocol):
     """Interface of the training loop in which a `Tuner` tries bucket plans."""
 
     def propose(self, step_seconds: float) -> list[Proposal]:
-        """Propose plans, the same on all workers, given the default's step time."""
+        """Propose plans, the same on all workers.
+
+        Args:
+            step_seconds: Float, measured time of a step with the default plan.
+        """
 
     def switch(self, proposal: Proposal | None) -> None:
         """Use the plan of a proposal from the next step on; `None` is the default."""
@@ -232,6 +240,9 @@ class Tuner:
         loop: `Loop` whose plans are tried.
         update_steps: Int, steps from one update of the weights to the next; only
             updates communicate.
+
+    Attributes:
+        outcome: `TrialResult`, or `None` until the trial has ended.
     """
 
     def __init__(self, loop: Loop, update_steps: int) -> None:
