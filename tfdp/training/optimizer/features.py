@@ -170,7 +170,10 @@ class Features:
         return any(feature.measures_loss for feature in self.active)
 
     def take_loss(self) -> tf.Tensor:
-        """Return, once, the scalar loss whose gradients are passed to the optimizer.
+        """Return the scalar loss whose gradients are passed to the optimizer.
+
+        It is the loss that `scale_loss` has received, which is then forgotten; or else
+        the last tensor that gradients were taken of.
 
         Raises:
             ValueError: If the loss is not known.

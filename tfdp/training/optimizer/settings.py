@@ -80,7 +80,10 @@ class OptimizerSettings:
 
     @property
     def accumulation_plan(self) -> Any:
-        """Int, micro-batches of an update; or a dict from epochs to such ints."""
+        """Int, number of micro-batches of an update; or a dict of such ints by epoch.
+
+        Each key of the dict is the first epoch, counted from 0, that has its number.
+        """
         return self.features.plan or self.accumulation_steps
 
     def set_accumulated_count(self, count: int, factor: float) -> None:

@@ -165,6 +165,8 @@ class ShardableOptimizer(OptimizerSettings):
     def save_own_variables(self, store: Any) -> None:
         """Write the variables of an optimizer other than `model.optimizer` to a file.
 
+        `model.optimizer` is saved as the optimizer that `as_keras` returns.
+
         Args:
             store: Dict-like object of Keras for the arrays of a file.
 
@@ -180,15 +182,15 @@ class ShardableOptimizer(OptimizerSettings):
         super().save_own_variables(store)  # type: ignore[misc]
 
     def swap_averages(self) -> None:
-        """Swap weights with their moving averages, outside a step."""
+        """Swap weights with the moving averages of sharded state, outside a step."""
         self._on_averages("swap", ShardedLayout.swap_with_average)
 
     def restart_averages(self) -> None:
-        """Restart moving averages at the weights, outside a step."""
+        """Restart the moving averages of sharded state at the weights, outside a step."""
         self._on_averages("restart", ShardedLayout.restart_average)
 
     def overwrite_with_averages(self, variables: Sequence[Any]) -> None:
-        """Overwrite variables with their moving averages, outside a step.
+        """Overwrite variables with moving averages of sharded state, outside a step.
 
         Args:
             variables: Sequence of Keras variables.
@@ -205,6 +207,8 @@ class ShardableOptimizer(OptimizerSettings):
         self, name: str, action: Callable[[ShardedLayout, ParamGroup], None]
     ) -> None:
         """Run an action on all replicas for each parameter group with moving averages.
+
+        The state must be sharded.
 
         Args:
             name: String, which identifies the action among traced functions.

@@ -22,7 +22,8 @@ class Totals:
     Args:
         gradients: List of this replica's tensors and `tf.IndexedSlices`, one for each
             variable of the step; or `None` if the gradients are reduced already.
-        sums: List of reduced gradients, one for each parameter group, or `None`.
+        sums: List of reduced gradients, one for each parameter group; or `None` if the
+            gradients are not reduced yet.
         count: Scalar int tensor, the number of micro-batches, or `None` for one.
         weight: Scalar tensor, a factor that the gradients are not multiplied by yet,
             or `None`.
@@ -167,10 +168,11 @@ class AccumulationState:
         return read(self.count) >= read(self.steps)
 
     def release(self, positions: Sequence[int]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Return the sums and the number of micro-batches, and reset both.
+        """Return sums and the number of micro-batches; reset the state.
 
         Args:
-            positions: Sequence of ints, the positions of the sums to return.
+            positions: Sequence of ints, the positions of the sums to return. All other
+                sums are reset, too.
 
         Returns:
             Tuple of the list of sums and a scalar int tensor.

@@ -87,9 +87,10 @@ def with_schedule(optimizer: Any, rate: Any) -> tuple[Any, Any]:
         rate: Scalar tensor, the learning rate, or `None` for the optimizer's own.
 
     Returns:
-        Tuple of an optimizer and a scalar tensor, the rate. The optimizer is a shallow
-        copy that has `rate`, if given, and that reads its counter once, if it is
-        elementwise; otherwise it is `optimizer` itself.
+        Tuple of an optimizer and a scalar tensor, the rate. If `rate` is given, the
+        optimizer is a shallow copy with that rate. If the optimizer is elementwise, it
+        is a shallow copy whose counter is read only once. If neither holds, it is
+        `optimizer` itself.
     """
     is_by_elements = is_elementwise(optimizer)
     if rate is None:

@@ -113,8 +113,9 @@ def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
     _constrain(step, is_kept)
     is_due = True if is_due is None else is_due
     if step.has_independent_groups:
-        # Each group may skip its own update. A skipped update counts, too, because
-        # other groups may have made theirs.
+        # A group of replicas may skip its update while other groups make theirs. So
+        # that the optimizers' counters stay equal on all replicas, they count an update
+        # that is due even if this replica's group skips it.
         _count(step, is_due, True)
     else:
         _count(step, is_updated, is_kept)
@@ -209,7 +210,8 @@ def _examine(
         loss: `CarriedScalar`, the loss, if a feature reads it; or `None`.
 
     Returns:
-        Tuple of the statistics and the conditions of features for the update.
+        Tuple of the statistics, and a list of the conditions of features: scalar bool
+        tensors, all of which must be true for the update to be made.
     """
     features = step.features
     statistics = step.layout.examine(
@@ -316,16 +318,18 @@ def _constrain(step: Step, is_kept: tf.Tensor | bool) -> None:
 
 
 def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) -> None:
-    """Stage 9: add one to the optimizers' counters after an update.
+    """Stage 9: add one to the counter of each optimizer, after an update.
 
-    If the step counts micro-batches, as Keras's accumulation does, add one after each.
+    If the step counts micro-batches, as Keras's accumulation does, add one after each
+    micro-batch instead, unless its update was skipped.
 
     Args:
         step: `Step`.
-        is_updated: Scalar bool tensor, or bool, whether an update was made; false
+        is_updated: Scalar bool tensor, or bool, whether to count an update. It is false
             after a micro-batch that is only accumulated.
-        is_kept: Scalar bool tensor, or bool, false if an update was due, but skipped;
-            true after a micro-batch that is only accumulated.
+        is_kept: Scalar bool tensor, or bool, whether to count a micro-batch: false if
+            an update was due, but skipped; true after a micro-batch that is only
+            accumulated. It is read only if the step counts micro-batches.
     """
     counts = is_kept if step.counts_micro_batches else is_updated
     for optimizer in step.optimizers:

@@ -184,11 +184,11 @@ class StateLayout:
         keras_optimizer.update_moving_average(group.optimizer)
 
     def overwrite_with_average(self, group: ParamGroup) -> None:
-        """Set the variables of a group to their averages."""
+        """Set the variables of a group to their moving averages."""
         keras_optimizer.overwrite_with_moving_average(group.optimizer)
 
     def constrain(self, variable: Any) -> None:
-        """Apply the constraint of a variable."""
+        """Apply the constraint of a Keras variable to its value on this replica."""
         part = tf_distribute.local_part(variable)
         part.assign(variable.constraint(part), read_value=False)
 
