@@ -45,9 +45,9 @@ class Builder:
         replica: `Replica`, with its rows and its conversions.
         tensors: Dict from the `id` of a tensor of the program to the tensor that the
             replica holds.
-        parent: Pair of the `Builder` of the graph around this one, and a dict from the
-            `id` of a placeholder to the tensor of that graph; or `None`. Defaults to
-            `None`.
+        parent: Pair of the `Builder` of the outer graph, and a dict from the `id` of a
+            placeholder of this graph to the tensor of the outer graph for which it
+            stands; or `None` for the outermost graph. Defaults to `None`.
         is_in_loop: Bool, whether the graph is inside of a loop. Defaults to `False`.
     """
 
@@ -153,7 +153,7 @@ class Builder:
         return [self.fact(tensor) for tensor in tensors]
 
     def need(self, op: Any, index: int) -> Need:
-        """Return the form in which an operation needs the input with an index."""
+        """Return the form in which an operation needs its input number `index`."""
         return self.plan.decisions[op].needs[index]
 
     def constant(self, value: Any, dtype: tf.DType) -> tf.Tensor:
@@ -161,10 +161,11 @@ class Builder:
         return tf.constant(np.asarray(value).astype(dtype.as_numpy_dtype), dtype)
 
     def multiple(self, tensor: Any) -> Any:
-        """Return the number of entries along the axis of rows for each row.
+        """Return how many entries a tensor has along its axis of rows for each row.
 
         It is 2, for example, after a reshape of `[rows, 4]` to `[2 * rows, 2]`; an int,
-        or an int32 scalar if it is not known before the step runs.
+        or an int32 scalar if it is not known before the step runs. To compute such a
+        scalar may take an all-reduce.
         """
         fact = self.fact(tensor)
         if fact.multiple is not None:
@@ -178,11 +179,17 @@ class Builder:
         return self._multiples[id(tensor)]
 
     def entries(self, tensor: Any) -> tf.Tensor:
-        """Return the size of the axis of rows over all replicas, an int32 scalar."""
+        """Return the size of a tensor's axis of rows over all replicas.
+
+        It is a scalar int32 tensor.
+        """
         return self.replica.rows.total * self.multiple(tensor)
 
     def own_entries(self, tensor: Any) -> tf.Tensor:
-        """Return the size of the axis of rows on this replica, an int32 scalar."""
+        """Return the size of a tensor's axis of rows on this replica.
+
+        It is a scalar int32 tensor.
+        """
         fact = self.fact(tensor)
         if fact.multiple is not None:
             return self.own_rows * fact.multiple
@@ -245,7 +252,10 @@ class Builder:
         return tf.TensorShape(shape)
 
     def shape_of(self, fact: Fact) -> Any:
-        """Return the shape, on this replica, of a tensor whose sizes are all known."""
+        """Return the shape of a tensor on this replica: int32, `[rank]`.
+
+        `fact` is the `Fact` of the tensor, with sizes that are all known.
+        """
         assert fact.sizes is not None
         own = fact.axis if fact.is_rows else None
         parts = [
@@ -299,7 +309,10 @@ class Builder:
         return template.build(inputs, control, kind)
 
     def build(self, op: Any) -> None:
-        """Build an operation, but constants and sizes only once they are needed."""
+        """Build an operation, unless it is a constant or computes sizes.
+
+        `get` and `sizes_of` build constants and sizes once they are needed.
+        """
         if op.type in ("Placeholder", "PlaceholderWithDefault"):
             self._build_read(op)
             return
@@ -436,7 +449,11 @@ class Builder:
         return not self.replica.is_writer and self.scope.is_shared(op)
 
     def _build_read(self, op: Any) -> None:
-        """Set a placeholder's value by the trace's function that reads it, if any."""
+        """Set the value of a placeholder that `ProgramTrace.read` has created.
+
+        Its function reads the value on this replica. Other placeholders, such as those
+        of the batch, keep the values that they have.
+        """
         tensor = op.outputs[0]
         read = self.trace.reads.get(id(tensor))
         if read is not None and id(tensor) not in self.tensors:
@@ -620,8 +637,8 @@ class Builder:
     def _sum_parts(self, tensor: Any) -> Any:
         """Return the total of a partial sum over replicas.
 
-        `tensor` is the one that is needed first. Partial sums whose totals are needed
-        later are part of the same all-reduce.
+        The same all-reduce sums all other partial sums that are built already and whose
+        totals an operation needs. Their totals are kept for later calls of `get`.
         """
         waiting = [
             other
@@ -708,19 +725,24 @@ class Builder:
             self._sizes[id(tensor), of_all] = own
 
     def shape(self, op: Any, index: int, *, of_all: bool) -> Any:
-        """Build an input's shape or size, or the shape of the items of a tensor list.
+        """Build what an operation returns of the shape of its input number `index`.
 
         Args:
-            op: `tf.Operation` of the program, such as `Shape`.
+            op: `tf.Operation` of the program. Its type selects the result: `Size` the
+                number of elements, `TensorListElementShape` the shape of the items of a
+                list, and `Shape` or `ShapeN` the shape.
             index: Int, index of the input.
             of_all: Bool, true for the whole batch, false for this replica's rows.
+
+        Returns:
+            Integer tensor: a scalar for `Size`, or else a vector.
         """
         source, result = op.inputs[index], op.outputs[index]
         fact = self.fact(source)
 
         @functools.cache
         def shape() -> Any:
-            """Return the shape that the input has on this replica."""
+            """Return the shape of the input, or of a list's items, on this replica."""
             own = self.get(source, AS_IS)
             if op.type == "TensorListElementShape":
                 return Builder.copy(self, op, [own])[0]
@@ -743,7 +765,7 @@ class Builder:
     def _size_in_rows(
         self, source: Any, fact: Fact, axis: int, shape: Any, *, of_all: bool
     ) -> Any:
-        """Return the size of an axis that is a multiple of the rows.
+        """Return the size of a tensor's axis, if it is a multiple of the rows.
 
         Args:
             source: Tensor of the program.

@@ -223,7 +223,9 @@ class Replica:
                 components of distributed variables.
 
         Returns:
-            Bool, whether they will be averaged; `False` if that is not possible.
+            Bool, whether they will be averaged. If the strategy does not know one of
+            them, or if the replica's group lacks replicas, none is, and the result is
+            `False`.
         """
         extended = self._strategy.extended
         variables = [extended.variable_of(handle) for handle in handles]

@@ -55,7 +55,8 @@ class EagerProgram(ProgramTrace):
         Args:
             tensors: Sequence of tensors that the action needs.
             run: Callable that takes these tensors, such as an update by the optimizer.
-            kind: String, that of `Effect`, such as `"parts"` for gradients. Defaults to
+            kind: String, as in `Effect`: `"parts"` for gradients, `"whole"`, or
+                `"as is"` for an action that other replicas do not repeat. Defaults to
                 `"whole"`.
 
         Raises:
@@ -173,6 +174,8 @@ class EagerStep:
     def _run(self, program: EagerProgram, args: tuple) -> Any:
         """Run the step as an eager program, and return its result.
 
+        If the program does not contribute, set the states of metrics to zero after it.
+
         Args:
             program: `EagerProgram` that records the updates of the step.
             args: Tuple, the arguments of the step.
@@ -251,7 +254,8 @@ def _join_rows(parts: Sequence[Any], workers: ProcessGroup, rank: int) -> Any:
         rank: Int, rank of this worker.
 
     Returns:
-        Tensor with the rows of all replicas; the first value if it has no rows.
+        Tensor with the rows of all replicas. If the parts are scalars, or no tensors,
+        the first one of them.
     """
     first, *_ = parts
     if not tf.is_tensor(first) or first.shape.rank == 0:
@@ -272,7 +276,7 @@ def _join_rows(parts: Sequence[Any], workers: ProcessGroup, rank: int) -> Any:
 
 
 def _all_gather(tensor: tf.Tensor, workers: ProcessGroup, rank: int) -> list[tf.Tensor]:
-    """All-gather an eager tensor of any shape; return a list of all, by rank."""
+    """All-gather an eager tensor of any shape from workers; return a list by rank."""
     own = tf.io.decode_raw(tf.io.serialize_tensor(tensor), tf.uint8)
     joined, counts = gather_first_axis(own, workers, 0, rank)
     serialized, tensors = joined.numpy().tobytes(), []

@@ -122,7 +122,7 @@ def whole(sizes: Any = None, value: np.ndarray | None = None) -> Fact:
 def integers(value: np.ndarray) -> Fact:
     """Return the `Fact` of integers: `Form.SIZES` if one is a multiple of the rows.
 
-    `value` is an array of `Size` with the elements of the tensor.
+    Otherwise they are whole. `value` is an array of `Size`, the elements of the tensor.
     """
     has_rows = any(size.kind == "rows" for size in value.ravel())
     shape = tuple(number(n) for n in value.shape)

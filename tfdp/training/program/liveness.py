@@ -73,7 +73,7 @@ def mark_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
 
 
 def _must_run(op: Any) -> bool:
-    """Return whether an operation has an effect apart from its results."""
+    """Return whether an operation must run even if its results are not used."""
     return programs.has_effect(op) and op.type not in PRUNED
 
 

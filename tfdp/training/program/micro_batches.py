@@ -36,13 +36,16 @@ _ADVICE = "Give the number of batches of an update: `GradientAccumulation(steps=
 class MicroPlan:
     """Where each operation of a program runs: in a loop over micro-batches, or once.
 
+    Operations that run once form stages: stage `i` runs just before loop `i`, and the
+    last stage after all loops.
+
     Args:
         plan: `Plan` of the program.
         inside: Set of operations that run in loops.
-        stages: Dict from an operation that runs once to its stage; the last stage is
-            the number of loops.
-        forwarded: Dict from a read to the tensor that the step has assigned before, and
-            the form in which replicas assign it.
+        stages: Dict from an operation that runs once to the index of its stage.
+        forwarded: Dict from a read of a variable to a pair: the tensor that the step
+            assigns to the variable before the read, and the form in which replicas
+            assign it.
         results: List of lists of the tensors that each loop returns.
         loops: List of lists of the operations of each loop, in order.
     """
@@ -56,7 +59,7 @@ class MicroPlan:
 
     @property
     def last_stage(self) -> int:
-        """Int, the stage in which states change."""
+        """Int, index of the stage after all loops, in which states change."""
         return len(self.loops)
 
     def is_built_per_stage(self, op: Any) -> bool:
@@ -76,7 +79,10 @@ class MicroPlan:
 def plan_micro_batches(
     plan: Plan, effects: Mapping[Any, Sequence[Any]], results: Sequence[Any]
 ) -> MicroPlan:
-    """Divide the operations of a program among loops over micro-batches and stages.
+    """Decide for each operation whether it runs in a loop over micro-batches or once.
+
+    Operations that run once form stages: one before each loop, and one after the last
+    loop, in which the states change.
 
     Args:
         plan: `Plan` of the program.
@@ -93,8 +99,8 @@ def plan_micro_batches(
 class _Planner:
     """Planner that assigns each operation to a loop over micro-batches, or to a stage.
 
-    A stage runs once: one before each loop, and one after the last, in which the states
-    change.
+    A stage runs once: one before each loop, and one after the last loop, in which the
+    states change.
 
     The arguments are those of `plan_micro_batches`.
     """
@@ -196,7 +202,7 @@ class _Planner:
     def _find_states(self) -> None:
         """Mark operations that write a state, or use a written one, for the last stage.
 
-        The last stage runs once, after the loop over micro-batches.
+        The last stage runs once, after all loops over micro-batches.
 
         A read of a variable after its assignment may come earlier: it is replaced by
         the assigned tensor, see `MicroPlan.forwarded`.

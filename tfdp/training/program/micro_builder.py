@@ -26,8 +26,8 @@ class StagedBuilder(Builder):
         micro: `MicroPlan` of the program.
         num_parts: Scalar int32 tensor, the number of micro-batches; a replica with
             fewer rows computes them one by one.
-        begin_changes: Callable, called once all replicas have computed all their rows.
-            It returns operations after which states may change.
+        begin_changes: Callable that builds operations and returns them. They run once
+            all replicas have computed all their rows, and states change after them.
         is_local: Bool, whether all replicas are in this process.
     """
 
@@ -107,7 +107,10 @@ class StagedBuilder(Builder):
             super()._build_operation(op)
 
     def _build_micro_batches(self, stage: int) -> None:
-        """Build the loop after a stage, over the micro-batches of this replica."""
+        """Build the loop over the micro-batches of this replica that follows a stage.
+
+        The combined results of the loop are stored as this replica's tensors.
+        """
         returned = self.micro.results[stage]
         own = tf.cast(self.replica.rows.own, tf.int32)
         count = tf.maximum(tf.minimum(self.num_parts, own), 1)

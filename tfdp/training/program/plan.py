@@ -235,7 +235,11 @@ def _check_conversion(op: Any, tensor: Any, fact: Fact) -> None:
 
 
 def _plan_operation(plan: Plan, op: Any, scope: ProgramProperties) -> None:
-    """Add an operation to the plan: its decision, and the facts of its outputs."""
+    """Add an operation to the plan: its decision, and the facts of its outputs.
+
+    If the operation needs a whole list that would be divided, the operation that
+    returns the list is added to `scope.whole`, and the graph has to be planned again.
+    """
     if op.type == "Const":
         _set_decision(plan, op, Decision([], [_fact_of_constant(op)]))
         return
@@ -516,10 +520,11 @@ def _without_value(fact: Fact) -> Fact:
 def converts(plan: Plan, effects: Mapping[Any, Sequence[Any]]) -> bool:
     """Return whether a planned graph gathers or sums over replicas.
 
+    The result is false for a graph with an update, which reduces gradients itself.
+
     Args:
         plan: `Plan` of the graph.
-        effects: Dict from a graph to its effects. If `plan.graph` has an update, the
-            result is false.
+        effects: Dict from a graph to its effects, such as updates.
     """
     if any(
         effect.tensors and effect.kind != "as is"
@@ -577,8 +582,9 @@ def _loop_variable_fact(before: Fact, after: Fact, *, is_list: bool) -> Fact:
     first = (before.sizes or (sizes.UNKNOWN,) * (after.axis + 1))[after.axis]
     is_whole_first = before.form is Form.WHOLE and not is_list
     if is_whole_first and after.is_rows and first.kind == "rows":
-        # The initial value, such as zeros, is whole, and each pass returns a replica's
-        # own rows. So each replica takes its own rows of the initial value.
+        # The initial value of the loop variable, such as zeros, is whole, but each pass
+        # returns a replica's own rows of the variable. So each replica begins with its
+        # own rows of the initial value.
         return Fact(Form.ROWS, after.axis, after.sizes)
     if {before.form, after.form} == {Form.WHOLE, Form.PART}:
         return Fact(Form.PART, sizes=shape)

@@ -54,6 +54,9 @@ class Size:
     def _sum_or_difference(self, other: Size, combine: Callable) -> Size:
         """Return the sum, or the difference, by the operator `combine`.
 
+        If it is not known, the result is `FREE` if neither size depends on the number
+        of rows, and `UNKNOWN` otherwise.
+
         Args:
             other: `Size` to add or subtract.
             combine: Callable of two numbers that returns their sum or difference.
@@ -99,9 +102,11 @@ class Size:
         return _free_or_unknown(self, other)
 
     def maximum(self, other: Size) -> Size:
-        """Return the larger size, or `FREE` or `UNKNOWN` if it is not known.
+        """Return the larger size.
 
-        A multiple of the rows counts as larger than 0 and 1, as if no batch were empty.
+        If it is not known which one is larger, the result is `FREE` if neither size
+        depends on the number of rows, and `UNKNOWN` otherwise. A multiple of the rows
+        counts as larger than 0 and 1, as if no batch were empty.
         """
         if self.kind == other.kind == "number":
             return number(max(self.number, other.number))
@@ -153,7 +158,10 @@ ONE = number(1)
 
 
 def _multiplied(size: Size, factor: Any) -> Size:
-    """Multiply a multiple of the rows by a number; `UNKNOWN` if not a multiple."""
+    """Multiply a multiple of the rows by a number.
+
+    The result is `UNKNOWN` unless the product is a positive, whole multiple.
+    """
     if factor <= 0:
         return UNKNOWN
     if size.number is None:
@@ -201,7 +209,7 @@ def broadcast(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
 
 
 def _broadcast_axis(sizes: list[Size]) -> Size:
-    """Return the size of an axis to which the operands' sizes of it broadcast.
+    """Return the size of an axis after a broadcast, from its size in each operand.
 
     If sizes other than one differ, a multiple of the rows takes precedence.
     """

@@ -247,7 +247,8 @@ class DividedStep:
         """Check a step that was just traced; compare the first one between workers.
 
         Raises:
-            ValueError: If the step must not be trained, or differs between workers.
+            ValueError: If steps differ between workers, if a gathered tensor would not
+                fit in memory, or if options or a `GradientExchange` forbid gathers.
         """
         trace, plan, conversions = found.trace, found.plan, found.conversions
         in_update = set(ids_gathered_by_update(trace, plan))
@@ -339,7 +340,7 @@ class DividedStep:
         return self._strategy.extended.variable_of(handle)
 
     def _is_metric(self, handle: Any) -> bool:
-        """Return whether a handle is that of a metric's state that is merged."""
+        """Return whether a handle is that of a metric's state summed over replicas."""
         variable = self._variable_of(self._outermost(handle))
         return isinstance(variable, MetricVariable) and variable.is_merged
 

@@ -18,7 +18,8 @@ def decide_composite(view: View) -> Decision | None:
     """Decide how to build an operation on sparse or ragged tensors, which are whole.
 
     Each replica runs it on the whole inputs. It slices its own rows of a dense output,
-    and keeps a sparse output whole. `None` if the number of rows is not known.
+    and keeps a sparse output whole. The decision is `None` for another operation, if
+    the number of rows is not known, or if the output is dense and inputs are not whole.
     """
     if view.type in _ROWS_OF_SPARSE:
         return _decide_sparse_output(view)
@@ -58,12 +59,13 @@ def _build_and_take_rows(builder: Any, op: Any, replica_inputs: list) -> list:
 def _rows_by_value(index: int) -> Callable[[View], Size | None]:
     """Return a function that reads an output's number of rows from an input's value.
 
-    The function takes the `View` of an operation. It returns the first element of the
-    input with this index as a `Size`, or `None` if it is not known.
+    The value of the operation's input number `index` is that number, or a shape that
+    begins with it. The function takes the `View` of the operation, and returns the
+    number as a `Size`, or `None` if the value is not known.
     """
 
     def size(view: View) -> Size | None:
-        """Return the first element of the input, or `None` if not known."""
+        """Return the first element of input number `index`, or `None` if not known."""
         value = view.facts[index].value
         return None if value is None or not value.size else value.ravel()[0]
 

@@ -88,6 +88,9 @@ def _decide_from_labels(
 ) -> Decision | None:
     """Decide how to build a contraction, from the labels of its axes.
 
+    The decision is `None` if a shape is not known, or if inputs differ in their entries
+    per row.
+
     Args:
         view: `View` of the operation.
         inputs: Sequence of strings, the labels of the axes of each input.

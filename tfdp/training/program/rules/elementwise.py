@@ -200,7 +200,10 @@ def _linear_inputs(view: View, parts: list[int]) -> list[int]:
 
 
 def decide_elementwise(view: View) -> Decision | None:
-    """Decide how replicas build an element-wise operation: each on its own rows."""
+    """Decide how replicas build an element-wise operation: each on its own rows.
+
+    The decision is `None` for another operation, or if the operands' rows do not match.
+    """
     if view.type not in ELEMENTWISE:
         return None
     if view.type == "Bitcast":
@@ -291,6 +294,8 @@ def decide_local(view: View) -> Decision | None:
 
     Such local values exist inside of a layer that handles the rows of each replica
     separately. Results are local, too, unless other inputs are rows or partial sums.
+    The decision is `None` if no input is local, or if an operation that is not
+    element-wise has rows as another input.
     """
     if Form.LOCAL not in view.forms():
         return None

@@ -59,7 +59,8 @@ def decide_layout(view: View) -> Decision | None:
 def _transpose(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
     """Decide how replicas build a transpose of a row-sharded tensor.
 
-    It moves the axis of rows.
+    The transpose may move the axis of rows. The decision is `None` if the permutation
+    is not known.
     """
     permutation = view.numbers(1)
     if permutation is None:
@@ -70,7 +71,10 @@ def _transpose(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | N
 
 
 def _expand_dims(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas insert an axis of size one into their rows (`ExpandDims`)."""
+    """Decide how replicas insert an axis of size one into their rows (`ExpandDims`).
+
+    The decision is `None` if the index of the axis is not known.
+    """
     place = view.numbers(1)
     if place is None:
         return None
@@ -122,7 +126,8 @@ def _squeeze(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
 def _broadcast(view: View) -> Decision | None:
     """Decide how replicas build a broadcast, of or to a row-sharded tensor.
 
-    Each replica builds its own rows of the result.
+    Each replica builds its own rows of the result. The decision is `None` if shapes are
+    not known well enough, or if the result has no axis of rows.
     """
     data, target = view.facts[0], view.facts[1].value
     if target is None or data.sizes is None:
@@ -156,7 +161,10 @@ def _fill(view: View) -> Decision | None:
 
 
 def _range(view: View) -> Decision | None:
-    """Decide how replicas build a range of row numbers: each builds its own."""
+    """Decide how replicas build a range of row numbers: each builds its own.
+
+    The decision is `None` for any other range.
+    """
     limit = view.facts[1].value
     if limit is None or (view.numbers(0), view.numbers(2)) != (0, 1):
         return None
@@ -196,7 +204,8 @@ def _join(view: View) -> Decision | None:
     """Decide how replicas build a concatenation or a stack of row-sharded tensors.
 
     Each replica joins its own rows, unless they are joined along their axis, see
-    `_join_rows`.
+    `_join_rows`. The decision is `None` if a shape or the axis is not known, or if
+    inputs differ in their entries per row.
     """
     is_stack = view.type == "Pack"
     count = len(view) if is_stack else len(view) - 1
@@ -234,6 +243,7 @@ def _join_rows(view: View, facts: Sequence[Fact], axis: int) -> Decision | None:
     """Decide how replicas build a concatenation of rows, such as real and fake images.
 
     The inputs are gathered, and each replica has its block of the concatenated rows.
+    The decision is `None` if their number is not a known multiple of the batch's rows.
 
     Args:
         view: `View` of the concatenation.
@@ -293,6 +303,7 @@ def _concat_offset(view: View) -> Decision | None:
     """Decide how replicas build `ConcatOffset`: where inputs begin in a concatenation.
 
     The offsets are integers computed from sizes, so they may be multiples of the rows.
+    The decision is `None` if they are not known.
     """
     axis = view.numbers(0)
     shapes = [fact.value for fact in view.facts[1:]]
@@ -326,7 +337,8 @@ def _operate_along_axes(
 ) -> Decision | None:
     """Decide how replicas build an operation along axes, such as a running sum.
 
-    It is not divided if one of these axes is that of rows.
+    The decision is `None` if one of these axes is that of rows, or if they are not
+    known.
     """
     axes = view.numbers(2 if view.type == "Roll" else 1)
     if axes is None or input_fact.axis in {

@@ -24,7 +24,11 @@ from tfdp.training.program.view import AS_IS, WHOLE, Decision, Need, View, need_
 
 
 def decide_list(view: View) -> Decision | None:
-    """Decide how replicas build an operation on a `TensorList` or an optional value."""
+    """Decide how replicas build an operation on a `TensorList` or an optional value.
+
+    The decision is `None` for another operation, or if the rule of this one returns
+    `None`, as for a read of a list without items.
+    """
     return _LISTS[view.type](view) if view.type in _LISTS else None
 
 
@@ -40,7 +44,7 @@ def _build_empty(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _element_shape(shape_input: Any) -> Any:
-    """Return the static shape of the items as ints, -1 where not known.
+    """Return the static shape of a list's items as ints, -1 where not known.
 
     `shape_input` is the tensor with the shape. With an unknown rank the result is -1.
     """
@@ -228,7 +232,10 @@ def _build_from_tensor(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _optional_from_value(view: View) -> Decision | None:
-    """Decide how replicas build an optional value, in the form of the value itself."""
+    """Decide how replicas build an optional value, in the form of the value itself.
+
+    The decision is `None` if the optional holds several tensors, or none.
+    """
     if len(view) != 1:
         return None
     need, fact = _need_of_item(Fact(Form.EMPTY), view.facts[0])

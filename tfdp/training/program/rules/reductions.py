@@ -50,7 +50,8 @@ def decide_reduction(view: View) -> Decision | None:
 def _decide_over_axes(view: View, input_fact: Fact) -> Decision | None:
     """Decide how replicas build a reduction; along rows, sums become partial sums.
 
-    `input_fact` is the `Fact` of the reduced tensor.
+    `input_fact` is the `Fact` of the reduced tensor. The decision is `None` if the axes
+    are not known well enough, or if the reduction along rows cannot be divided.
     """
     assert input_fact.sizes is not None
     certain, maybe = _reduced_axes(view, len(input_fact.sizes))

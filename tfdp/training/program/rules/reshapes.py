@@ -21,7 +21,11 @@ from tfdp.training.program.view import (
 
 
 def decide_reshape(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas build a reshape that keeps the axes before that of rows."""
+    """Decide how replicas build a reshape that keeps the axes before that of rows.
+
+    The decision is `None` for any other reshape, if its shape is not known, or if it
+    may mix rows.
+    """
     target = view.facts[1].value
     reshaped = None if target is None else _reshaped(input_fact, list(target))
     if reshaped is None:
@@ -35,7 +39,7 @@ def decide_reshape(view: View, input_fact: Fact, input_sizes: Shape) -> Decision
 
 
 def _reshaped(input_fact: Fact, target: list[Size]) -> tuple[Shape, int] | None:
-    """Return shape and axis of rows after a reshape, or `None` if rows are mixed.
+    """Return shape and axis of rows after a reshape, or `None` if it may mix rows.
 
     Args:
         input_fact: `Fact` of the tensor before the reshape.
@@ -97,7 +101,8 @@ def _multiple(input_fact: Fact, after: Size, inner: Size, size: Size) -> int | N
     Args:
         input_fact: `Fact` of the tensor before the reshape.
         after: `Size`, product of the sizes after the axis of rows, before the reshape.
-        inner: `Size`, product of the known sizes after it in the target shape.
+        inner: `Size`, product of the known sizes after the axis of rows in the target
+            shape.
         size: `Size` of the axis of rows in the target shape.
     """
     if size.kind == "rows":
@@ -119,7 +124,8 @@ def _may_mix_rows(input_fact: Fact, after: Size, inner: Size, size: Size) -> boo
     Args:
         input_fact: `Fact` of the tensor before the reshape.
         after: `Size`, product of the sizes after the axis of rows, before the reshape.
-        inner: `Size`, product of the known sizes after it in the target shape.
+        inner: `Size`, product of the known sizes after the axis of rows in the target
+            shape.
         size: `Size` of the axis of rows in the target shape.
     """
     assert input_fact.sizes is not None
@@ -149,7 +155,8 @@ def _open_size(input_fact: Fact, after: Size, inner: Size, size: Size) -> Size:
     Args:
         input_fact: `Fact` of the tensor before the reshape.
         after: `Size`, product of the sizes after the axis of rows, before the reshape.
-        inner: `Size`, product of the known sizes after it in the target shape.
+        inner: `Size`, product of the known sizes after the axis of rows in the target
+            shape.
         size: `Size` of the axis of rows in the target shape.
     """
     known = None not in (input_fact.multiple, size.number)

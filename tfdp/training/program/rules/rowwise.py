@@ -153,7 +153,8 @@ def decide_recurrent(view: View) -> Decision | None:
     """Decide how to build a recurrent layer of cuDNN, which Keras uses on GPUs.
 
     A GRU has no second state: scalars take its place. What the forward pass reserves
-    for its gradient is of this replica alone.
+    for its gradient is of this replica alone. The decision is `None` for another
+    operation, or if its inputs are not sharded by the same rows.
     """
     indices = _RECURRENT.get(view.type)
     if indices is None or not view.facts[0].is_rows:
@@ -202,7 +203,7 @@ def _build_recurrent(builder: Any, op: Any, replica_inputs: list) -> list:
         return builder.copy(op, replica_inputs)
 
     def without_rows() -> list[tf.Tensor]:
-        """Return outputs without rows, and a gradient of the weights of zeros."""
+        """Return outputs without rows; the gradient of the weights is zeros."""
         if op.type == "CudnnRNNBackpropV3":
             return [tf.zeros_like(tensor) for tensor in replica_inputs[:4]]
         steps_and_rows = tf.shape(replica_inputs[0])[:2]
@@ -240,7 +241,7 @@ def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
 
 
 def _mixes_axis(view: View, axis: int) -> bool:
-    """Return whether an operation combines entries along an axis, that of rows."""
+    """Return whether an operation combines entries along `axis`, the axis of rows."""
     if _WINDOWS.search(view.type) or view.type.startswith(("BiasAdd", "ImageProj")):
         return axis > 0
     first = view.facts[0]

@@ -32,7 +32,8 @@ def decide_variable(view: View) -> Decision | None:
     """Decide how replicas build a read or a write of a variable.
 
     States of metrics stay partial sums; any other variable has the same value on every
-    replica.
+    replica. The decision is `None` for another operation, or if the indices of a
+    `ResourceGather` have no rows.
     """
     reads = bool(view.op.outputs) and view.type != "VariableShape"
     if reads and view.scope.is_shared(view.op):
@@ -182,9 +183,9 @@ def is_output(op: Any) -> bool:
     return is_summary or op.type == "PrintV2"
 
 
-# The generator of such an operation cannot skip the numbers of other replicas, so the
-# first replica draws for all. If the shape, an input, has an axis of rows, each replica
-# then slices its own rows.
+# These operations draw from a stateful generator, which cannot skip the numbers of
+# other replicas, so the first replica draws for all. Their first input is the shape of
+# the numbers: if it has an axis of rows, each replica slices its own rows of them.
 _SHAPED_RANDOM = operations(
     """
     RandomUniform RandomStandardNormal TruncatedNormal RandomUniformInt RandomGamma
@@ -204,7 +205,8 @@ STATEFUL_RANDOM = _SHAPED_RANDOM | operations(
 def decide_stateful_random(view: View) -> Decision | None:
     """Decide how replicas build stateful random numbers, drawn on the first replica.
 
-    In a loop, which must have no collectives, each replica draws the same numbers.
+    In a loop, which must have no collectives, each replica draws the same numbers. The
+    decision is `None` for another operation.
     """
     if view.type not in STATEFUL_RANDOM:
         return None
@@ -244,7 +246,10 @@ def _build_rows_of_first(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def decide_python(view: View) -> Decision | None:
-    """Decide how replicas build a Python function: the first one calls it for all."""
+    """Decide how replicas build a Python function: the first one calls it for all.
+
+    The decision is `None` for another operation.
+    """
     # A Python function may draw random numbers, count its calls or write files, so it
     # runs as often as on one device, except in loops, where each replica calls it.
     if view.type not in tf_data.PYTHON_FUNCTIONS:

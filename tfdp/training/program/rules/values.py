@@ -336,7 +336,10 @@ def _can_follow(value: np.ndarray) -> bool:
 
 
 def _decide_shapes(view: View) -> Decision | None:
-    """Decide how replicas build `tf.shape_n`, the shapes of several tensors."""
+    """Decide how replicas build `tf.shape_n`, the shapes of several tensors.
+
+    The decision is `None` if one of the shapes is not known.
+    """
     values = [_shape(view, index) for index in range(len(view))]
     known = [value for value in values if value is not None and _can_follow(value)]
     if len(known) < len(values):
@@ -351,7 +354,10 @@ def _build_shapes(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _decide_broadcast_axes(view: View) -> Decision | None:
-    """Decide how replicas build the axes over which a broadcast gradient is summed."""
+    """Decide how replicas build the axes over which a broadcast gradient is summed.
+
+    The decision is `None` if the shape of an operand is not known.
+    """
     shapes = [fact.value for fact in view.facts]
     if any(shape is None for shape in shapes):
         return None
@@ -383,8 +389,9 @@ def _decide_broadcast_axes(view: View) -> Decision | None:
 
 
 def _build_axes(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build the axes as constants if known, or else from sizes of the whole batch.
+    """Build the axes over which a broadcast gradient is summed.
 
+    They are constants if known, or else computed from sizes of the whole batch.
     A replica with one row or none would compute other axes from its own sizes.
     """
     facts = builder.facts_of(op.outputs)
