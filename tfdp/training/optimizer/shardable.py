@@ -186,7 +186,7 @@ class ShardableOptimizer(OptimizerSettings):
         self._on_averages("swap", ShardedLayout.swap_with_average)
 
     def restart_averages(self) -> None:
-        """Restart the moving averages of sharded state at the weights, outside a step."""
+        """Restart moving averages of sharded state at the weights, outside a step."""
         self._on_averages("restart", ShardedLayout.restart_average)
 
     def overwrite_with_averages(self, variables: Sequence[Any]) -> None:

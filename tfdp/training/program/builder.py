@@ -765,7 +765,7 @@ class Builder:
     def _size_in_rows(
         self, source: Any, fact: Fact, axis: int, shape: Any, *, of_all: bool
     ) -> Any:
-        """Return the size of a tensor's axis, if it is a multiple of the rows.
+        """Return the size of a tensor's axis that is a multiple of the rows.
 
         Args:
             source: Tensor of the program.
