@@ -54,7 +54,10 @@ class MicroBatchSearch(Feature):
             fit.model.train_function = None
 
     def wrap_step(self, model: Any, step: Callable) -> Callable:
-        """Return a step that is repeated until it fits in memory."""
+        """Return a step that is repeated until it fits in memory.
+
+        It is `step` itself if the model's optimizer has no `MicroBatches`.
+        """
         division = division_of(model)
         if division is None:
             return step
@@ -250,7 +253,10 @@ def _why_not_repeatable(
 
 
 def _report(model: Any, division: MicroBatches, before: int) -> None:
-    """Log and store the number that was found after a step failed with `before`."""
+    """Log and store the number of micro-batches with which a failed step succeeded.
+
+    `before` is the number of micro-batches with which it ran out of memory.
+    """
     number = division.number
     _store(
         model,

@@ -220,7 +220,10 @@ class Builder:
         return self.with_shape(own, tensor, fact)
 
     def cache_whole(self, tensor: Any, value: tf.Tensor) -> None:
-        """Cache the value of a tensor for the whole batch, to avoid a gather of it."""
+        """Cache the value of a tensor for the whole batch, to avoid a gather of it.
+
+        `get` then returns `value` where the program's `tensor` is needed whole.
+        """
         self._converted[id(tensor), WHOLE] = value
 
     def with_shape(self, tensor: Any, source: Any, fact: Fact) -> Any:

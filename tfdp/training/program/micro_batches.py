@@ -232,7 +232,10 @@ class _Planner:
                     self._late.add(op)
 
     def _position_of_update(self, positions: Mapping[Any, int]) -> float:
-        """Return the position in the graph of a step's first update, or infinity."""
+        """Return the position in the graph of a step's first update, or infinity.
+
+        `positions` are those of all operations in the graph.
+        """
         effects = self._effects.get(self._plan.graph, ())
         # Effects of the kind "as is" only observe a tensor, so they are not updates.
         found = [effect.position for effect in effects if effect.kind != "as is"]

@@ -117,7 +117,7 @@ class StagedBuilder(Builder):
         joins = [_Join(tensor, self.fact(tensor), count) for tensor in returned]
 
         def body(index: tf.Tensor, *totals: Any) -> list:
-            """Build the operations of one micro-batch, and add up their results."""
+            """Build one micro-batch; return the next index and the new totals."""
             builder = self._of_micro_batch(index, count)
             for op in self.micro.loops[stage]:
                 builder.build(op)

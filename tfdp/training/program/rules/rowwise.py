@@ -241,7 +241,10 @@ def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
 
 
 def _mixes_axis(view: View, axis: int) -> bool:
-    """Return whether an operation combines entries along `axis`, the axis of rows."""
+    """Return whether an operation combines entries along `axis`, the axis of rows.
+
+    The last axes, whose number `_NUM_INNER_AXES` gives, are checked by the caller.
+    """
     if _WINDOWS.search(view.type) or view.type.startswith(("BiasAdd", "ImageProj")):
         return axis > 0
     first = view.facts[0]

@@ -104,7 +104,7 @@ def _strided_slice(view: View, data: Any, begin: Any, end: Any, strides: Any) ->
 
 
 def _slice(view: View, data: Any, begin: Any, size: Any) -> Any:
-    """Return the result of `tf.slice`, or `None` if it fails."""
+    """Return the result of `tf.slice`, or `None` if it would fail."""
     ends = np.where(size == -1, data.shape, begin + size)
     if (begin < 0).any() or (ends < begin).any() or (ends > data.shape).any():
         return None
@@ -129,7 +129,7 @@ def _gather(view: View, data: Any, indices: Any, axis: Any) -> Any:
 
 
 def _select(view: View, condition: Any, one: Any, other: Any) -> Any:
-    """Return `tf.where` by a scalar, or `None` for another condition."""
+    """Return the result of `tf.where` for a scalar condition, `None` for any other."""
     if condition.ndim:
         return None
     return np.broadcast_arrays(one, other)[0 if condition else 1]
@@ -200,7 +200,7 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Callable:
     """
 
     def combine(one: Size, other: Size) -> Size:
-        """Compare two sizes; the result is known if both are numbers."""
+        """Return the result for two sizes as a `Size`, known if both are numbers."""
         if one.kind == other.kind == "number":
             return sizes.number(bool(compare(one.number, other.number)))
         return FREE if one.is_free and other.is_free else UNKNOWN
