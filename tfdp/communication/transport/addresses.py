@@ -146,7 +146,7 @@ def _address_of_interface(interface: str) -> str:
 
 
 def _resolve(host: str) -> list[str]:
-    """Resolve a host name to addresses, sorted; `TransportError` if it has none."""
+    """Resolve a host name, IPv4 addresses first; `TransportError` if that fails."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -162,10 +162,15 @@ def _resolve(host: str) -> list[str]:
 def _external_address(host: str, loopback: str) -> str:
     """Return this host's only address that other hosts reach, else `loopback`.
 
-    Raises `TransportError` if there are several.
-
     Called for a host name that resolves to loopback here: Debian's `/etc/hosts` maps
     the host's own name to 127.0.1.1, which is not reachable from other hosts.
+
+    Args:
+        host: String, the name, for the error.
+        loopback: String, the loopback address to which the name resolves.
+
+    Raises:
+        TransportError: If several interfaces have an address that other hosts reach.
     """
     others = {
         name: addresses[0]

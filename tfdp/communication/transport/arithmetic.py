@@ -75,14 +75,15 @@ def _add_to(total: Array, addends: Sequence[Array]) -> Array:
 
 
 def mean_by_samples(parts: Sequence[tuple[float, Sequence[Array]]]) -> list[Array]:
-    """Return the means of arrays, each weighted by its number of samples.
+    """Average the arrays at each position of several lists, weighted by samples.
 
     Args:
-        parts: Sequence of pairs of a number of samples and arrays, which have the same
-            shapes in all parts.
+        parts: Sequence of pairs of a number of samples, the weight, and a list of
+            arrays. The arrays at one position have the same shape in all lists.
 
     Returns:
-        List of arrays, of the dtypes of the first part.
+        List of arrays, one for each position, of the dtypes of the first list; zeros if
+        there are no samples.
 
     Example:
     >>> mean_by_samples([(3.0, [np.array([1.0])]), (1.0, [np.array([5.0])])])

@@ -103,11 +103,13 @@ def steps_ahead(error: Exception, generation: int) -> int | None:
 
     Args:
         error: Exception of a collective, detected here or by another member.
-        generation: Int, generation of this worker's call.
+        generation: Int, number of steps of this worker that had failed before the
+            collective, as for `new_tag`.
 
     Returns:
         Int, the number of failed steps by which another member is ahead of
-        `generation`, 0 if none is; `None` if the error has another cause.
+        `generation`, 0 if none is; `None` if the error is not about different numbers
+        of failed steps.
 
     Example:
     >>> tags = [new_tag(generation, "") for generation in (1, 2)]

@@ -43,7 +43,10 @@ class Link(Protocol):
 
 
 class PieceCounter:
-    """Counter of data that has arrived or was added, for which `Piece`s may wait."""
+    """Number of segments that have arrived or were added; `Piece`s may wait for it.
+
+    The number grows by calls of `increment`, such as from `Piece.then`.
+    """
 
     __slots__ = ("count",)
 

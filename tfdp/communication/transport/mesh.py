@@ -457,7 +457,11 @@ class Mesh:
     def _new_socket(
         self, peer_addresses: Addresses
     ) -> tuple[socket.socket, tuple | str]:
-        """Create a socket to dial a peer; return it and the address to connect to."""
+        """Create a socket to dial a peer; return it and the address to connect to.
+
+        Peers on this host are dialed over a Unix socket, if the mesh uses them, and all
+        others over TCP.
+        """
         if self._use_unix and peer_addresses.machine == self.addresses.machine:
             return close_in_forks(
                 socket.socket(socket.AF_UNIX)
@@ -516,7 +520,10 @@ class Mesh:
 
     @contextlib.contextmanager
     def _interruptible(self, sock: socket.socket) -> Iterator[None]:
-        """Let `close` interrupt a thread that waits on a socket in the block."""
+        """Let `close` interrupt a thread that waits on a socket in the block.
+
+        Raises `TransportClosed`, and closes the socket, if the mesh is closed already.
+        """
         with self._changed:
             if self._closed is not None:
                 sock.close()

@@ -268,7 +268,7 @@ class MpiCommunicator:
         """Receive the parts of the other members into `array`; send them this one's.
 
         Args:
-            array: Flat array.
+            array: Flat array, with this member's part.
             bounds: Sequence of ints, the bounds of the members' parts.
             call: `CollectiveHeader`, the same on all members.
         """
@@ -282,10 +282,11 @@ class MpiCommunicator:
     def _scatter(
         self, array: Array, bounds: Sequence[int], source: int, call: CollectiveHeader
     ) -> None:
-        """Send each member its part of the source's array.
+        """Copy each member's part of the source's array to that member.
 
         Args:
-            array: Flat array.
+            array: Flat array, sent by the source; other members receive their part into
+                the same place of theirs.
             bounds: Sequence of ints, the bounds of the members' parts.
             source: Int, index of the member that sends.
             call: `CollectiveHeader`, the same on all members.

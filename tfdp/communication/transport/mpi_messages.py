@@ -257,10 +257,15 @@ class MpiMessages:
         self._pending.append(pending)
 
     def _wait(self, peers: Mapping[int, _Peer]) -> None:
-        """Wait until all requests are complete, or a member is lost.
+        """Wait until all pending requests are complete.
 
         Args:
             peers: Mapping from a member's index to the state of the exchange with it.
+
+        Raises:
+            PeerLost: If a member has left before its requests are complete.
+            TransportClosed: If `close` is called during the wait.
+            TransportError: If a member calls another collective.
         """
         waiting = Backoff(_MAX_WAIT_SECONDS)
         moving = Backoff(_MAX_MOVE_SECONDS)
@@ -330,7 +335,12 @@ class MpiMessages:
             return is_first
 
     def _fail(self, reason: str) -> None:
-        """Close the communicator after an error; the job keeps its pending requests."""
+        """Close the communicator after an error; the job keeps its pending requests.
+
+        Args:
+            reason: String, the error, sent to the other members unless this one has
+                sent them a reason before.
+        """
         pending, self._pending = self._pending, []
         if pending:
             sends = [each.request for each in pending if each.is_send]

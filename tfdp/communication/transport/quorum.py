@@ -71,7 +71,7 @@ class QuorumMember:
         self._error: Exception | None = None
 
     def exchange(self, share: Share) -> QuorumSum:
-        """Contribute to the next step; return its sum.
+        """Contribute to the next step; wait for its sum, and return it.
 
         Args:
             share: `Share`, which does not count if the step has closed already.

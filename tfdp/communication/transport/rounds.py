@@ -296,7 +296,8 @@ class RoundLeader(Rounds):
         Args:
             samples: Float, number of samples, the weight of this worker.
             arrays: Sequence of arrays to average.
-            state: Sequence of arrays, this worker's state before the round.
+            state: Sequence of arrays, this worker's state before the round, which a
+                worker that has missed rounds receives.
 
         Returns:
             `Reply`.

@@ -133,8 +133,9 @@ def bytes_of(array: Array) -> memoryview:
 def pipeline(num_segments: int, steps: range, lag: int = LAG) -> Iterator[tuple]:
     """Order the steps of all segments, with `lag` slots between steps of a segment.
 
-    A member sends a segment that it has received in the previous step. In this order,
-    the same on all members, the segment has arrived by then, and is still in the cache.
+    A slot runs each step for at most one segment. A member sends a segment that it has
+    received in the previous step. In this order, the same on all members, the segment
+    has arrived by then, and is still in the cache.
 
     Args:
         num_segments: Int, number of segments.

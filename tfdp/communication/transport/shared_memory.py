@@ -99,8 +99,8 @@ class SharedMemoryCommunicator(SocketCommunicator):
         super().__init__(mesh, ranks, lane)
         self._small_array_bytes = small_bytes
         self._outboxes: list[_Outbox] = []
-        # A multiple of 64 bytes is a multiple of the size of every dtype, so that a
-        # chunk holds whole elements.
+        # A multiple of 64 bytes is a multiple of the size of every dtype, so a chunk
+        # holds whole elements.
         self._chunk_bytes = chunks_bytes // self._size // 64 * 64
         self._step = 0
         with self._collective():
@@ -156,7 +156,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         """Close the connections, as in `Communicator.close`; release shared memory."""
         super().close(reason)
         # A collective that still runs on another thread has its own references to the
-        # outboxes, so that their memory stays valid for it.
+        # outboxes, so their memory stays valid for it.
         self._outboxes = []
 
     def _sum(
@@ -247,7 +247,10 @@ class SharedMemoryCommunicator(SocketCommunicator):
             self._check(memoryview(answer)[:HEADER_BYTES], call, index)
 
     def _is_for_sockets(self, array: Array) -> bool:
-        """Whether an array is exchanged over the sockets rather than shared memory."""
+        """Whether an array goes over the sockets: if it is small, or in all cases.
+
+        All arrays do if the group has no shared memory, or only one member.
+        """
         return (
             array.nbytes <= self._small_array_bytes
             or self._size == 1

@@ -164,7 +164,11 @@ class SocketCommunicator:
 
     @contextlib.contextmanager
     def _collective(self) -> Iterator[None]:
-        """Keep the connections open in the block; on an error, close all of them."""
+        """Run a collective in the block; on an error, close all connections.
+
+        In the block, `close` ends calls that wait, but does not free the descriptors of
+        the connections. Raises `TransportClosed` if one is closed already.
+        """
         try:
             with contextlib.ExitStack() as stack:
                 for link in self._links.values():
@@ -288,7 +292,7 @@ class SocketCommunicator:
             array: Flat array to sum.
             bounds: Sequence of ints, the bounds of the members' parts.
             total: Flat array for the sum; it may be `array`.
-            steps: Range, the steps to run.
+            steps: Range, the steps to run, as `Ring` counts them.
         """
         if self._size == 1:
             return
