@@ -45,7 +45,7 @@ def check_same_setup(
     Args:
         worker_group: `WorkerGroup`.
         devices: Sequence of strings, full names of the local devices.
-        facts: Dict from the name of a fact to its value, such as `setup_facts`.
+        facts: Dict from the name of a fact to its value, as `setup_facts` returns it.
 
     Returns:
         List of strings, the devices of all workers in the order of ranks.
@@ -372,7 +372,11 @@ def _fact_of_items(
     """
 
     def explain(lists: dict[int, list]) -> str:
-        """Return the error that names the first item that differs."""
+        """Return the error that names the first item that differs, `""` if none does.
+
+        Args:
+            lists: Dict from the ranks of two workers to their `items`.
+        """
         difference = _first_difference(lists)
         return "" if difference is None else describe(*difference)
 
@@ -388,7 +392,8 @@ def _first_difference(lists: dict[int, list]) -> tuple[int, int, str, str] | Non
 
     Returns:
         Tuple of the rank of the worker that differs, the position of the item, and the
-        descriptions of the item on worker 0 and on that worker; or `None`.
+        descriptions of the item on worker 0 and on that worker; `None` if all items are
+        equal.
     """
     rank, nothing = max(lists), (None, "nothing")
     pairs = itertools.zip_longest(lists[0], lists[rank], fillvalue=nothing)
@@ -403,7 +408,10 @@ def _first_difference(lists: dict[int, list]) -> tuple[int, int, str, str] | Non
 
 
 def signature_of(variable: Any) -> list:
-    """Return the name, shape and dtype by which workers compare a variable."""
+    """Return a list of the name, shape and dtype by which workers compare a variable.
+
+    The name lacks the numbers that Keras appends.
+    """
     # Automatic numbers are removed: equal variables have different ones if a worker has
     # built another model before.
     return [_AUTO_NUMBER.sub("", _name(variable)), *_type(variable)]

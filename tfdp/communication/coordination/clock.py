@@ -60,7 +60,10 @@ class ProcessClock:
         return length if now - ended_at <= seconds else 0.0
 
     def reset_in_fork(self) -> None:
-        """Replace the lock in a forked process: another thread may have held it."""
+        """Replace the lock in a forked process, and detect no suspensions there.
+
+        Another thread may have held the lock at the fork.
+        """
         self._lock = threading.Lock()
         self._is_watched = False
 

@@ -106,13 +106,16 @@ def compare(
 
 
 def _ranks_that_differ(values: Sequence[Any], *, are_digests: bool) -> list[int]:
-    """Return the ranks whose values differ from that of rank 0, one for each value.
+    """Return the first rank whose value differs from that of rank 0, if any.
 
     Args:
         values: Sequence of a fact's value or digest on each worker.
-        are_digests: Bool, whether `values` are digests. Then the caller compares the
-            values themselves, which may be equal, such as 1 and 1.0, so one rank is
-            returned for each digest. Otherwise at most one rank is returned.
+        are_digests: Bool, whether `values` are digests. If so, the result has the first
+            rank with each digest that differs: the caller then compares the values of
+            these ranks themselves, which may be equal, such as 1 and 1.0.
+
+    Returns:
+        List of ints, empty if no value differs.
     """
     ranks = [
         rank

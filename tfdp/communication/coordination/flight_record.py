@@ -227,7 +227,7 @@ class Peer:
     """Last known state of another worker, in the flight record of this one.
 
     Args:
-        place: String, the place in its script as in `Span`, or `""`.
+        place: String, the place in its script, as `Span.name`.
         source: String, the data source that it waits for, or `""`.
         last_error: String, the last error that a loop of Keras raised there, or `""`.
         silent_seconds: Float, time since its last heartbeat.
@@ -253,7 +253,7 @@ class FlightRecord:
             script has ended with an error; `None` after a signal.
         started_at: Float, when the worker joined the job, by its wall clock.
         written_at: Float, time of the record by the same clock.
-        place: String, the place in its script, as in `Span`.
+        place: String, the place in its script, as `Span.name`.
         source: String, the data source that it waits for, or `""`.
         collectives: List of `RecordedCollective`, in the order in which the worker
             entered them.

@@ -89,6 +89,9 @@ class TracedCollectives:
 
         Args:
             graph: The graph of the function.
+
+        Returns:
+            List of `TracedCollective` in the order of tracing, empty without any.
         """
         return self._plans.get("", {}).get(graph, [])
 
@@ -109,7 +112,10 @@ class TracedCollectives:
 def call_of(
     plan: Sequence[TracedCollective], num_workers: int
 ) -> tuple[CollectiveIdentity, int]:
-    """Return the identity, in a flight record, of a call outside of Keras's loops.
+    """Return the identity by which a flight record lists a call of a function.
+
+    One entry stands for all of the call's collectives, which TensorFlow runs, outside
+    of Keras's loops.
 
     Args:
         plan: Sequence of `TracedCollective`, those of the call in order, not empty.
@@ -139,10 +145,12 @@ def first_in_other_order(orders: Mapping[int, str]) -> tuple[int, dict[int, str]
     """Return the first collective that workers have traced in different orders.
 
     Args:
-        orders: Dict from a rank to the order of collectives; they differ.
+        orders: Mapping from a rank to the order of its collectives, the `key` from
+            `call_of`. At least two orders differ.
 
     Returns:
-        Tuple of its number in the step, from 1, and a dict from a rank to its form.
+        Tuple of the collective's number in the order, from 1, and a dict from a rank to
+        its `TracedCollective.form`, or to `"no further one"`.
 
     Example:
 

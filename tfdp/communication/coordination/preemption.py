@@ -56,6 +56,8 @@ class PreemptionNotice:
     def exit(self, what: str, *, prints: bool) -> NoReturn:
         """Raise `SystemExit` with code 75, after a preemption notice to any worker.
 
+        The signal then counts as answered: `stop` does not raise it again.
+
         Args:
             what: String, a clause, such as `"the other workers continue"`.
             prints: Bool, whether this worker prints it.
@@ -66,7 +68,10 @@ class PreemptionNotice:
         raise SystemExit(PREEMPTED)
 
     def stop(self) -> None:
-        """Restore the previous signal handlers; raise an unanswered SIGTERM again."""
+        """Restore the previous signal handlers; raise an unanswered SIGTERM again.
+
+        A SIGTERM is unanswered if it was received and `exit` was not called since.
+        """
         if not self._previous_handlers:
             return
         self.restore()

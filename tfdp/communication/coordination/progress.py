@@ -158,15 +158,15 @@ class ProgressRecorder:
 
     @property
     def source(self) -> str:
-        """String, description of the innermost loop's data source."""
+        """String, the innermost loop's data source for messages, or `"the dataset"`."""
         loop = self._innermost
         return ("" if loop is None else loop.source) or "the dataset"
 
     def skip_epochs(self, epochs: int) -> None:
-        """Record that the loop continues after epochs of an interrupted run.
+        """Record that the innermost loop continues after epochs of an interrupted run.
 
         Args:
-            epochs: Int, number of epochs.
+            epochs: Int, number of these epochs, added to the loop's epoch.
         """
         if (loop := self._innermost) is not None:
             loop.epoch += epochs
@@ -217,7 +217,7 @@ class ProgressRecorder:
             self._advance()
 
     def record_texts_gathered(self) -> None:
-        """Record that an all-gather of texts is complete."""
+        """Record that an all-gather of texts is complete; forget scopes left before."""
         self._num_answers += 1
         self._left_scopes = {}
 

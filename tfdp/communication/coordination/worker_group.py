@@ -106,8 +106,9 @@ class WorkerGroup:
         """Return a group of the same workers for one thread other than the main thread.
 
         Its calls have their own order, do not count as this worker's progress, and are
-        not in its flight record. It does not warn of long waits unless `warns` is set,
-        since the main thread may be busy. All workers must call this in the same order.
+        not in its flight record. It does not warn of long waits, since the main thread
+        may be busy, unless the caller sets its attribute `warns`. All workers must call
+        this in the same order.
         """
         group = WorkerGroup(
             self.rank, self.num_workers, self.timeout_seconds, self._store

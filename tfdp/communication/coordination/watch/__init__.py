@@ -58,11 +58,15 @@ def watch(
 ) -> Watchdog:
     """Start failure detection for the workers of a group, once for a membership.
 
+    Waits of the group then raise an error if a worker is lost. The first call in a
+    process also installs an exception hook, which names the lost worker, and the
+    handlers of the signals that request a flight record.
+
     Args:
-        worker_group: `WorkerGroup` between the workers.
+        worker_group: `WorkerGroup` between the workers, whose hooks are set.
         membership: `Membership` of this process.
-        limit_seconds: Float or `None`, time without a heartbeat after which a worker is
-            lost. Only the first call for a membership sets it.
+        limit_seconds: Float or `None`, the time limit of the `Watchdog`. Only the first
+            call for a membership sets it.
 
     Returns:
         The `Watchdog` of this process.

@@ -40,8 +40,8 @@ class WorkerStatus:
         process: `ProcessIdentity`, or `None` if unknown.
         evidence: String, the last probe's evidence that the process has ended.
         is_disconnected: Bool, whether its connection to the store has ended.
-        reported_age: Float, age of its last heartbeat by the store's last answer, 0 if
-            recent.
+        reported_age: Float, age of its last heartbeat in seconds, by the store's last
+            answer; 0 if recent.
     """
 
     last_heartbeat: float
@@ -90,7 +90,8 @@ class FailureDetector:
         Args:
             rank: Int, rank of the worker.
             age_seconds: Float, age of the heartbeat.
-            progress: `WorkerProgress` or `None`.
+            progress: `WorkerProgress` of the worker, or `None` to keep the last known
+                one.
         """
         with self._lock:
             status = self._status[rank]
@@ -293,11 +294,15 @@ class FailureDetector:
         return found
 
     def is_deadlocked(self, own: WorkerProgress, idle_seconds: float) -> bool:
-        """Return whether all workers are idle while they compute a step.
+        """Return whether all workers compute the same step, and the others are idle.
+
+        Outside of Keras's loops, steps of different workers are not comparable, so any
+        step counts as the same.
 
         Args:
             own: `WorkerProgress` of this worker.
-            idle_seconds: Float, least time for which each worker must have been idle.
+            idle_seconds: Float, least time for which each other worker must have been
+                idle.
         """
         others = [self.status(rank) for rank in self.ranks()]
         # Workers in a custom training loop have no name in their progress, and their
@@ -315,7 +320,7 @@ class FailureDetector:
         )
 
     def first_with_other_reductions(self, own: WorkerProgress) -> int | None:
-        """Return the first rank that has traced other reductions, or `None`.
+        """Return the rank of the first worker with other traced reductions, or `None`.
 
         Args:
             own: `WorkerProgress` of this worker.

@@ -92,6 +92,9 @@ class FlightRecorder:
     def record_request(self, reason: str, *, is_own: bool = False) -> None:
         """Write the record that a signal to this or another worker has requested.
 
+        Of requests within one second, only the first one writes a record, except as
+        `is_own` says. After `record_failure`, none does.
+
         Args:
             reason: String, a clause.
             is_own: Bool, whether this worker received the signal: its record replaces

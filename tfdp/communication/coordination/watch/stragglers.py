@@ -75,8 +75,9 @@ class StragglerCheck:
             own: `WorkerProgress` of this worker.
 
         Returns:
-            Tuple of a float, in seconds, and the progress of stragglers by rank. It is
-            empty in a long wait in an all-gather of texts, which `WorkerGroup` reports.
+            Tuple of a float, in seconds, and a dict from the rank of a straggler to its
+            progress. The dict is empty during the first 10 seconds, and in an
+            all-gather of texts, of which `WorkerGroup` warns.
         """
         if own.seconds < _WARN_AFTER_SECONDS or own.is_all_gathering:
             return own.seconds, {}
@@ -94,7 +95,8 @@ class StragglerCheck:
             own: `WorkerProgress` of this worker.
 
         Returns:
-            Tuple of a float, in seconds, and the progress of stragglers by rank.
+            Tuple of a float, in seconds, and a dict from the rank of a straggler to its
+            progress, empty during the first 10 seconds.
         """
         awaited = collective_ring.awaited() or tensorflow_calls.awaited()
         if awaited is None or awaited != self._awaited:
@@ -159,7 +161,7 @@ class StragglerCheck:
         waited: float,
         stragglers: dict[int, WorkerProgress],
     ) -> None:
-        """Warn of the workers behind this one.
+        """Warn of the workers behind this one, unless a lower rank that waits warns.
 
         Args:
             own: `WorkerProgress` of this worker.
@@ -198,7 +200,12 @@ def _place(its: WorkerProgress) -> str:
 
 
 def _cause_of_delay(waited: float, other: WorkerProgress) -> str:
-    """Format the clause that `other`, a straggler, has not arrived in time."""
+    """Format the clause that a straggler has not arrived in time.
+
+    Args:
+        waited: Float, seconds that this worker has waited for it.
+        other: `WorkerProgress` of the straggler.
+    """
     return (
         f"it has not arrived within {waited:.0f} s; it is at {_place(other)}; a longer "
         "`timeout_seconds` in `CommunicationOptions` waits longer"

@@ -78,8 +78,10 @@ class Watchdog(threading.Thread):
 
     Args:
         membership: `Membership` of this process.
-        limit_seconds: Float or `None`, time without a heartbeat of one worker after
-            which all others have ended. Defaults to `None`, 60 seconds.
+        limit_seconds: Float or `None`. The other workers end at most this long after
+            the last heartbeat of a lost one; `None` means 60 seconds. It also limits
+            the waits for a straggler and for a batch; `None` means that they have no
+            limit. Defaults to `None`.
     """
 
     def __init__(
@@ -389,7 +391,7 @@ class Watchdog(threading.Thread):
                 self._declare_lost(rank, cause)
 
     def _probe(self, ranks: list[int]) -> None:
-        """Probe the ports of workers, and record the results."""
+        """Probe the ports of workers, and record the results in the detector."""
         self._may_have_ended = False
         if not ranks:
             return
@@ -419,7 +421,10 @@ class Watchdog(threading.Thread):
         self._set_failure(WorkerFailure(rank, cause))
 
     def _set_failure(self, failure: WorkerFailure) -> None:
-        """Set the failure once, and publish it with the heartbeat."""
+        """Set the failure, unless there is one already; the heartbeat publishes it.
+
+        The flight record is written, and waits for texts of the store return.
+        """
         if self._failure is None:
             # The flight record must have the main thread's stack before that thread
             # raises an error, which it does once `_failure` is set. So the record is
