@@ -225,7 +225,7 @@ def _states(cluster: Cluster, workers: Sequence[str], kind: int) -> list[JobStat
     Args:
         cluster: `Cluster`, whose task is that of this process, if it applies.
         workers: Sequence of strings, as for `ask_workers`.
-        kind: Int, `ASKS` or `APPLIES`.
+        kind: Int, `APPLIES` if this process applies to join the job, else `ASKS`.
     """
     admission = Admission.of(cluster)
     own = cluster.workers[cluster.rank].encode()

@@ -126,7 +126,8 @@ class Store:
             return pending.result(timeout_seconds)["text"]
         except concurrent.futures.TimeoutError:
             self.ask("cancel", get=pending.number).result()
-            if pending.done():  # the text arrived before the cancellation
+            # The host may have sent the text before it received the cancellation.
+            if pending.done():
                 return pending.result()["text"]
             self.forget(pending)
             raise TimeoutError(key) from None
@@ -350,7 +351,12 @@ class Store:
             self.fail()
 
     def _connect_to_standby(self) -> None:
-        """Connect to the standby once it is the host, and send open requests again."""
+        """Connect to the standby once it is the host, and send open requests again.
+
+        Called on a thread of its own after the loss of the host. If this worker is the
+        standby, it first becomes the host. All calls fail if the standby has ended, or
+        is not reached within about three seconds.
+        """
         standby = self._standby
         assert standby is not None
         # At the end of a job, most workers have no open request, and exit during this

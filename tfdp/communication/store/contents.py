@@ -49,7 +49,8 @@ class Contents:
         """Apply a change to the values, the lost workers and the kept answers.
 
         Args:
-            change: Dict, a `Change`.
+            change: Dict with some of the fields of a `Change`: `"values"`, `"lost"`,
+                and `"answer"` with `"to"`.
         """
         for key, text in change.get("values", {}).items():
             if text is None:

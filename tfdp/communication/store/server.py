@@ -245,7 +245,11 @@ class Server:
             self._complete_gather(key)
 
     def _serve(self, member: _Member, message: dict[str, Any]) -> None:
-        """Answer one request of a member, unless an earlier host has served it."""
+        """Answer one request of a member.
+
+        A request that was already served, here or by an earlier host, is not carried
+        out again, but receives the same answer.
+        """
         self._replication.check()
         request = member.rank, int(message["id"]), int(message["oldest"])
         # An earlier host may have served this request before it was lost: the member
@@ -432,8 +436,9 @@ class Server:
         self._commit({"lost": ranks})
         for rank in ranks:
             if rank in self._members:
-                # Shutting down the socket ends the connection for the member, too. This
-                # thread then reads the end, and calls `_remove`.
+                # The socket is shut down rather than closed: the acceptor's thread,
+                # which also runs this method, then reads the end of the connection, and
+                # calls `_remove`.
                 with contextlib.suppress(OSError):  # the connection has ended already
                     self._members[rank].sock.shutdown(socket.SHUT_RDWR)
         for key in list(self._gathers):
