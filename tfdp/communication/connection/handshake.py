@@ -5,7 +5,7 @@ with its own nonce, a claim, such as its rank, and an HMAC-SHA256 of all of thes
 listener then sends an HMAC with another role in it, so that a proof cannot be sent
 back. The secret itself is never sent, and each message has a fixed length.
 
-The steps of an end are a generator without input or output: it yields bytes to send, or
+The steps of an end are a generator that does no I/O itself: it yields bytes to send, or
 the largest number of bytes to receive next, and is sent the received bytes.
 """
 
@@ -87,14 +87,14 @@ class Authenticated:
     incoming: bytes = dataclasses.field(repr=False)
 
 
-# An end of a handshake is a generator without input or output, so that both a blocking
+# An end of a handshake is a generator that does no I/O itself, so both a blocking
 # socket and the acceptor's thread can run it. It yields bytes to send, or the largest
 # number of bytes to receive next.
 Steps: TypeAlias = Generator[bytes | int, bytes | None, Authenticated]
 
 
 def dial_steps(secret: str, service: str, claim: bytes = b"") -> Steps:
-    """Return the dialer's side of the handshake, a generator without input or output.
+    """Return the dialer's side of the handshake, a generator that does no I/O itself.
 
     Args:
         secret: String, the secret of the job.
@@ -121,7 +121,7 @@ def dial_steps(secret: str, service: str, claim: bytes = b"") -> Steps:
 
 
 def accept_steps(secret: str, service: str, claim_bytes: int = 0) -> Steps:
-    """Return the listener's side of the handshake, a generator without input or output.
+    """Return the listener's side of the handshake, a generator that does no I/O itself.
 
     Args:
         secret: String, the secret of the job.

@@ -54,11 +54,11 @@ def encode(message: Mapping[str, Any], *, is_added_to: bool = False) -> bytes:
 
     Args:
         message: Mapping of values that JSON supports.
-        is_added_to: Bool, whether the store has added fields to a text of legal length,
-            so that a higher limit holds. Defaults to `False`.
+        is_added_to: Bool, whether to raise the limit by 1 MiB, for the fields that the
+            store adds to a text of legal length. Defaults to `False`.
 
     Raises:
-        MessageTooLong: If it exceeds the limit.
+        MessageTooLong: If it exceeds the limit of 64 MiB.
 
     Example:
 
