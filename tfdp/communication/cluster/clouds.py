@@ -13,8 +13,8 @@ from tfdp.communication.cluster.tf_config import describe, shorten
 # Port of each worker. A fixed one is free, since the hosts of a cloud job run nothing
 # else, and no port between them is blocked.
 PORT = 2222
-# SageMaker writes this file even without Amazon's training toolkit, which sets
-# `SM_HOSTS`, so jobs without the toolkit are found by it.
+# File in which SageMaker lists the hosts of a training job. Jobs without Amazon's
+# training toolkit, which sets `SM_HOSTS`, are recognized by it.
 RESOURCES = Path("/opt/ml/input/config/resourceconfig.json")
 # Vertex AI numbers the pools of a job. Each number has a fixed role, for which
 # `TF_CONFIG` has a job name.

@@ -106,7 +106,8 @@ def create_default_cpus(count: int | None) -> None:
     """Create the logical CPU devices of a machine without GPUs.
 
     Without a number, do nothing if devices are configured, and warn if TensorFlow has
-    started with fewer.
+    started with fewer; otherwise also divide the cores between the devices, by the
+    number of intra-op threads, unless the user has set it.
 
     Args:
         count: Int, the number of devices, or `None` for one that suits the number

@@ -93,7 +93,7 @@ def has_mpi4py() -> bool:
 def _find(
     launchers: Mapping[str, tuple[str, ...]], environ: Mapping[str, str]
 ) -> LaunchedRank | None:
-    """Return the rank by the first launcher that has started several processes.
+    """Return the rank by the first launcher of several processes, `None` without one.
 
     Args:
         launchers: Mapping from a launcher to names of variables: that of the rank, then

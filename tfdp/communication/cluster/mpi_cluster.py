@@ -190,7 +190,14 @@ def agree_on_cluster(job: MpiJob, timeout_seconds: float | None = None) -> Clust
 
 
 def _first_ranks(placements: Sequence[ProcessPlacement]) -> dict[str, int]:
-    """Return the lowest rank of each host, by its key; placements are by rank."""
+    """Return the lowest rank on each host, by the host's key.
+
+    Args:
+        placements: Sequence of `ProcessPlacement`, in the order of ranks.
+
+    Returns:
+        Dict from `ProcessPlacement.host` to a rank.
+    """
     firsts: dict[str, int] = {}
     for rank, place in enumerate(placements):
         firsts.setdefault(place.host, rank)

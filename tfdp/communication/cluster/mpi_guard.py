@@ -76,7 +76,12 @@ def unlink(paths: Iterable[str]) -> None:
 
 
 def main() -> None:
-    """Run the guard: kill the parent process if MPI has not started at the deadline."""
+    """Run the guard: kill the parent process if MPI has not started at the deadline.
+
+    `kill_after_deadline` starts it with the process's id, the time limit in seconds and
+    the sentence to print as arguments. MPICH's shared memory of the process is removed
+    at the deadline, or if the process ends before.
+    """
     # The guard ignores Ctrl-C: the guarded process may be blocked in native code and
     # unable to handle it, and then still needs the guard.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -227,7 +227,8 @@ class MpiJob:
 
         Args:
             facts: Mapping of values that JSON supports, from this process.
-            timeout_seconds: Float or `None`, no limit. Defaults to `None`.
+            timeout_seconds: Float or `None`, the longest wait for the others. Defaults
+                to `None`, no limit.
             ranks: Sequence of int, the MPI ranks that take part. Defaults to `None`,
                 all.
             tag: Int, MPI tag of the messages. Defaults to the one that all ranks use.
@@ -271,7 +272,7 @@ class _Inbox:
 
         Args:
             ranks: Sequence of ints, MPI ranks of the senders.
-            timeout_seconds: Float or `None`, no limit.
+            timeout_seconds: Float or `None`, the longest wait. `None` means no limit.
 
         Returns:
             Dict from rank to message.

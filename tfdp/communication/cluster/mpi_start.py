@@ -242,7 +242,11 @@ def _program() -> str:
 
 
 def _check_programs(programs: Sequence[str]) -> None:
-    """Raise unless all ranks run the same program; `programs` are names by rank."""
+    """Raise `ValueError` unless all ranks run the same program.
+
+    Args:
+        programs: Sequence of strings, the names of the programs, in the order of ranks.
+    """
     if len(set(programs)) > 1:
         first = programs[0]
         rank, other = next((r, p) for r, p in enumerate(programs) if p != first)

@@ -115,7 +115,7 @@ def unreachable_workers(cluster: Cluster, timeout_seconds: float) -> list[int]:
     silent = set(ranks)
 
     def try_until(rank: int) -> None:
-        """Probe a worker until its port accepts, or the deadline has passed."""
+        """Probe a worker until the deadline; remove it from `silent` if it accepts."""
         while True:
             left = max(deadline - time.monotonic(), 0.05)
             if probe_port(cluster.workers[rank], left) is ProbeResult.ACCEPTED:

@@ -71,8 +71,9 @@ def kill_children(others: Collection[int], keep_zombies: Collection[int]) -> Non
     """
     done = set(others)
     deadline = time.monotonic() + _KILL_SECONDS
-    # Orphans are reparented before their parent can be reaped, so they appear in the
-    # next list of children at the latest.
+    # Killing a child makes its children orphans, which this process adopts. The kernel
+    # reparents them before the child can be reaped, so they are in the next list of
+    # children at the latest, and are killed, too.
     while (left := children() - done) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(OSError):
@@ -171,7 +172,12 @@ def kill_processes(sessions: Collection[int], job: str = "") -> None:
 
 
 def main() -> None:
-    """Run the guard: read session ids until the launcher dies; kill their processes."""
+    """Run the guard: read session ids until the launcher dies; kill their processes.
+
+    The ids arrive on the standard input, one on each line; the input ends when the
+    launcher dies. The only argument is the text by which `kill_processes` finds the
+    job's processes.
+    """
     # A signal to the whole process group must not end the guard before the launcher.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
