@@ -353,7 +353,10 @@ def _resolver(cluster: Cluster) -> Any:
 
 
 def _cluster_of(resolver: Any) -> Cluster | None:
-    """Return the cluster of a TensorFlow resolver, or `None` if it has no task."""
+    """Return the cluster of a TensorFlow resolver, or `None` if it lists no tasks.
+
+    Raises `ValueError` unless it is a `ClusterResolver` of a valid cluster.
+    """
     if not isinstance(resolver, tf.distribute.cluster_resolver.ClusterResolver):
         raise ValueError(
             "`cluster_resolver` must be a `tf.distribute.cluster_resolver."

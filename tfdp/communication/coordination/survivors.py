@@ -174,6 +174,8 @@ def _gather(
 ) -> list[Any]:
     """Gather a value of each worker that is left; `None` stands for a lost worker.
 
+    A missing worker is declared lost if its process has ended, or at the time limit.
+
     Args:
         membership: `Membership` of this process.
         topic: String, key of the values.

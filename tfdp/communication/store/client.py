@@ -223,7 +223,8 @@ class Store:
     def give_up(self, host: int, reason: str) -> None:
         """Make all calls fail, unless a lost host's connection ends within a second.
 
-        If the connection ends, all workers follow the standby instead.
+        This call waits for the end of the connection. If the connection ends, all
+        workers follow the standby instead.
 
         Args:
             host: Int, rank of the host, which is lost.

@@ -76,7 +76,7 @@ class Piece:
 
     @property
     def is_ready(self) -> bool:
-        """Bool, whether the data that the piece waits for is counted."""
+        """Bool, whether the piece may move: its counter has reached `needed`."""
         return self.counter is None or self.counter.count >= self.needed
 
 
@@ -126,7 +126,10 @@ class _Queue:
         return self.piece is not None and not self.is_blocked and self.piece.is_ready
 
     def advance(self, num_bytes: int) -> None:
-        """Count bytes that have moved; if some are left, the socket has blocked."""
+        """Record that bytes of the current piece have moved; finish it if all have.
+
+        If some are left, the socket has taken or given fewer than asked: it is blocked.
+        """
         if num_bytes < self.rest.nbytes:
             self.rest = self.rest[num_bytes:]
             self.is_blocked = True

@@ -265,7 +265,7 @@ class QuorumLeader(QuorumMember):
         return QuorumSum(absent, arrays)
 
     def _read(self, rank: int) -> None:
-        """Receive the contributions of a worker until its connection ends."""
+        """Add the contributions of a worker on a thread, until its connection ends."""
         try:
             while True:
                 head, arrays = receive_frame(self._links[rank])
@@ -274,7 +274,7 @@ class QuorumLeader(QuorumMember):
             self._fail(error)
 
     def _write(self, rank: int) -> None:
-        """Send the sums to a worker in the order of steps, until `close`."""
+        """Send the sums to a worker on a thread, in order of steps, until `close`."""
         try:
             while (result := self._unsent[rank].get()) is not None:
                 send_frame(self._links[rank], {"absent": result.absent}, result.arrays)

@@ -205,7 +205,7 @@ class Rounds:
             raise EOFError
 
     def _catch_up_reply(self) -> Reply:
-        """Return the reply for a late participant: a stored state, and later means."""
+        """Return the reply for a late participant: a state, and the means since it."""
         assert self._state is not None
         version, state = self._state
         means = [mean for number, mean in self._means if number > version]

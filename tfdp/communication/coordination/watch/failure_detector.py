@@ -109,7 +109,8 @@ class FailureDetector:
         """Record the result of a connection attempt to a worker's port.
 
         An accepted connection does not prove that the worker runs: a process that it
-        has forked may hold the port.
+        has forked may hold the port. So a worker of this machine whose process has
+        ended counts like one whose port has refused the connection.
 
         Args:
             rank: Int, rank of the worker.

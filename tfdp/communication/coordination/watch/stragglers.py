@@ -50,7 +50,10 @@ class StragglerCheck:
         self._since = 0.0
 
     def check(self) -> None:
-        """Warn of workers that this one awaits; after the timeout, declare one lost."""
+        """Warn of workers that this one awaits; after the timeout, declare one lost.
+
+        Without such workers, check whether all wait for each other.
+        """
         own = self._heartbeat.progress
         measure = self._in_keras_loop if own.name else self._in_custom_loop
         waited, stragglers = measure(own)
@@ -110,7 +113,8 @@ class StragglerCheck:
         """Return the workers, by rank, that have left the step in which this one waits.
 
         A worker leaves a step without the others if its script catches an error of the
-        step.
+        step. The result is empty unless this worker computes, waits for no data, and
+        has been idle for 10 seconds.
         """
         is_idle = self._heartbeat.idle_seconds >= _WARN_AFTER_SECONDS
         waits = own.is_computing and not own.source and is_idle

@@ -345,6 +345,8 @@ class Watchdog(threading.Thread):
     def _error(self, place: str, bucket: str = "", call: str = "") -> WorkerLost:
         """Return the error of the lost worker, for the main thread to raise.
 
+        It counts as raised, so the watchdog does not end the process.
+
         Args:
             place: String, step, epoch and loop of this worker, or `""`.
             bucket: String, name of the bucket that was being reduced, or `""`.
