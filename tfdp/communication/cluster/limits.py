@@ -67,7 +67,8 @@ def limit_for(num_workers: int, *, connects: bool) -> int:
 
     Args:
         num_workers: Int, number of workers of the job.
-        connects: Bool, whether tfdp connects the workers, as in `needed_files`.
+        connects: Bool, whether tfdp connects the workers, rather than TensorFlow's
+            server.
     """
     return _PYTHON_FILES + needed_files(num_workers, one_host=True, connects=connects)
 
@@ -78,7 +79,8 @@ def check_limits(num_workers: int, *, one_host: bool, connects: bool) -> None:
     Args:
         num_workers: Int, number of workers of the job.
         one_host: Bool, whether all workers are on one host, as in `needed_files`.
-        connects: Bool, whether tfdp connects the workers, as in `needed_files`.
+        connects: Bool, whether tfdp connects the workers, rather than TensorFlow's
+            server.
 
     Raises:
         ValueError: If a limit is too low.
@@ -92,7 +94,8 @@ def needed_threads(*, connects: bool) -> int:
     """Estimate the number of threads of a worker from the number of cores.
 
     Args:
-        connects: Bool, whether tfdp connects the workers, as in `needed_files`.
+        connects: Bool, whether tfdp connects the workers, rather than TensorFlow's
+            server.
     """
     own = _THREADS + _THREADS_PER_CORE * (os.cpu_count() or 1)
     return own if connects else own + _SERVER_THREADS
@@ -137,7 +140,8 @@ def _check_files(num_workers: int, *, one_host: bool, connects: bool) -> None:
     Args:
         num_workers: Int, number of workers of the job.
         one_host: Bool, whether all workers are on one host, as in `needed_files`.
-        connects: Bool, whether tfdp connects the workers, as in `needed_files`.
+        connects: Bool, whether tfdp connects the workers, rather than TensorFlow's
+            server.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:

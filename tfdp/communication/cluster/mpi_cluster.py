@@ -152,13 +152,15 @@ def is_of_slurm(launched: LaunchedRank) -> bool:
 def agree_on_cluster(job: MpiJob, timeout_seconds: float | None = None) -> Cluster:
     """Agree with the other processes of the job on the cluster.
 
+    If all processes of a host see the same GPUs, `CUDA_VISIBLE_DEVICES` of each is set
+    to its part of them.
+
     Args:
         job: `MpiJob`, the job of this process.
         timeout_seconds: Float or `None`, the longest wait for another process.
 
     Returns:
-        The `Cluster`, with the task index of this process. GPUs of a host are divided
-        between its processes in `os.environ`.
+        The `Cluster`, with the task index of this process.
 
     Raises:
         ValueError: If a host cannot be reached from the others.

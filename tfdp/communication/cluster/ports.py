@@ -68,7 +68,8 @@ def addresses_to_listen_on(host: str) -> list[str]:
 
     Returns `[""]`, all interfaces, if the name has no address of this host. Other hosts
     do not reach a loopback address, to which Debian's `/etc/hosts` maps the host's own
-    name. So these are left out, unless `host` is `localhost` or one of them.
+    name. So loopback addresses are left out, unless `host` is `localhost` or one of
+    them.
 
     Args:
         host: String, a name or an IP address.

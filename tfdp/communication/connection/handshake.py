@@ -42,7 +42,7 @@ class UnauthenticatedPeer(Exception):
     """Error: the other end has not proved that it belongs to the job.
 
     Args:
-        reason: String. Defaults to a wrong secret.
+        reason: String, a clause. Defaults to the clause that it lacks the secret.
     """
 
     def __init__(self, reason: str = "it does not have this job's secret") -> None:
@@ -129,9 +129,10 @@ def accept_steps(secret: str, service: str, claim_bytes: int = 0) -> Steps:
         claim_bytes: Int, length of the dialer's claim. Defaults to 0.
 
     Returns:
-        Generator that yields bytes to send, or the largest number of bytes to receive,
-        which are then sent to the generator. It returns `Authenticated`: the dialer's
-        claim and the keys of the connection.
+        Generator. It yields bytes, which the caller sends to the other end, or an int,
+        the largest number of bytes to receive, which the caller then passes to the
+        generator's `send`. It returns `Authenticated`: the dialer's claim and the keys
+        of the connection.
 
     Raises:
         ConnectionFailed: If the other end has ended the connection.

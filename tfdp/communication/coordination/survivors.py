@@ -97,9 +97,10 @@ def _agree(
 
 
 def _await_ended(membership: Membership, gone: Sequence[int]) -> list[int]:
-    """Return which of the lost workers' processes have ended, after a short wait.
+    """Return which of the lost workers' processes have ended.
 
-    The port of a worker whose script has ended stays open for a moment.
+    The call waits for at most a second for the others to end, since the port of a
+    worker whose script has ended stays open for a moment.
 
     Args:
         membership: `Membership` of this process.

@@ -316,7 +316,7 @@ class Mailbox:
         self._worker_group.store.put(f"{self._prefix}/{number}/{self.rank}", text)
 
     def receive(self, number: int, rank: int, timeout_seconds: float) -> str | None:
-        """Receive a text of another worker.
+        """Receive a text of another worker, and remove it from the mailbox.
 
         Args:
             number: Int, number of the text.

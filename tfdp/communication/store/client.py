@@ -480,11 +480,11 @@ class Gathering:
         return answer["texts"]
 
     def missing(self) -> list[int]:
-        """Return the ranks of the workers whose text has not arrived.
+        """Ask the host for the ranks of the workers whose text has not arrived.
 
-        This is the host's own rank alone if the host does not answer in time. The list
-        is empty if the host is lost: it may have sent the texts before, and `texts`
-        returns them.
+        If the host does not answer within two seconds, the list has only the host's own
+        rank. It is empty if the store is lost: the host may have sent the texts before,
+        and `texts` returns them or raises `HostLost`.
         """
         try:
             pending = self._store.ask("missing", key=self.key)

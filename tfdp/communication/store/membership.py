@@ -200,8 +200,9 @@ class Membership:
         """Return the addresses of the processes that apply to join the job.
 
         Args:
-            lost: Sequence of ints, ranks of workers whose addresses an applicant may
-                have. Defaults to none.
+            lost: Sequence of ints, ranks of lost workers, whose addresses an applicant
+                may have; processes with the address of any other worker of the cluster
+                are left out. Defaults to none.
         """
         taken = set(self.cluster.workers) - {self.cluster.workers[r] for r in lost}
         since = time.monotonic() - _APPLICATION_SECONDS
@@ -212,7 +213,9 @@ class Membership:
         )
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Return the workers whose processes have ended, which frees their ports.
+        """Return the workers whose ports refuse connections: their processes ended.
+
+        The ports are probed one after another, each for at most a second.
 
         Args:
             ranks: Sequence of ints, the workers.
@@ -289,10 +292,8 @@ class Membership:
     def _find_lost(self, missing: Sequence[int]) -> list[int]:
         """Return the missing workers of a later cluster that are lost.
 
-        No process has listened on their ports for five seconds.
-
-        The result is empty in the first cluster, whose processes may not have started
-        yet.
+        A worker is lost if no process has listened on its port for five seconds. The
+        result is empty in the first cluster, whose processes may not have started yet.
 
         Args:
             missing: Sequence of ints, the workers that have not joined.

@@ -174,6 +174,8 @@ class Server:
     def drain(self) -> None:
         """Wait until members have received what was sent, and end their connections.
 
+        New members are refused from then on.
+
         Only the direction to a member is ended: a connection that is closed while bytes
         arrive is reset, which may discard the last answer.
         """
@@ -328,14 +330,18 @@ class Server:
                 self._reply(self._members[rank], number, body)
 
     def _answer_now(self, member: _Member, number: int, **answer: Any) -> None:
-        """Answer request `number` by these fields, without waiting for the standby.
+        """Answer request `number` with the fields `answer`, without the standby.
 
-        Only for an answer that depends on no change of the store's contents.
+        It is sent at once, which is right only for an answer that depends on no change
+        of the store's contents.
         """
         member.send({"id": number, **answer})
 
     def _answer(self, member: _Member, number: int, **answer: Any) -> None:
-        """Answer request `number` by these fields, once the standby has the changes."""
+        """Answer request `number` with the fields `answer`, after the standby's copy.
+
+        The answer is sent once the standby has all changes that it may depend on.
+        """
         self._reply(member, number, encode(answer))
 
     def _reply(self, member: _Member, number: int, body: bytes) -> None:

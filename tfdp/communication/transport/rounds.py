@@ -43,7 +43,8 @@ class Reply:
     Args:
         version: Int, number of rounds so far.
         is_made: Bool, false if the leader pauses, and there was no round.
-        keeps: Bool, whether the participant should send its state after this round.
+        keeps: Bool, whether the participant should send its state after this round, to
+            be passed on to participants that are behind or join.
         participants: Int, number of participants that contributed in time; 0 for one
             that is behind.
         means: List of lists of arrays: the mean of this round; for a participant that
@@ -173,7 +174,8 @@ class Rounds:
             contribution: Tuple of a float, the number of samples, and arrays.
 
         Returns:
-            `Reply`, after the round has ended.
+            `Reply`, after the round has ended; or at once if the participant has missed
+            rounds, or rounds are paused.
 
         Raises:
             EOFError: If `member` was removed.
