@@ -146,7 +146,10 @@ class MpiCommunicator:
         job.add(self)
 
     def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
-        """Sum over all members, as in `Communicator.all_reduce`."""
+        """Sum `array` over all members, in place or into `into`.
+
+        Implements `Communicator.all_reduce`.
+        """
         target = array if into is None else into
         with self._messages.call():
             call = call_of("all-reduce", array, tag)
@@ -161,28 +164,40 @@ class MpiCommunicator:
     def reduce_scatter(
         self, array: Array, bounds: Sequence[int], tag: int, into: Array | None = None
     ) -> None:
-        """Sum this member's part, as `Communicator.reduce_scatter` describes it."""
+        """Sum this member's part of `array` over all members, in place or into `into`.
+
+        Implements `Communicator.reduce_scatter`.
+        """
         own = array[bounds[self.index] : bounds[self.index + 1]]
         with self._messages.call():
             call = call_of("reduce-scatter", array, tag, bounds)
             self._reduce_scatter(array, bounds, own if into is None else into, call)
 
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
-        """Receive the parts of other members, as in `Communicator.all_gather`."""
+        """Receive the parts of the other members into `array`.
+
+        Implements `Communicator.all_gather`.
+        """
         with self._messages.call():
             self._all_gather(array, bounds, call_of("all-gather", array, tag, bounds))
 
     def all_to_all(
         self, sent: Sequence[Array], received: Sequence[Array], tag: int
     ) -> None:
-        """Exchange arrays between all members, as in `Communicator.all_to_all`."""
+        """Send `sent[i]` to member `i`, and receive from it into `received[i]`.
+
+        Implements `Communicator.all_to_all`.
+        """
         with self._messages.call():
             received[self.index][:] = sent[self.index]
             pairs = {peer: (sent[peer], received[peer]) for peer in self._others()}
             self._messages.exchange(pairs, call_of(ALL_TO_ALL, sent[self.index], tag))
 
     def broadcast(self, array: Array, source: int, tag: int) -> None:
-        """Copy the array of a member to all members, as in `Communicator.broadcast`."""
+        """Copy `array` of the member with index `source` to all members.
+
+        Implements `Communicator.broadcast`.
+        """
         size = len(self.ranks)
         with self._messages.call():
             if size == 1:

@@ -109,7 +109,10 @@ class SharedMemoryCommunicator(SocketCommunicator):
             self.name = "shared memory"
 
     def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
-        """Sum over all members, as in `Communicator.all_reduce`."""
+        """Sum `array` over all members, in place or into `into`.
+
+        Implements `Communicator.all_reduce`.
+        """
         if self._is_for_sockets(array):
             super().all_reduce(array, tag, into)
             return
@@ -125,7 +128,10 @@ class SharedMemoryCommunicator(SocketCommunicator):
         tag: int,
         into: Array | None = None,
     ) -> None:
-        """Sum this member's part, as `Communicator.reduce_scatter` describes it."""
+        """Sum this member's part of `array` over all members, in place or into `into`.
+
+        Implements `Communicator.reduce_scatter`.
+        """
         if self._is_for_sockets(array):
             super().reduce_scatter(array, bounds, tag, into)
             return
@@ -137,7 +143,10 @@ class SharedMemoryCommunicator(SocketCommunicator):
         self._sum(call, parts, targets, shares=False)
 
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
-        """Receive the parts of all other members, as in `Communicator.all_gather`."""
+        """Receive the parts of the other members into `array`.
+
+        Implements `Communicator.all_gather`.
+        """
         if self._is_for_sockets(array):
             super().all_gather(array, bounds, tag)
             return
@@ -145,7 +154,10 @@ class SharedMemoryCommunicator(SocketCommunicator):
         self._copy(call, _parts(array, bounds))
 
     def broadcast(self, array: Array, source: int, tag: int) -> None:
-        """Copy the array of a member to all members, as in `Communicator.broadcast`."""
+        """Copy `array` of the member with index `source` to all members.
+
+        Implements `Communicator.broadcast`.
+        """
         if self._is_for_sockets(array):
             super().broadcast(array, source, tag)
             return

@@ -98,7 +98,10 @@ class SocketCommunicator:
         self.name = "unix sockets" if is_local and self._links else "tcp"
 
     def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
-        """Sum over all members, as in `Communicator.all_reduce`."""
+        """Sum `array` over all members, in place or into `into`.
+
+        Implements `Communicator.all_reduce`.
+        """
         total = array if into is None else into
         call = call_of("all-reduce", array, tag)
         with self._collective():
@@ -111,7 +114,10 @@ class SocketCommunicator:
     def reduce_scatter(
         self, array: Array, bounds: Sequence[int], tag: int, into: Array | None = None
     ) -> None:
-        """Sum this member's part, as in `Communicator.reduce_scatter`."""
+        """Sum this member's part of `array` over all members, in place or into `into`.
+
+        Implements `Communicator.reduce_scatter`.
+        """
         if into is not None:
             array = array.copy()
         call = call_of("reduce-scatter", array, tag, bounds)
@@ -121,7 +127,10 @@ class SocketCommunicator:
             into[:] = array[bounds[self.index] : bounds[self.index + 1]]
 
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
-        """Receive the parts of other members, as in `Communicator.all_gather`."""
+        """Receive the parts of the other members into `array`.
+
+        Implements `Communicator.all_gather`.
+        """
         call = call_of("all-gather", array, tag, bounds)
         with self._collective():
             steps = range(self._size - 1, 2 * self._size - 2)
@@ -130,7 +139,10 @@ class SocketCommunicator:
     def all_to_all(
         self, sent: Sequence[Array], received: Sequence[Array], tag: int
     ) -> None:
-        """Exchange arrays between all members, as in `Communicator.all_to_all`."""
+        """Send `sent[i]` to member `i`, and receive from it into `received[i]`.
+
+        Implements `Communicator.all_to_all`.
+        """
         with self._collective():
             received[self.index][:] = sent[self.index]
             flows = []
@@ -143,7 +155,10 @@ class SocketCommunicator:
             self._run(flows)
 
     def broadcast(self, array: Array, source: int, tag: int) -> None:
-        """Copy the array of a member to all members, as in `Communicator.broadcast`."""
+        """Copy `array` of the member with index `source` to all members.
+
+        Implements `Communicator.broadcast`.
+        """
         call = call_of(f"broadcast {source}", array, tag)
         with self._collective():
             if self._size > 2 and array.nbytes <= self._small_bytes:
