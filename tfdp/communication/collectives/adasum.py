@@ -147,7 +147,7 @@ class _Groups:
 
 
 def _create_groups(caller: Member, members: Partition) -> _Groups:
-    """Create the pairs and blocks of Adasum, in the same order on every replica.
+    """Create the process groups of Adasum, in the same order on every replica.
 
     Args:
         caller: `Member` of the group of all replicas.

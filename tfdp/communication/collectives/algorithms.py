@@ -88,7 +88,7 @@ def _tree_broadcast(
 
     Args:
         shard: Flat tensor, the sum at the root, or `None` elsewhere.
-        flat: Flat tensor like the sum.
+        flat: Flat tensor; its shape and dtype are those of the sum, its values unused.
         member: `Member`, the calling replica.
     """
     total = flat if shard is None else shard
@@ -154,7 +154,7 @@ def _double(shard: tf.Tensor | None, flat: tf.Tensor, member: Member) -> tf.Tens
 
     Args:
         shard: Flat tensor, the result of `_halve`, or `None`.
-        flat: Flat tensor like the sum.
+        flat: Flat tensor; its shape and dtype are those of the sum, its values unused.
         member: `Member`, the calling replica.
     """
     core = power_of_two_in(member.group.size)
@@ -267,11 +267,17 @@ def ring(
 
 
 def _in_phases(algorithm: str, docstring: str) -> Callable[..., tf.Tensor]:
-    """Create the all-reduce function of an algorithm in two phases.
+    """Create an all-reduce function from the two functions of an algorithm in `PHASES`.
+
+    The first one reduces to shards of the sum, such as a reduce-scatter; the second one
+    collects the whole sum, such as an all-gather.
 
     Args:
         algorithm: String, a key of `PHASES`, the name of the function.
         docstring: String, the docstring of the function.
+
+    Returns:
+        Callable with the arguments and the result of `ring`.
     """
 
     def all_reduce_in_phases(

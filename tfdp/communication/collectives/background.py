@@ -34,8 +34,8 @@ _FAILED = tf.int64.max
 
 _backgrounds: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
 
-# Function that takes a list of tensors of each local replica, and returns a list of
-# results for each local replica.
+# Type of the function that a `BackgroundThread` runs. It takes a list with the tensors
+# that each local replica has launched, and returns the results of each local replica.
 Function = Callable[[list[list[tf.Tensor]]], Sequence[Sequence[tf.Tensor]]]
 
 
@@ -236,7 +236,9 @@ def _serve_call(
     num_served: _CallCount,
     failure: Failure | None,
 ) -> Failure | None:
-    """Wait for a call and answer it; return the failure, if any, of all later calls.
+    """Wait for a call and answer it; return the failure, if any, of later calls too.
+
+    After a failure the function is not called again: each later call fails alike.
 
     Tensors are local variables here, so the thread keeps none while it waits for a
     call.

@@ -3,8 +3,8 @@
 A function runs in one thread at a time: its collectives have one key each. Different
 functions run at once on the CPUs of a single process, whose functions have keys of
 their own, see `instance_keys`. On GPUs, where NCCL needs one order of all collectives,
-they run one at a time, and on several workers, which would need it too, they must not
-meet.
+they run one at a time. On several workers, which would need it too, a call raises an
+error while another thread's call runs.
 """
 
 from __future__ import annotations

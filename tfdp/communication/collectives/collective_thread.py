@@ -220,7 +220,8 @@ class CollectiveThread:
         """Wait for a request of each replica; fail those of an ended graph call.
 
         Returns:
-            List of `_Request`, one of each replica, with no failed call in between.
+            List of `_Request`, one of each replica, all sent after the same number of
+            failed graph calls.
         """
         requests = [queues.take() for queues in self._replica_queues]
         while len({request.generation for request in requests}) > 1:

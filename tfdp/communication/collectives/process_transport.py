@@ -271,7 +271,12 @@ class _Lane:
         return self._thread.exchange(self._index[replica], data, operation_index)
 
     def end(self, *, waits: bool = True) -> None:
-        """End the thread; with `waits`, return only after it has ended."""
+        """Close the communicator and end the thread; steps that wait for it fail.
+
+        Args:
+            waits: Bool, whether to wait until the thread has ended, but at most two
+                seconds. Defaults to `True`.
+        """
         self.abort("")
         self._thread.close(waits=waits)
 

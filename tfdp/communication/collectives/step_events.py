@@ -44,7 +44,7 @@ class StepDataWaits:
         self._sum = runtime.plain_variable(0.0, tf.float64, "CPU:0")
 
     def record(self, data: list[tf.Tensor]) -> tf.Tensor:
-        """Add the wait for the data of a traced step to the sum.
+        """Trace operations that add a step's wait for its data to the sum.
 
         Args:
             data: List of tensors, the data.

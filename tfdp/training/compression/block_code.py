@@ -116,6 +116,9 @@ class BlockCode:
 
         Args:
             codes: Tensor of shape `[num_rows, row_size]`, whole numbers.
+
+        Returns:
+            Tensor of shape `[num_rows, num_bytes]`: int8 for 8 bits, uint8 for 4 bits.
         """
         if self.bits == 8:
             return tf.cast(codes, tf.int8)

@@ -107,7 +107,8 @@ class BlockQuantized(Compressor):
         words, rounded = self._code.encode(wide, noise)
         if not self.stochastic:
             state["sum_residual"] = piece - tf.cast(rounded[0], piece.dtype)
-        # In the order of positions, the slices are the whole bucket and its padding.
+        # `all_gather` joins the slices in the order of positions, in which the bucket
+        # was cut, so the padding of the bucket is at the end and is cut off.
         total = self._code.decode(group.all_gather(words))
         flat = tf.reshape(total, [-1])[: bucket.size]
         return tf.cast(flat, bucket.dtype), state
@@ -176,7 +177,7 @@ class BlockQuantized(Compressor):
     def _noise(
         self, state: State, position: int, phase: int, shape: tf.TensorShape
     ) -> tf.Tensor | None:
-        """Return uniform numbers from 0 to 1 for stochastic rounding, or `None`.
+        """Return uniform numbers from 0 to 1 for stochastic rounding.
 
         They differ between steps, replicas and the two phases of a reduction.
 
@@ -185,6 +186,9 @@ class BlockQuantized(Compressor):
             position: Int, position of the calling replica.
             phase: Int, 0 for the rounding of gradients, 1 for that of their sums.
             shape: `tf.TensorShape` of the values to round.
+
+        Returns:
+            Tensor of this shape, or `None` if values are rounded to the nearest.
         """
         if not self.stochastic:
             return None

@@ -97,9 +97,10 @@ class RestoredResiduals:
     identify: Callable[[tuple], str]
 
     def fill(self, state: ResidualState) -> bool:
-        """Assign the saved values to a state, if it has any and they fit.
+        """Assign the saved values of a state to it, if there are any and they fit.
 
-        It warns if the saved values belong to other buckets or another compressor.
+        They are removed from `values`. It warns if the saved values belong to other
+        buckets or another compressor.
 
         Args:
             state: `ResidualState`.
@@ -145,7 +146,9 @@ class ResidualStore:
     def of_bucket(
         self, kind: str, number: int, variables: Sequence[Any], replica: int
     ) -> BucketResiduals:
-        """Return the states of a bucket as a local replica uses them.
+        """Return a local replica's view of the compressor states of a bucket.
+
+        States are not created until the view is asked for their variables.
 
         Args:
             kind: String, name of the reduction that uses the bucket.
@@ -164,6 +167,8 @@ class ResidualStore:
         bucket: GradientBucket,
     ) -> ResidualState:
         """Return the state of a bucket on one level; create it if it does not exist.
+
+        A new state gets the values that `restore` has kept for it, if any.
 
         Args:
             residuals: `BucketResiduals`, the states of the bucket on a replica.

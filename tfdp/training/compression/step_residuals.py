@@ -58,6 +58,9 @@ def step_residuals(
         scale_of: Callable that returns the factor of the gradients, such as the loss
             scale, as a scalar tensor, or `None`. It is called when a bucket is
             compressed. By default it returns `None`.
+
+    Yields:
+        `StepResiduals` with the collected assignments, which its methods run.
     """
     collected = StepResiduals(scale_of)
     with step_context.using(residuals=collected):

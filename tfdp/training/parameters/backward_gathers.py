@@ -85,7 +85,7 @@ class BackwardGathers:
         )
         self._begin = passes[0][0] if passes else 0
         self._done = 0
-        # A unit needs memory twice while it is gathered, packed and unpacked. So the
+        # While a unit is gathered, it needs memory twice: packed and unpacked. So the
         # next gather waits for these operations, which end the latest gather.
         self._previous: list[tf.Operation] = []
         # Gathers wait for earlier reductions of gradients, so that the backward pass
@@ -95,10 +95,11 @@ class BackwardGathers:
         self._num_awaited = 0
 
     def gather_until(self, age: int) -> None:
-        """Trace second gathers of the units that operations up to an age use.
+        """Trace second gathers of the parameters that operations up to an age use.
 
-        The units after them are gathered, too: their number is the option `prefetch` of
-        the last unit that is used.
+        They are gathered by whole units, sets of parameters that are gathered together.
+        The next units are gathered, too: their number is the option `prefetch` of the
+        last unit that is used.
 
         Collectives of one channel run in the order in which they are traced, so a
         reduction must be traced after the gathers that its gradients need.
@@ -123,11 +124,15 @@ class BackwardGathers:
             self._reduced.append(piece.op)
 
     def gather_rest(self) -> None:
-        """Trace the second gathers of all units that are still waiting for one."""
+        """Trace the second gathers of all parameters that are still waiting for one."""
         self._gather(len(self._waiting))
 
     def _gather(self, count: int) -> None:
-        """Trace second gathers until `count` of the waiting units have one."""
+        """Trace second gathers until the first `count` waiting units have one.
+
+        A waiting unit is a set of parameters, gathered together, that were freed after
+        the forward pass and are used by the backward pass.
+        """
         for number in range(self._done, min(count, len(self._waiting))):
             gathered, uses = self._waiting[number]
             unit = gathered.unit

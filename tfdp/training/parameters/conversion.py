@@ -317,6 +317,9 @@ def deferred_parameter(strategy: Any, arguments: dict[str, Any]) -> ShardedParam
 def _initial_value(extended: Any, name: str, arguments: dict[str, Any]) -> tf.Tensor:
     """Return the first worker's whole initial value of a variable.
 
+    All workers call it. It raises an error on all of them if they create different
+    variables.
+
     Args:
         extended: Extended object of a tfdp strategy.
         name: String, name of the variable.

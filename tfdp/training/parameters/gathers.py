@@ -121,7 +121,9 @@ class Gathers:
             step.forget(_unit_of(parameter))
 
     def step(self) -> UnitGatherer | None:
-        """Return the `UnitGatherer` of the running replica, or `None` outside a step.
+        """Return the `UnitGatherer` of the replica's step being traced, or `None`.
+
+        It is `None` in eager mode and outside of replicas.
 
         Raises:
             ValueError: In a `tf.function` that a step calls.
@@ -222,7 +224,7 @@ def backward_pass() -> Iterator[None]:
 
 
 def regather_used_units() -> None:
-    """Trace the second gathers of all units that backward passes have used so far.
+    """Trace the second gathers of the parameters that backward passes have used so far.
 
     Call it before another collective is traced: the collective may need gradients that
     depend on these gathers, and collectives of one channel run in trace order.

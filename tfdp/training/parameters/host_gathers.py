@@ -110,7 +110,7 @@ def _columns_of_one(
     end: int,
     host_group: ProcessGroup,
 ) -> tf.Tensor:
-    """Broadcast the elements `begin` to `end` of a parameter that one replica holds.
+    """Broadcast a range of elements of a parameter that one replica holds.
 
     Args:
         parameter: `ShardedParameter`.
@@ -132,7 +132,7 @@ def _columns_of_one(
 
 
 def _columns(part: tf.Variable, begin: int, end: int) -> tf.Tensor:
-    """Return elements `begin` to `end` of a part as a flat tensor.
+    """Return elements `begin` to `end - 1` of a part as a flat tensor.
 
     Elements beyond the end of the part are zeros.
     """
@@ -152,6 +152,9 @@ def reading_alone(
 ) -> Iterator[None]:
     """Allow this worker to read parameters alone, while the others call `serve_reads`.
 
+    Each read is announced to the other workers, which take part in the gather. At the
+    end of the context their `serve_reads` returns.
+
     Args:
         parameters: Sequence of `ShardedParameter`, the same on all workers.
         host_group: `ProcessGroup` with one member for each worker; this worker is the
@@ -162,7 +165,7 @@ def reading_alone(
         return
 
     def announce(position: int) -> None:
-        """Send the position of the parameter that is read next to the other workers.
+        """Announce to the other workers which parameter is read next.
 
         `position` is an index into `parameters`, or `_END` after the last read.
         """

@@ -25,11 +25,13 @@ def pack_rows(
 
     Args:
         bucket: `ShardBucket`.
-        tensors: Dict from position to tensor; missing tensors count as zeros.
-        dtype: `tf.DType` of the tensors.
+        tensors: Dict from the position of a variable in the plan to its tensor; missing
+            tensors count as zeros.
+        dtype: `tf.DType` of the result.
 
     Returns:
-        Tensor of shape `[num_owners * slice_size]`, or `[num_elements]`.
+        Tensor of shape `[num_owners * slice_size]`; without padding, of shape
+        `[num_elements]`.
     """
     moved = bucket.moved
     return _pack(moved, range(len(moved.rows)), tensors, dtype)
@@ -42,9 +44,10 @@ def pack_row(
 
     Args:
         bucket: `ShardBucket`.
-        owner: Int, index of the row.
-        tensors: Dict from position to tensor; missing tensors count as zeros.
-        dtype: `tf.DType` of the tensors.
+        owner: Int, index of the owner.
+        tensors: Dict from the position of a variable in the plan to its tensor; missing
+            tensors count as zeros.
+        dtype: `tf.DType` of the result.
 
     Returns:
         Tensor of shape `[slice_size]`.
@@ -101,7 +104,8 @@ def unpack_rows(
             `None` for a bucket that was not gathered.
 
     Returns:
-        Dict from position to flat tensor, for the variables in gathered buckets.
+        Dict from the position of a variable in the plan to its flat tensor, for the
+        variables in gathered buckets.
     """
     ranges: dict[int, list[tuple[int, int, int, int]]] = {}
     for number, bucket in enumerate(plan.buckets):
@@ -178,7 +182,8 @@ def _pack(
     Args:
         bucket: `ShardBucket`.
         owners: Sequence of ints, indices of the rows.
-        tensors: Dict from position to tensor; missing tensors count as zeros.
+        tensors: Dict from the position of a variable in the plan to its tensor; missing
+            tensors count as zeros.
         dtype: `tf.DType` of the result.
     """
     runs: list[Segment | int] = []

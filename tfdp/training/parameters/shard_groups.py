@@ -195,7 +195,7 @@ class ShardGroups:
         return Member(self.group, replica).all_reduce(counted)
 
     def counted_once(self, tensor: tf.Tensor, replica: int) -> tf.Tensor:
-        """Return a replica's tensor, or zeros if its slices are not the first copy.
+        """Return a replica's tensor, or zeros if an earlier replica has its slices.
 
         A sum over all replicas then counts each slice once. Separate sums of nodes
         could be rounded differently, so that the copies would drift apart.
@@ -214,7 +214,9 @@ def shard_groups_of(
 
     Args:
         extended: Extended object of a tfdp strategy.
-        scope: String, `"all"` or `"node"`.
+        scope: String, which replicas share the state: `"all"`, or `"node"` for those of
+            each node. It falls back to `"all"`, with a warning, if nodes differ in
+            size.
         needs_two_levels: Bool, whether slices travel in two levels even if one level is
             as fast. Defaults to `False`.
 

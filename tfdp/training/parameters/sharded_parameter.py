@@ -21,9 +21,9 @@ from tfdp.training.replicas.variables import MirroredVariable
 class ShardedParameter(MirroredVariable):
     """Variable whose elements are divided among replicas.
 
-    A model sees the whole parameter: a step that reads it gathers it, together with its
-    unit, and its gradient is that of the whole. Its components, one for each local
-    replica, are the parts.
+    A model sees the whole parameter: a step that reads it gathers it, together with the
+    other parameters of its unit, and its gradient is that of the whole. Its components,
+    one for each local replica, are the parts.
 
     Args:
         strategy: A tfdp strategy.
@@ -66,7 +66,10 @@ class ShardedParameter(MirroredVariable):
         return self.whole_shape.num_elements()
 
     def replace_parts(self, parts: Sequence[tf.Variable], ranges: Ranges) -> None:
-        """Replace the parts of the local replicas and the ranges of all owners."""
+        """Replace the parts of the local replicas and the ranges of all owners.
+
+        Gathered values are dropped.
+        """
         self._values = tuple(parts)
         self.ranges = ranges
         self.reader.forget(self)
@@ -133,7 +136,7 @@ class ShardedParameter(MirroredVariable):
         return self.assign_add(-tf.convert_to_tensor(delta, self.dtype))
 
     def assign_part(self, value: tf.Tensor) -> None:
-        """Assign the part of the running replica.
+        """Assign a value to the part of the running replica; drop gathered values.
 
         Args:
             value: Tensor with as many elements as the part.

@@ -163,7 +163,7 @@ class UnitGatherer:
     def begin_backward_pass(self) -> None:
         """Record that a backward pass begins; operations traced from now on are in it.
 
-        For recorded passes, `BackwardGathers` gathers the units that they use again.
+        `BackwardGathers` gathers the parameters that recorded passes use a second time.
         """
         self._open_passes.append(self.order.newest())
 
@@ -412,7 +412,10 @@ class ComputeOrder:
         return self._computing[index - 1 : index] if index else []
 
     def _scan(self) -> None:
-        """Add the dependent operations among those traced since the last scan."""
+        """Register new operations that depend on gathered parameters.
+
+        New are those that were traced since the last scan.
+        """
         new = self._graph.get_operations()[self._num_scanned :]
         for op in new:
             if not any(tensor.op in self._dependent for tensor in op.inputs):

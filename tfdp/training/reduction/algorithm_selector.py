@@ -197,12 +197,15 @@ class AlgorithmSelector:
         outer: str | None,
         fraction: float = 1.0,
     ) -> AlgorithmChoice:
-        """Choose the fastest algorithm, given the dtypes on both levels.
+        """Choose the fastest algorithm of a bucket, given the dtypes to send it in.
+
+        A flat algorithm has one dtype for all messages: if the two levels have
+        different ones, it sends elements in the dtype of the bucket.
 
         Args:
             num_bytes: Int, size of the bucket in bytes.
-            inner: String, dtype inside nodes, or `None` for that of the bucket.
-            outer: String, dtype across nodes, or `None` for that of the bucket.
+            inner: String, dtype sent inside nodes, or `None` for that of the bucket.
+            outer: String, dtype sent across nodes, or `None` for that of the bucket.
             fraction: Float, size of an element in these dtypes relative to that in the
                 bucket. Defaults to 1.
         """
@@ -256,7 +259,7 @@ def _fixed_algorithm(
 
     Returns:
         Tuple of an `Algorithm`, or `None` if it is to be chosen for each bucket; and a
-        string, a warning or `""`.
+        string, a warning of the replacement, or `""` without one.
     """
     option = options.algorithm
     if option == "auto":

@@ -35,7 +35,8 @@ def carrying(value: tf.Tensor | None) -> Iterator[CarriedScalar | None]:
         value: Scalar float32 tensor of this replica, or `None` for none.
 
     Yields:
-        `CarriedScalar`, or `None` if `value` is `None`.
+        `CarriedScalar`, whose `total` is set when a bucket has carried it; or `None` if
+        `value` is `None`.
     """
     carried = None if value is None else CarriedScalar(value)
     with step_context.using(carried=carried):
@@ -52,7 +53,7 @@ def pending_scalar() -> CarriedScalar | None:
 
 
 def carrier_of(plan: BucketPlan, routes: Sequence[AlgorithmChoice]) -> int | None:
-    """Return the position of the bucket that a scalar is appended to, or `None`.
+    """Choose the bucket that a scalar is appended to; return its position in the plan.
 
     A compressed bucket would round the scalar, and Adasum does not sum. The smallest
     bucket of several gradients is preferred, since these are concatenated anyway.
@@ -60,6 +61,10 @@ def carrier_of(plan: BucketPlan, routes: Sequence[AlgorithmChoice]) -> int | Non
     Args:
         plan: `BucketPlan`.
         routes: Sequence of the `AlgorithmChoice` of each bucket.
+
+    Returns:
+        Int; or `None` if every bucket is compressed, combined by Adasum, or of another
+        dtype than float32 and float64.
     """
     fit = [
         (len(bucket.indices) == 1, bucket.num_bytes, position)

@@ -353,9 +353,10 @@ def plan_of_backward_pass(
     sparse: list[str] = []
 
     def backward(*batch: tf.Tensor) -> None:
-        """Append the `BucketPlan` of a traced backward pass to `plans`.
+        """Trace a backward pass, and append its `BucketPlan` to the outer list `plans`.
 
-        The paths of variables with sparse gradients are appended to `sparse`.
+        Paths of variables with sparse gradients are appended to the outer list
+        `sparse`. `batch` has the inputs of the model, in a flat order.
         """
         dense, names = [], []
         gradients = gradients_of_outputs(model, batch)

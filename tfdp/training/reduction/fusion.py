@@ -250,7 +250,7 @@ class ReducedGradients:
         return tf.reduce_all(flags)
 
     def gradients(self) -> list:
-        """Return a list of gradients, one for each variable."""
+        """Unpack the buckets; return a list of gradients, one for each variable."""
         results: list = [None] * len(self.like)
         for flat, members in zip(self.flats, self.buckets, strict=True):
             parts = unpack(flat, [self.like[index] for index in members])

@@ -40,7 +40,7 @@ class GradientExchange:
     def reduce(
         self, gradients: list, variables: list[Any], replica: int
     ) -> ReducedGradients:
-        """Sum the gradients of a replica with those of others.
+        """Sum the gradients of a replica with those of the other replicas.
 
         Args:
             gradients: List of tensors and `tf.IndexedSlices`, parts of a sum over the

@@ -64,7 +64,10 @@ class GradientReducer:
         return None
 
     def prepare(self, gradients: list) -> list:
-        """Convert gradients to the form that is reduced; unchanged on one device."""
+        """Return gradients as they will be reduced; unchanged on one device.
+
+        `ReplicaReducer` converts sparse gradients to dense tensors for Adasum.
+        """
         return gradients
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -242,7 +245,11 @@ class ReplicaReducer(GradientReducer):
 
 
 def replica_reducer() -> GradientReducer:
-    """Return the reducer of the running replica, or that of a single device."""
+    """Return the reducer of the running replica; outside of one, of a single device.
+
+    In a replica it may add an assertion to the graph, which fails once the workers have
+    changed, see `assert_same_workers` of the strategy.
+    """
     context = replica_context()
     if context is None:
         return GradientReducer()

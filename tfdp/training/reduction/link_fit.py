@@ -24,8 +24,8 @@ _RELATIVE_TIE, _ABSOLUTE_TIE = 0.01, 1e-12
 # to this size enter the loss squared, larger errors linearly: a burst on a link or a
 # late worker causes errors whose squares would dominate the fit.
 _OUTLIER = 0.1
-# No sample depends on the links of a level without messages, so the fit of such a level
-# is a link that takes no time. The default link replaces it.
+# A link that takes no time. It is the fit of the links inside or across nodes if no
+# sample depends on them; `_with_default` then replaces it by the default link.
 _ZERO_LINK = Link(0.0, 0.0)
 # Smaller ratios of predicted to measured time are raised to this one: a fit may predict
 # no time at all, and a ratio of zero has no logarithm.
@@ -333,6 +333,11 @@ def _plausibility(links: Links, default: Links) -> tuple[bool, bool]:
 
     Slower links across nodes and sharing as by default are preferred: the times of two
     nodes of two replicas also fit with inside and across exchanged.
+
+    Returns:
+        Tuple of two bools: whether a byte takes at most as long inside nodes as across
+        nodes, and whether links inside nodes are shared exactly if they are in
+        `default`.
     """
     return (
         links.inside.seconds_per_byte <= links.across.seconds_per_byte,

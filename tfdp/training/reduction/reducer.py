@@ -103,7 +103,8 @@ class Reducer:
         """All-reduce a nest of tensors and `IndexedSlices` of one replica.
 
         Args:
-            reduce_op: `tf.distribute.ReduceOp`, or its name.
+            reduce_op: `tf.distribute.ReduceOp`, or its name, `"SUM"` or `"MEAN"`: a
+                mean is the sum divided by the number of replicas.
             value: Nest of tensors and `IndexedSlices`. A dense tensor has the same
                 shape on all replicas.
             replica: Int, index of the calling replica among the local ones.
@@ -170,7 +171,10 @@ class Reducer:
         replica: int,
         weight: tf.Tensor | None,
     ) -> tuple[list[tf.Tensor], list[tuple[int, ...]]]:
-        """Reduce the dense tensors at some positions of a list.
+        """Sum the dense tensors at some positions of a list, bucket by bucket.
+
+        The first local replica stores the plan of gradients in `plans`, and compares a
+        new plan between workers if `compares` is set.
 
         Args:
             flat: List of tensors and `IndexedSlices`.
@@ -180,8 +184,8 @@ class Reducer:
             weight: Scalar tensor, factor of this replica's tensors, or `None` for 1.
 
         Returns:
-            Tuple of flat tensors, one for each bucket, and of tuples of the positions
-            in each bucket.
+            Tuple of two lists, with an item for each bucket: the sum, a flat tensor;
+            and the positions in `flat` of the tensors that it consists of.
         """
         tensors = [flat[index] for index in dense]
         if variables is not None:
@@ -343,7 +347,10 @@ class Reducer:
         return self.options if tuned is None else tuned.options
 
     def _warn_of_own_loop(self) -> None:
-        """Warn once, in a loop other than `fit`, that its buckets are not tuned."""
+        """Warn once, in a loop other than `fit`, that its buckets are not tuned.
+
+        Only the chief warns, and only if the options ask for tuned buckets.
+        """
         loop = loops.current()
         in_fit = loop is not None and loop.name == "fit"
         is_affected = self.options.tunes_buckets and self._worker_group.is_chief
@@ -358,6 +365,8 @@ class Reducer:
 
     def warn_of_momentum(self, reason: str) -> None:
         """Warn, once, of gradients that bypass a compressor with momentum.
+
+        Without such a compressor in the options it does nothing.
 
         Args:
             reason: String, clause that says why they are not compressed.

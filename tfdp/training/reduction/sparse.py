@@ -94,7 +94,10 @@ def are_unique(indices: tf.Tensor) -> bool:
 
 
 def marked_unique(indices: tf.Tensor) -> tf.Tensor:
-    """Mark a tensor of indices, so that `are_unique` returns `True` for it."""
+    """Return the same indices as a tensor for which `are_unique` returns `True`.
+
+    An eager tensor is not marked.
+    """
     return programs.marked(indices, _UNIQUE)
 
 

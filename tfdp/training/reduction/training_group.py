@@ -76,7 +76,8 @@ def training_group(strategy: Any) -> TrainingGroup:
 def groups_of_ranks(strategy: Any) -> Sequence[Sequence[int]]:
     """Return the ranks of each group of replicas that trains together.
 
-    Without independent groups, there is one group of all replicas.
+    By default it is one group of all replicas. A loop of Keras may train with several,
+    whose replicas update independently of other groups, as in local SGD.
     """
     if (groups := loops.independent_groups()) is None:
         return [range(strategy.num_replicas_in_sync)]

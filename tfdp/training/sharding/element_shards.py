@@ -41,7 +41,11 @@ class ElementShards(OptimizerShard):
     """
 
     def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
-        """Create the slots of the owner's slices, by a clone of the optimizer."""
+        """Create the slots of the owner's slices, by a clone of the optimizer.
+
+        It also sets `buckets`, the indices of the buckets in which the owner has
+        elements: each list of `slots` has a slot for each of them.
+        """
         rows = [bucket.rows[self.owner] for bucket in self._plan.buckets]
         self.buckets = [number for number, row in enumerate(rows) if row]
         flats = [
@@ -62,7 +66,9 @@ class ElementShards(OptimizerShard):
         variables: list[Any],
         rate: Any,
     ) -> list[tf.Tensor | None]:
-        """Decay and update the elements that the replica owns.
+        """Update the replica's slots; return new values of the elements that it owns.
+
+        Weights decay first. The variables themselves are not assigned.
 
         Args:
             optimizer: Keras optimizer, the user's or a stand-in.
@@ -111,7 +117,7 @@ class ElementShards(OptimizerShard):
         variables: list[Any],
         rate: Any,
     ) -> tf.Tensor:
-        """Update adjacent segments as one, and return their new values.
+        """Update the slots of adjacent segments as one; return the new values.
 
         Args:
             optimizer: Keras optimizer with the scalar state of this shard.
@@ -192,7 +198,12 @@ class ElementShards(OptimizerShard):
         keras_optimizer.move_averages(stand_in, views)
 
     def averages(self) -> list[tf.Tensor]:
-        """Return the moving averages of the replica's slice of each bucket, padded."""
+        """Return the moving averages of the replica's slice of each bucket.
+
+        Returns:
+            List with a tensor of shape `[slice_size]`, padded with zeros, for each
+            bucket.
+        """
         by_bucket = dict(zip(self.buckets, self._own_averages, strict=True))
         return [
             _padded(
@@ -216,6 +227,8 @@ def _padded(parts: list[tf.Tensor], bucket: ShardBucket, owner: int) -> tf.Tenso
 def _slot_range(slot: Any, start: int, stop: int) -> Any:
     """Return a variable-like range of a flat slot, or the slot itself for all of it.
 
+    Changes of a range reach the slot when its `write_back` is called.
+
     Args:
         slot: Flat Keras variable, or `None`, which is returned.
         start: Int, first element.
@@ -226,9 +239,10 @@ def _slot_range(slot: Any, start: int, stop: int) -> Any:
 
 
 def _slice_variable(value: tf.Tensor) -> Any:
-    """Create the Keras variable for which a clone builds the slots of a slice.
+    """Create a flat Keras variable with the elements of a slice.
 
-    `value` is the flat tensor of the slice's elements.
+    A clone of the optimizer is built for such variables, which creates the slots of the
+    slices. `value` is the flat eager tensor of the elements.
     """
     return keras.Variable(np.asarray(value), dtype=value.dtype.name, name="slice")
 

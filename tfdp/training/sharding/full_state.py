@@ -62,7 +62,8 @@ def gather_full_state(
         keep: Bool, whether this worker keeps the whole tensors.
 
     Returns:
-        `FullState`, empty on a worker that does not keep them.
+        `FullState`, empty on a worker that does not keep them, and on a single worker,
+        which owns all shards.
     """
     if host_group.size == 1:
         return FullState()

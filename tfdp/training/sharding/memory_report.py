@@ -81,7 +81,10 @@ def param_group_memory(
 
 
 def _slot_bytes(optimizer: Any, variables: list[Any]) -> list[int]:
-    """Return the bytes of each variable's slots, without allocating them."""
+    """Return the bytes of each variable's slots, without allocating them.
+
+    State that belongs to no trained variable counts for the first variable.
+    """
     template = optimizer_state.built_without_memory(optimizer, variables)
     totals = [0] * len(variables)
     lists = list(optimizer_state.slots_of(template).values())

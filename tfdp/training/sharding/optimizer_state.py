@@ -218,7 +218,7 @@ def _full_shard(
     read = functools.partial(tf_distribute.elements_of, variable)
 
     def write(values: Any) -> None:
-        """Assign all elements of the variable, a flat array or tensor."""
+        """Assign a flat array or tensor to the whole variable, and call `on_write`."""
         variable.assign(reshaped(values, shape))
         on_write()
 
@@ -322,7 +322,7 @@ def _range_shard(
     size = segment.size
 
     def read(first: int, last: int) -> np.ndarray:
-        """Return elements `first` to `last` of the segment as a flat array."""
+        """Return elements `first` to `last - 1` of the segment as a flat array."""
         if not getattr(variable, "had_slice_assigned", False):
             return tf_distribute.elements_of(variable, begin + first, begin + last)
         # After `write` has assigned a slice, TensorFlow copies the whole variable on
@@ -332,7 +332,7 @@ def _range_shard(
             return tf.gather(variable, places).numpy()
 
     def write(values: Any) -> None:
-        """Assign all elements of the segment, a flat array or tensor."""
+        """Assign a flat array or tensor to all elements of the segment."""
         if buffer is not None:
             array = tf_distribute.view_of(values) if tf.is_tensor(values) else values
             buffer.write(begin, array)

@@ -29,11 +29,11 @@ class ShardCollectives:
     """Reduce-scatter and all-gather of shards on one replica, in a graph.
 
     Args:
-        extended: Extended class of a tfdp strategy.
-        groups: `ShardGroups`.
+        extended: Extended object of a tfdp strategy.
+        groups: `ShardGroups`, the replicas that own shards.
         replica: Int, index of the calling replica among the local ones.
         reducer: `ReplicaReducer`.
-        backward: `BackwardGathers` of sharded parameters, or `None`.
+        backward: `BackwardGathers` of sharded parameters, or `None` without them.
     """
 
     extended: Any
@@ -230,7 +230,7 @@ def collectives_class(extended: Any) -> type[ShardCollectives]:
     """Return the class of `ShardCollectives` for the current step of a strategy.
 
     Args:
-        extended: Extended class of a tfdp strategy.
+        extended: Extended object of a tfdp strategy.
 
     Returns:
         `EagerShardCollectives` in an eager step; in a graph `WholeGradientCollectives`

@@ -132,9 +132,10 @@ class ShardedGradientStatistics(GradientStatistics):
 
     Args:
         groups: List of `ShardedParamGroup`.
-        sums: List of `ShardedGradients`.
+        sums: List of `ShardedGradients`, one for each group.
         collectives: `ShardCollectives`.
-        is_needed: Bool, whether norms or checks will be read.
+        is_needed: Bool, whether norms or checks will be read. If not, the collective
+            runs only for a `loss` that no bucket has carried.
         loss: `CarriedScalar` that the collective carries, or `None`. Defaults to
             `None`.
     """

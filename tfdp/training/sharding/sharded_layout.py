@@ -147,8 +147,8 @@ class ShardedLayout(StateLayout):
     ) -> ShardedGradientStatistics:
         """Measure the norms and finiteness of gradients by one small all-reduce.
 
-        The all-reduce also carries the loss, unless several replicas have the same
-        slices. It is left out if the step needs neither norms, checks nor the loss.
+        The all-reduce also carries the loss; if several replicas have the same slices,
+        another all-reduce sums the loss. Each runs only if the step needs its result.
 
         Args:
             groups: Sequence of `ParamGroup`.
@@ -221,7 +221,9 @@ class ShardedLayout(StateLayout):
     def update(
         self, group: ParamGroup, gradients: ShardedGradients, variables: list, rate: Any
     ) -> None:
-        """Update the elements that this replica owns; all-gather unsharded variables.
+        """Update the elements that this replica owns, and assign the new values.
+
+        Those of variables that are not sharded are all-gathered to every replica.
 
         Args:
             group: `ParamGroup`.
@@ -302,7 +304,8 @@ class ShardedLayout(StateLayout):
 
         Args:
             group: `ShardedParamGroup`.
-            slices: List with this replica's new values of each bucket, or `None`.
+            slices: List with this replica's new values of each bucket, or `None` for a
+                bucket without new values.
             present: Frozen set of ints, the positions of the variables to assign.
         """
         if sharded_parameter(group.variables[0]) is not None:
@@ -339,7 +342,7 @@ class ShardedLayout(StateLayout):
             parameter.reader.forget(parameter)
 
     def constrain(self, variable: Any) -> None:
-        """Apply a variable's constraint, such as a norm, to its whole value."""
+        """Apply a variable's constraint to its whole value, and assign the result."""
         parameter = sharded_parameter(variable)
         if parameter is None:
             super().constrain(variable)

@@ -221,7 +221,7 @@ class ShardedState:
         """Return the state tensors of gradients that are accumulated in slices.
 
         Args:
-            sums: List of Keras variables, one for each bucket.
+            sums: List of Keras variables, one for each bucket of all inner optimizers.
 
         Returns:
             Dict from the `id` of a trained variable to `StateTensor`.
@@ -395,7 +395,7 @@ def _trained_parts(optimizer: Any) -> list[Any]:
 
 
 def _joined(ordered: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Return the ordered variables, followed by the missing ones of `others`."""
+    """Return the variables of `ordered`, then those of `others` that it lacks."""
     known = {id(variable) for variable in ordered}
     return [*ordered, *(v for v in others if id(v) not in known)]
 

@@ -44,14 +44,16 @@ class LocalShard:
     read_range: Callable[[int, int], np.ndarray] | None = None
 
     def split(self, max_elements: int) -> list[LocalShard]:
-        """Split into smaller shards that can be read one after another.
+        """Split into smaller shards, which can be read one after another.
+
+        Smaller shards cannot be written.
 
         Args:
             max_elements: Int, the largest number of elements of a shard.
 
         Returns:
-            List of `LocalShard`; this one alone if it is not read in parts; none if
-            it is empty.
+            List of `LocalShard`; this one alone if it has no `read_range`; none if it
+            is empty.
         """
         if self.read_range is None:
             return [self] * (self.start < self.stop)

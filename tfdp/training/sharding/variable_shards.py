@@ -86,9 +86,10 @@ class VariableShards(OptimizerShard):
         variables: list[Any],
         rate: Any,
     ) -> list[tf.Tensor | None]:
-        """Decay and update the variables that the replica owns.
+        """Update the variables that the replica owns, and their slots.
 
-        Arguments and result are those of `ElementShards.update`.
+        Weights decay first. If the update runs on another device than a variable, it
+        changes a copy. Arguments and result are those of `ElementShards.update`.
         """
         updated_indices = [index for index in self.owned if index in gradients.present]
         whole = self.gradients(gradients, variables)
@@ -154,7 +155,12 @@ class VariableShards(OptimizerShard):
         return [part.read_value() for part in parts]
 
     def averages(self) -> list[tf.Tensor]:
-        """Return the moving averages of the replica's slice of each bucket, padded."""
+        """Return the moving averages of the replica's slice of each bucket.
+
+        Returns:
+            List with a tensor of shape `[slice_size]`, padded with zeros, for each
+            bucket.
+        """
         averages = self._own_averages
         values = {
             index: tf.convert_to_tensor(average)
