@@ -91,7 +91,8 @@ def record_step_begin(data: list[tf.Tensor]) -> list[tf.Tensor]:
         data: List of tensors, the data.
 
     Returns:
-        List of tensors, which the step must have as control inputs.
+        List of tensors, which the step must have as control inputs: `data` if nothing
+        is recorded.
     """
     stamps = [] if tf.executing_eagerly() else _record_waits(data)
     if timing.is_timing():

@@ -303,7 +303,7 @@ def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Ten
     dtype = read_dtype(parameter)
 
     def read() -> tf.Tensor:
-        """Return the parameter's value in the step of the replica that is built."""
+        """Return the parameter's value in the step that a replica builds."""
         with tensor_reads.autocasting(dtype if parameter.casts else None):
             return parameter.reader.read(parameter)
 

@@ -155,7 +155,7 @@ class UnitGatherer:
         return value
 
     def forget(self, unit: Unit) -> None:
-        """Drop the values of a unit, so that the next read gathers it again."""
+        """Drop the gathered values of a unit of parameters; a read gathers it again."""
         members = {id(parameter) for parameter in unit.parameters}
         for key in [key for key in self._current if key[0] in members]:
             del self._current[key]
@@ -163,7 +163,7 @@ class UnitGatherer:
     def begin_backward_pass(self) -> None:
         """Record that a backward pass begins; operations traced from now on are in it.
 
-        `BackwardGathers` gathers the parameters that recorded passes use a second time.
+        `BackwardGathers` gathers a second time the parameters that these passes use.
         """
         self._open_passes.append(self.order.newest())
 

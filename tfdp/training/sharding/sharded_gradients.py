@@ -130,6 +130,8 @@ class ShardedGradients:
 class ShardedGradientStatistics(GradientStatistics):
     """Norms and finite checks from slices, by one small collective for all groups.
 
+    The constructor runs the collective.
+
     Args:
         groups: List of `ShardedParamGroup`.
         sums: List of `ShardedGradients`, one for each group.
@@ -178,7 +180,11 @@ class ShardedGradientStatistics(GradientStatistics):
         )
 
     def squared_norm(self) -> tf.Tensor:
-        """Return a scalar float32 tensor, the sum of the squares of all elements."""
+        """Return the squared norm of all gradients together, a scalar float32 tensor.
+
+        Rows of a sparse gradient with the same index are summed before they are
+        squared.
+        """
         norms = [tf.reduce_sum(squares) for squares in self._measured[::2]]
         total = tf.cast(tf.add_n(norms), tf.float32)
         for rows in [rows for sums in self.sums for rows in sums.sparse.values()]:

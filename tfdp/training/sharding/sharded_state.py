@@ -295,7 +295,7 @@ class ShardedState:
         return ShardedLayout(self.parts, collectives)
 
     def _plan_of(self, optimizer: Any) -> ShardPlan:
-        """Return the plan of an inner optimizer's shards for unsharded parameters."""
+        """Plan the shards of an inner optimizer as if no parameter were sharded."""
         variables = keras_optimizer.trained_by(optimizer)
         return shard_plan(
             optimizer, variables, self.groups.num_owners, self._extended.options

@@ -197,7 +197,11 @@ class VariableShards(OptimizerShard):
             tf_distribute.local_part(copy).assign(value, read_value=False)
 
     def _clone_with_settings(self, optimizer: Any, variables: list[Any]) -> Any:
-        """Return the clone, which has the slots, with the user's current settings."""
+        """Return a copy of the clone, with its slots and the settings of `optimizer`.
+
+        `optimizer` is the user's, whose settings may have changed since the clone was
+        built. `variables` are those of the plan.
+        """
         optimizer_views.share_state(self.clone, optimizer)
         for index, copy in self._copies.items():
             keras_optimizer.copy_decay_exclusion(self.clone, copy, variables[index])
