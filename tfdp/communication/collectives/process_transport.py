@@ -175,7 +175,10 @@ class ProcessTransport:
             return tf.reshape(from_bytes(result, tensor.dtype), shape)
 
     def abort(self, reason: str) -> None:
-        """Stop all waits for other workers with an error; send them `reason`."""
+        """Stop all waits for other workers with an error; send them `reason`.
+
+        Later collectives with other workers fail, too.
+        """
         for lane in self._all_lanes():
             lane.abort(reason)
 
@@ -281,7 +284,10 @@ class _Lane:
         self._thread.close(waits=waits)
 
     def abort(self, reason: str) -> None:
-        """Stop all waits for other workers with an error; send them `reason`."""
+        """Stop all waits for other workers with an error; send them `reason`.
+
+        Later collectives with other workers fail, too.
+        """
         self._end_reason = reason
         if self._collectives.communicator is not None:
             self._collectives.communicator.close(reason)

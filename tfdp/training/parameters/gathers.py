@@ -52,7 +52,10 @@ class Gathers:
     def add_unit(
         self, parameters: Sequence[ShardedParameter], options: UnitOptions
     ) -> None:
-        """Add a unit of parameters that are gathered together, after earlier units."""
+        """Add a unit of parameters that are gathered together, after earlier units.
+
+        It is set as the `unit` of each parameter, which keeps it alive.
+        """
         unit = Unit(len(self._units), tuple(parameters), options)
         self._units.append(weakref.ref(unit))
         for parameter in parameters:
@@ -66,7 +69,7 @@ class Gathers:
 
     @property
     def peak_gathered_bytes(self) -> int:
-        """Int, the most bytes of parameters that a step gathers at a time."""
+        """Int, the most bytes of gathered parameters that a step holds at a time."""
         sizes = [unit.num_bytes for unit in self.units]
         prefetch = max((unit.options.prefetch for unit in self.units), default=0)
         return peak_gathered_bytes(sizes, prefetch)

@@ -225,7 +225,11 @@ class AlgorithmSelector:
         return AlgorithmChoice(algorithm, *wire_formats, seconds)
 
     def _candidates(self) -> tuple[Algorithm, ...]:
-        """Return the algorithms to choose from, in the order of preference."""
+        """Return the algorithms to choose from, in the order of preference.
+
+        That is the algorithm of the options; with `"auto"`, those that fit the
+        topology, or only the ring and the hierarchical one while links are not known.
+        """
         if self._fixed is not None:
             return (self._fixed,)
         candidates = candidates_for(self.topology)

@@ -53,11 +53,11 @@ def reduce_indexed_slices(
         counts = Member(group, replica).all_gather(num_rows)
 
         def gathered() -> tuple[tf.Tensor, tf.Tensor]:
-            """Return indices and values of the rows of all replicas."""
+            """All-gather the rows; return the indices and values of all replicas."""
             return _gather_rows(indices, values, counts, group, replica)
 
         def dense() -> tuple[tf.Tensor, tf.Tensor]:
-            """Return indices and values of the rows, all-reduced as a dense table."""
+            """All-reduce the rows as a dense table; return its indices and values."""
             return _reduce_table(indices, values, table_rows, group, replica)
 
         if not may_sum or slices.dense_shape is None:

@@ -188,7 +188,10 @@ class ShardedLayout(StateLayout):
         sums: ShardedGradients,
         statistics: ShardedGradientStatistics,
     ) -> ShardedGradients:
-        """Return the gradients of a group, clipped by the norms of whole variables.
+        """Return the gradients of a group, clipped as its optimizer is configured.
+
+        Norms are those of the gradients of whole variables, not of this replica's
+        slices.
 
         The arguments are those of `StateLayout.clip`.
         """

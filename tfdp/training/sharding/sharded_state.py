@@ -255,12 +255,18 @@ class ShardedState:
 
     @property
     def peak_gathered_bytes(self) -> int:
-        """Int, the most bytes of parameters that a step has gathered at a time."""
+        """Int, the most bytes of gathered parameters that a step holds at a time.
+
+        It is 0 if parameters are not sharded.
+        """
         return 0 if self._gathers is None else self._gathers.peak_gathered_bytes
 
     @property
     def compression_ratio(self) -> float:
-        """Float, bytes that gathers send, divided by the bytes of the parameters."""
+        """Float, bytes that gathers send, divided by the bytes of the parameters.
+
+        It is 1 if parameters are not sharded.
+        """
         variables = [v for part in self.parts.values() for v in part.variables]
         found = [sharded_parameter(variable) for variable in variables]
         units = {id(p.unit): p.unit for p in found if p is not None}.values()
@@ -389,7 +395,10 @@ def shard_plan(
 
 
 def _trained_parts(optimizer: Any) -> list[Any]:
-    """Return the innermost optimizers that are built and have variables."""
+    """Return the optimizers inside a `MultiOptimizer`, or a list of any other one.
+
+    Those that are not built, or that train no variables, are left out.
+    """
     parts = [part for part in innermost(optimizer) if part.built]
     return list(filter(keras_optimizer.trained_by, parts))
 

@@ -40,7 +40,10 @@ class VariableShards(OptimizerShard):
     """
 
     def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
-        """Build a clone of the optimizer on the variables that the replica owns."""
+        """Build a clone of the optimizer on the variables that the replica owns.
+
+        Variables on another device than `device` are copied, for updates of the copies.
+        """
         self.owned = self._plan.owned(self.owner)
         # An update changes variables on its own device, so it needs copies of owned
         # variables that are on another device. The keys are positions in the plan.
@@ -191,7 +194,7 @@ class VariableShards(OptimizerShard):
         return pack_row(bucket, self.owner, values, tf.as_dtype(bucket.dtype))
 
     def _refresh(self, variables: list[Any]) -> None:
-        """Set the copies on the update's device to the values of the variables."""
+        """Set the copies of owned variables on the update's device to their values."""
         for index, copy in self._copies.items():
             value = tf_distribute.local_part(variables[index]).read_value()
             tf_distribute.local_part(copy).assign(value, read_value=False)
