@@ -236,9 +236,10 @@ def _serve_call(
     num_served: _CallCount,
     failure: Failure | None,
 ) -> Failure | None:
-    """Wait for a call and answer it; return the failure, if any, of later calls too.
+    """Wait for a call and answer it; return the failure of all calls from now on.
 
-    After a failure the function is not called again: each later call fails alike.
+    After a failure the function is not called again: later calls fail with the same
+    failure. Without one the result is `None`.
 
     Tensors are local variables here, so the thread keeps none while it waits for a
     call.

@@ -197,7 +197,11 @@ def device_positions(devices: Sequence[str]) -> list[int]:
 
 
 def _sort_key(device: str) -> tuple[str, int, str, str, int]:
-    """Return the key by which TensorFlow sorts a device in a group."""
+    """Return the key by which TensorFlow sorts a device in a group.
+
+    Returns:
+        Tuple of job, replica, task as text, type and number of the device.
+    """
     spec = tf.DeviceSpec.from_string(device)
     task = str(spec.task or 0)
     return spec.job or "", spec.replica or 0, task, spec.device_type, spec.device_index

@@ -233,6 +233,10 @@ class TensorFlowTransport:
             kind: String, which distinguishes the keys of different collectives.
             tensor: Tensor that is sent.
             call: `CollectiveCall`.
+
+        Returns:
+            Dict with the size and the key of the group, the instance key, the ordering
+            token of the call's channel, and the communication hint.
         """
         group = call.group
         _check_loop(len(group.devices))

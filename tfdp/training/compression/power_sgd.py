@@ -173,6 +173,8 @@ class PowerSGD(Compressor):
 def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
     """Split the axes of a variable into rows and columns with the smallest sum.
 
+    The result is the number of rows, 1 for a vector, and the number of columns.
+
     Example: the projection of an attention layer to its heads.
 
     >>> _rows_and_columns((512, 8, 64))

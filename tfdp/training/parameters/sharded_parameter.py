@@ -226,7 +226,7 @@ def check_reader(variables: Sequence[Any], reader: Any) -> None:
 
 
 def copy_of_elements(whole: tf.Tensor, start: int, stop: int) -> tf.Tensor:
-    """Return a copy of a range of elements of a flattened tensor.
+    """Return a copy of elements `start` to `stop - 1` of a flattened tensor.
 
     A slice shares the memory of its tensor, so a variable with the slice as its value
     would keep the whole tensor alive.

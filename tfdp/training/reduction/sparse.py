@@ -57,7 +57,11 @@ def reduce_indexed_slices(
             return _gather_rows(indices, values, counts, group, replica)
 
         def dense() -> tuple[tf.Tensor, tf.Tensor]:
-            """All-reduce the rows as a dense table; return its indices and values."""
+            """All-reduce the rows as a dense table.
+
+            Returns:
+                Tuple of the indices and the values of the rows that any replica has.
+            """
             return _reduce_table(indices, values, table_rows, group, replica)
 
         if not may_sum or slices.dense_shape is None:

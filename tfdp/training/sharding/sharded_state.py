@@ -395,9 +395,9 @@ def shard_plan(
 
 
 def _trained_parts(optimizer: Any) -> list[Any]:
-    """Return the optimizers inside a `MultiOptimizer`, or a list of any other one.
+    """Return the optimizers inside a `MultiOptimizer`, or any other optimizer itself.
 
-    Those that are not built, or that train no variables, are left out.
+    Optimizers that are not built, or that train no variables, are left out.
     """
     parts = [part for part in innermost(optimizer) if part.built]
     return list(filter(keras_optimizer.trained_by, parts))

@@ -172,7 +172,7 @@ class VariableShards(OptimizerShard):
         return [self._pack_slice(bucket, values) for bucket in self._plan.buckets]
 
     def _updated_variable(self, index: int, variables: list[Any]) -> Any:
-        """Return the Keras variable that the update changes for one of the model's.
+        """Return the Keras variable that the update changes for `variables[index]`.
 
         It is this replica's part of a sharded parameter, a copy on the device of the
         update, or the variable of the model itself.
