@@ -177,7 +177,7 @@ class ProcessTransport:
     def abort(self, reason: str) -> None:
         """Stop all waits for other workers with an error; send them `reason`.
 
-        Later collectives with other workers fail, too.
+        Later collectives of the groups and channels that were used so far fail, too.
         """
         for lane in self._all_lanes():
             lane.abort(reason)

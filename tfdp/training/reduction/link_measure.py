@@ -58,7 +58,7 @@ def load_or_measure_links(
         worker_group: `WorkerGroup` of all workers.
         hosts: String, names of the machines.
         num_steps: Int, number of steps that will be trained, or `None` if unknown. A
-            run is long from `LONG_RUN_STEPS` steps.
+            run of at least `LONG_RUN_STEPS` steps is long.
         for_plans: Bool, whether plans are proposed from the links, so that they are
             needed even if no algorithm depends on them. Defaults to `False`.
     """
