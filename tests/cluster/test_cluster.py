@@ -6,6 +6,7 @@ import contextlib
 import doctest
 import importlib
 import json
+import os
 import random
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from tfdp.communication.cluster import (
     split_address,
     unreachable_workers,
 )
+from tfdp.communication.cluster.mpi_cluster import find_cluster
 from tfdp.communication.cluster.slurm import expand_nodelist, expand_tasks_per_node
 
 TWO_WORKERS = {"worker": ["a:1000", "b:1000"]}
@@ -365,6 +367,26 @@ def test_all_tasks_of_a_slurm_step_agree_and_listen_where_they_run(order):
     assert sorted(cluster.rank for cluster in clusters) == list(range(6))
     for cluster, (node, _) in zip(clusters, places, strict=True):
         assert split_address(cluster.address)[0] == f"n{node + 1}"
+
+
+@pytest.mark.parametrize(
+    ("seen", "own"),
+    [("0,1,2,3", "2,3"), ("2", "2"), ("", "")],
+)
+def test_tasks_of_a_slurm_node_divide_the_gpus_that_all_of_them_see(
+    monkeypatch, seen, own
+):
+    gpus = {"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": seen}
+    for name, value in slurm(**gpus).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    for _ in range(2):
+        assert find_cluster().num_workers == 7
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == own
+    monkeypatch.setenv("TF_CONFIG", tf_config())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert find_cluster().num_workers == 2
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
 
 
 def test_slurm_jobs_that_share_a_node_get_other_ports():

@@ -58,7 +58,8 @@ def find_cluster(timeout_seconds: float | None = None) -> Cluster | None:
     """Find the cluster of `TF_CONFIG`, of a Slurm step, or of an MPI job.
 
     In an MPI job with mpi4py, the processes agree on their addresses at the first call,
-    which all of them must make.
+    which all of them must make. If all tasks of a host in a Slurm step or an MPI job
+    see the same GPUs, `CUDA_VISIBLE_DEVICES` of each is set to its part of them.
 
     Args:
         timeout_seconds: Float or `None`, the longest wait for the other processes of
@@ -73,7 +74,10 @@ def find_cluster(timeout_seconds: float | None = None) -> Cluster | None:
     """
     launched = mpi_rank()
     if launched is None or _uses_other_source(launched):
-        return Cluster.from_environment()
+        cluster = Cluster.from_environment()
+        if cluster is not None and not _is_in_tf_config():
+            os.environ.update(slurm.gpus_of_task(os.environ))
+        return cluster
     if not has_mpi4py():
         # Without mpi4py the ranks cannot agree. Slurm's variables, if set, do not help:
         # they are inherited from the `srun` by which mpiexec has started its helpers.
@@ -127,8 +131,12 @@ def _uses_other_source(launched: LaunchedRank) -> bool:
     Args:
         launched: `LaunchedRank` of this process.
     """
-    is_set = Cluster.from_tf_config(os.environ.get("TF_CONFIG", "")) is not None
-    return is_set or is_of_slurm(launched)
+    return _is_in_tf_config() or is_of_slurm(launched)
+
+
+def _is_in_tf_config() -> bool:
+    """Return whether `TF_CONFIG` defines the cluster."""
+    return Cluster.from_tf_config(os.environ.get("TF_CONFIG", "")) is not None
 
 
 def is_of_slurm(launched: LaunchedRank) -> bool:

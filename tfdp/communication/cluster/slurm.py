@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from tfdp.communication.cluster.gpus import gpu_environment, visible_gpus
 from tfdp.ground.text import pluralize
 
 # Slurm assigns hosts but no ports, so tfdp chooses them from this range. It is below
@@ -49,6 +50,34 @@ def read(environ: Mapping[str, str]) -> dict[str, Any] | None:
         for local_id in range(count)
     ]
     return {"workers": workers, "task_index": _rank(environ, counts)}
+
+
+def gpus_of_task(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment that gives a task its part of the GPUs of its node.
+
+    With `--gres=gpu:4` or `--gpus-per-node=4` every task of a node sees all four GPUs,
+    and NCCL refuses two workers on one GPU.
+
+    Args:
+        environ: Mapping of environment variables.
+
+    Returns:
+        Dict of environment variables; empty unless this task sees all GPUs of its node,
+        and shares the node with other tasks of the step.
+
+    Example:
+
+    >>> environ = {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_GPUS_ON_NODE": "4"}
+    >>> environ |= {"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    >>> gpus_of_task(environ)
+    {'CUDA_VISIBLE_DEVICES': '2,3'}
+    """
+    gpus = visible_gpus(environ)
+    if environ.get("SLURM_GPUS_ON_NODE") != str(len(gpus)):
+        return {}
+    counts = expand_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    count = counts[_read_int(environ, "SLURM_NODEID", default=0)]
+    return gpu_environment(_read_int(environ, "SLURM_LOCALID", default=0), count, gpus)
 
 
 def _rank(environ: Mapping[str, str], counts: list[int]) -> int:
