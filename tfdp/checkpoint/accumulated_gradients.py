@@ -168,7 +168,11 @@ def accumulation_counter(model: keras.Model) -> Any:
     steps = groups[0].gradient_accumulation_steps
 
     def write(value: Any) -> None:
-        """Set the number of accumulated micro-batches, `value`, in Keras's counters."""
+        """Set the number of accumulated micro-batches; keep that of updates.
+
+        Keras counts all micro-batches, also those of past updates, in one variable of
+        each optimizer.
+        """
         for counter in counters:
             updates = int(counter.numpy()) // steps
             counter.assign(updates * steps + int(np.asarray(value)))
@@ -231,13 +235,13 @@ def _scaled(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
     """
 
     def scale(shard: LocalShard) -> LocalShard:
-        """Return a shard, read multiplied by the factor and written divided by it."""
+        """Return a shard whose values are scaled when they are read or written."""
 
         def read() -> np.ndarray:
             """Return the values multiplied by the factor; overflows become zero."""
             values = shard.read()
-            # No product in place: `values` may share the memory of the accumulator,
-            # which a save must not change.
+            # The product is not computed in place: `values` may share the memory of the
+            # accumulator, which a save must not change.
             values = values * np.asarray(factor(), values.dtype)
             # Sums that overflowed are saved as zero. A run with a loss scale skips
             # their update, but a run that restores them without a loss scale would

@@ -262,7 +262,7 @@ class BackgroundSaves:
         _unfinished.discard(pending)
 
     def _wait_for_previous(self, reports: bool) -> None:
-        """Wait until the present save has ended; on the first long wait, log a warning.
+        """Wait until the present save has ended; warn once if that takes over a second.
 
         Args:
             reports: Bool, whether this worker logs the warning.
@@ -426,7 +426,9 @@ def _write_slowly(write: Write, read: Read, group: Any, pauses: _Pauses) -> None
 
 
 class _Pauses:
-    """Pauses of the calling thread, which limit its share of a processor.
+    """Callable that pauses a thread, so that it uses at most 1 % of a processor.
+
+    The thread calls `restart` before it writes, and the object between two files.
 
     Args:
         hurry: `Event` that ends all pauses.

@@ -105,7 +105,10 @@ class HostMemory:
         return found
 
     def remove_others(self, token: str | None, ranks: Collection[int]) -> None:
-        """Invalidate all saves but one; remove data that later saves do not overwrite.
+        """Remove all saves but one from this host's memory.
+
+        A save is invalid without the headers of its parts, so these are removed. The
+        data of the workers in `ranks` stay, since later saves overwrite them.
 
         Args:
             token: String, identity of the save that stays, or `None` to invalidate all
@@ -265,7 +268,10 @@ def _stem(rank: int, slot: int) -> str:
 def _open_to_write(path: str) -> int:
     """Open a file for reading and writing, and return its descriptor.
 
-    A missing file is created for its owner only. `OSError` for a symbolic link.
+    A missing file is created for its owner only.
+
+    Raises:
+        OSError: If the path is a symbolic link, or the file cannot be opened.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     return os.open(path, flags, 0o600)

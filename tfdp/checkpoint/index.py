@@ -228,7 +228,7 @@ _ENDINGS = ((DATA_ENDING,), (".index", ".data-00000-of-00001"))
 
 
 def check_index(index: Index) -> None:
-    """Raise if an index is inconsistent or incomplete, so that no save has written it.
+    """Check that an index is consistent and complete, like one that a save writes.
 
     Args:
         index: `Index` whose values have the right types.

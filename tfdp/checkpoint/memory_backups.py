@@ -237,9 +237,11 @@ class MemoryBackups:
     def save(
         self, step: int, state: Sequence[StateTensor], run: dict[str, Any]
     ) -> None:
-        """Copy this worker's part of a state into memory, and send it to its keeper.
+        """Copy this worker's part of a state into memory, and begin to send the copy.
 
-        Only called while `is_enabled` is true.
+        A thread sends it to the keeper of the part. Only called while `is_enabled` is
+        true. If the previous save failed on a worker, or a host lacks memory, nothing
+        is saved, and `is_enabled` is false from then on.
 
         Args:
             step: Int, number of batches so far.
@@ -312,7 +314,10 @@ class MemoryBackups:
         self._memory.close()
 
     def delete(self) -> None:
-        """Free the memory of all states: training is over, or a newer backup exists."""
+        """Free the memory of all states, and disable further saves in memory.
+
+        It is called when training is over, or when a newer backup exists.
+        """
         self.finish()
         self._group.all_gather("the end of the states in memory")
         self.is_enabled = False
@@ -355,10 +360,12 @@ class MemoryBackups:
         return self._group.all_gather("the identity of the directory", own)[0]
 
     def _disable_on_fault(self, faults: Sequence[str]) -> bool:
-        """Disable saves in memory on all workers if one has a fault.
+        """Disable saves in memory if a worker has a fault; worker 0 warns of it.
+
+        All workers call it with the same faults.
 
         Args:
-            faults: Sequence of strings, `""` for a worker without a fault.
+            faults: Sequence of strings, the fault of each worker, or `""`.
 
         Returns:
             Bool, whether a worker has a fault.

@@ -74,7 +74,7 @@ class PartName(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PartHeader:
-    """Metadata of a part in memory, which is valid only once they are written.
+    """Metadata of a part in memory; a part is valid once its header is written.
 
     Args:
         name: `PartName`.

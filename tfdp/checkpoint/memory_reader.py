@@ -159,13 +159,15 @@ class PartsReader:
         item.assign()
 
     def _exchange(self, number: int) -> dict[int, Iterator[np.ndarray]]:
-        """Send the pieces that other workers have requested; receive this worker's own.
+        """Send pieces to the workers that requested them; receive those for this one.
 
         Args:
-            number: Int, the number of the exchange.
+            number: Int, from 0, the number of the batch of variables. Each batch has
+                one exchange.
 
         Returns:
-            Dict from each worker to an iterator of its pieces, arrays of bytes.
+            Dict from each worker to an iterator of the pieces received from it, arrays
+            of bytes in the order of this worker's requests.
         """
         assert self._communicator is not None
         requests = self._rounds[number]

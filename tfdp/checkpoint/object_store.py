@@ -142,7 +142,7 @@ class ObjectStore(Storage):
         return False
 
     def read_text(self, name: str, most_bytes: int) -> str:
-        """Read an object as text; `ValueError` if it exceeds `most_bytes`."""
+        """Read an object as text; raise `ValueError` if it exceeds `most_bytes`."""
         num_bytes = self._info(name)["size"]
         if num_bytes > most_bytes:
             raise ValueError(f"it has more than {pluralize(most_bytes, 'byte')}")

@@ -69,7 +69,9 @@ def gather_random_states(worker_group: Any) -> list[dict[str, Any]]:
 
 
 def restore_random_states(states: list[dict[str, Any]], worker_group: Any) -> None:
-    """Restore this worker's random states; with another number of workers, the first.
+    """Restore the random states of this worker, or else those of worker 0.
+
+    Those of worker 0 are used unless there is one dict for each worker of this run.
 
     Args:
         states: List of dicts, as `gather_random_states` returned it when saving.

@@ -80,7 +80,8 @@ def per_replica_tensors(
         items: Iterable of `PerReplicaVariable`.
         replicas: `LocalReplicas`.
         saved_count: Int, number of replicas in the backup to read, or `None`, the
-            current number. If they differ, values are merged. Defaults to `None`.
+            current number. If they differ, the values of all saved replicas are merged
+            into replica 0. Defaults to `None`.
 
     Returns:
         List of `StateTensor`, equal on every worker except for the local shards.
@@ -141,7 +142,8 @@ def _shard_of(item: PerReplicaVariable, local: int, *, merges: bool) -> LocalSha
     Args:
         item: `PerReplicaVariable`.
         local: Int, index of the local replica.
-        merges: Bool, whether a value that is written is merged into the current value.
+        merges: Bool, whether a write merges the written value into the current one, by
+            the function `item.merge`; otherwise it replaces the current value.
     """
     component = tf_distribute.local_value(item.variable, local)
 
@@ -150,7 +152,11 @@ def _shard_of(item: PerReplicaVariable, local: int, *, merges: bool) -> LocalSha
         return component.numpy().reshape(-1)
 
     def write(values: Any) -> None:
-        """Set the value of the replica, or merge a saved replica's value into it."""
+        """Set the value of the local replica; with `merges`, merge into it.
+
+        Args:
+            values: Array, the elements of one saved replica's value.
+        """
         values = np.reshape(values, component.shape)
         if merges:
             values = _MERGES[item.merge](component.numpy(), values)

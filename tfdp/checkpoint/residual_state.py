@@ -68,7 +68,8 @@ def plan_residuals(model: Any, index: Index) -> LoadPlan:
         index: `Index` of the checkpoint.
 
     Returns:
-        `LoadPlan` of the tensors of compressors only.
+        `LoadPlan` of the tensors of compressors only. It has none, and its `finish`
+        warns, if the number of replicas has changed, or nothing is compressed now.
     """
     positions, replicas = _positions(model), local_replicas(model)
     restored = RestoredResiduals(positions, {}, _identity)
@@ -132,7 +133,11 @@ def _identity(name: tuple) -> str:
 
 
 def _compresses(model: Any) -> bool:
-    """Return whether this run, or a feature of it, compresses what replicas send."""
+    """Return whether replicas send anything compressed.
+
+    The strategy's options may compress gradients, and features of the model's
+    `DistributedOptimizer` what they exchange.
+    """
     strategy = strategy_of(model)
     if strategy is None:
         return False

@@ -123,13 +123,13 @@ _RUN = {
 
 
 def check_run(run: Any) -> None:
-    """Raise unless run metadata has the structure and bounds of a backup's.
+    """Check the fields, types and bounds of a run's metadata in a backup.
 
     Args:
         run: Parsed JSON, as `Index.run` holds it.
 
     Raises:
-        Malformed: If not; the message names the first wrong field.
+        Malformed: If a value is wrong; the message names the first wrong field.
     """
     schema.check(run, _RUN, "run")
     if run["batches"] > run["steps"]:

@@ -159,7 +159,7 @@ class IncompatibleBackup(ValueError):
 
 @contextlib.contextmanager
 def _as_incompatible() -> Iterator[None]:
-    """Raise `IncompatibleBackup` in place of a `ValueError` other than `Malformed`.
+    """Turn a `ValueError` in the block into `IncompatibleBackup`, except `Malformed`.
 
     `Malformed` means that the backup is damaged, and all others that it is of another
     model.
@@ -222,8 +222,8 @@ def plan_backup(
         raise ValueError(f"it was saved {how} {name}, which this run {where}")
     check_model(index, plan)
     if with_metrics:
-        # Not strict: the first versions saved no names of metrics, and `check_model`
-        # has already compared the number of variables.
+        # `zip` must not be strict, since the first versions saved no names of metrics.
+        # `check_model` has already compared the number of variables.
         names = facts.get("metrics", []), _metric_names(model)
         for then, now in zip(*names, strict=False):
             if then != now:
@@ -340,7 +340,8 @@ def _accumulated_tensors(model: Any, saved_count: int) -> list[StateTensor]:
 
     Args:
         model: Built Keras model.
-        saved_count: Int, number of replicas in the backup.
+        saved_count: Int, number of replicas in the backup. If this run has another
+            number, sums that differ between replicas are merged when they are read.
     """
     count = accumulation_counter(model)
     if count is None:
@@ -393,13 +394,13 @@ def _metric_names(model: Any) -> list[str]:
 def metric_variables(
     model: Any, merges: list[str] | None = None
 ) -> list[PerReplicaVariable]:
-    """Return the variables of a model's metrics.
+    """Return the variables of a model's metrics, and how replicas' values are merged.
 
     Args:
         model: Keras model.
-        merges: List of strings, the function that merges the values of each variable;
-            or `None`, the default, for the functions that the trace of a step has
-            found.
+        merges: List of strings, the function that merges the values of each variable.
+            It is set in the variable, too. `None`, the default, or a list of another
+            length stands for the functions that the trace of a step has found.
 
     Returns:
         List of `PerReplicaVariable`.

@@ -156,7 +156,7 @@ def write_local_shards(
 
 
 def collect_shard_lists(folder: Storage, num_workers: int) -> tuple[Shard, ...]:
-    """Read the lists of shards of all workers, and check the sizes of the files.
+    """Read and remove the lists of shards of all workers; check the shards' files.
 
     Args:
         folder: `Storage`, the data folder.
@@ -164,6 +164,9 @@ def collect_shard_lists(folder: Storage, num_workers: int) -> tuple[Shard, ...]:
 
     Returns:
         Tuple of `Shard`, those of all workers.
+
+    Raises:
+        ValueError: If a list or a file is missing, or a file has another size.
     """
     shards: list[Shard] = []
     for worker in range(num_workers):
