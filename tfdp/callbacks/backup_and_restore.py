@@ -416,14 +416,19 @@ class BackupAndRestore(StrategyCallback):
         return memory
 
     def _continues_after_loss(self) -> bool:
-        """Return whether `fit` continues on the other workers if one is lost."""
+        """Return whether `fit` continues on the other workers if one is lost.
+
+        That is the option `on_loss="continue"` of the strategy.
+        """
         strategy = strategy_of(self.model)
         return strategy is not None and strategy.extended.continues_after_loss
 
     def _recovery_option(self) -> str:
         """Return the option by which `fit` may go back to a backup without a restart.
 
-        It is quoted in messages; `""` if no such option is set.
+        Returns:
+            String for messages that names `on_loss="continue"`, or else a callback
+            with `action="rollback"`; `""` if neither is set.
         """
         if self._continues_after_loss():
             return '`on_loss="continue"`'

@@ -182,7 +182,11 @@ class DiLoCo(LocalStepsCallback):
             self._island.end_batches(batch - self._last_batch)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Prepare delayed exchanges with all workers, before a step is traced."""
+        """Prepare delayed exchanges, or those of an island, before a step is traced.
+
+        All workers call it. An island is one of the separate jobs under
+        `tfdp run --islands`.
+        """
         super().on_train_begin(logs)
         exchanges = self._exchanges()
         if exchanges is not None:

@@ -128,7 +128,11 @@ class GradientAccumulation(OptimizerCallback):
         self._flush()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Flush leftover batches; with `"auto"`, log the number of micro-batches."""
+        """With `flush`, make an update of leftover batches at the end of the epoch.
+
+        With `steps="auto"`, the number of micro-batches of a step is added to `logs` as
+        `"micro_batches"`.
+        """
         if self.steps == "auto" and logs is not None:
             division = self.optimizer.features.installed[MicroBatches]
             logs["micro_batches"] = division.number

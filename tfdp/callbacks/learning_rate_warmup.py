@@ -143,7 +143,7 @@ class LearningRateWarmup(OptimizerCallback):
             self._stage = _OVER
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state of the warmup, for `BackupAndRestore`."""
+        """Return the state of the warmup for a backup, as `set_state` takes it."""
         options = warmup.options_of(self._optimizer)
         plain = None if options is None else dataclasses.asdict(options)
         return {"stage": self._stage, "options": plain}

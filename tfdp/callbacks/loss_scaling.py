@@ -54,7 +54,7 @@ class LossScaling(OptimizerCallback):
         )
 
     def enable_feature(self, optimizer: DistributedOptimizer) -> None:
-        """Set the optimizer's loss scale; an equal one keeps its state."""
+        """Set the optimizer's loss scaling; with equal settings, its scale is kept."""
         optimizer.features.set_scaling(self.scaling)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

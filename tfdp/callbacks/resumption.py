@@ -47,7 +47,9 @@ class Resumption:
         )
 
     def begin(self, params: dict[str, Any], directory: str) -> bool:
-        """Begin `fit` at the epoch of the backup, and load a backup between two epochs.
+        """Begin `fit` at the epoch of the backup; load the backup unless it is pending.
+
+        The first worker prints where the run resumes.
 
         Args:
             params: Dict, the parameters of `fit` that Keras passes to callbacks.
@@ -123,7 +125,15 @@ class Resumption:
 
     @staticmethod
     def _place_in_epoch(batches: int, params: dict[str, Any]) -> str:
-        """Return where in its epoch a run continues after a number of batches."""
+        """Return where in its epoch a run continues after a number of batches.
+
+        Args:
+            batches: Int, completed batches of the epoch.
+            params: Dict, the parameters of `fit` that Keras passes to callbacks.
+
+        Returns:
+            String such as `"step 5"`, or `"the end"` if no batch is left.
+        """
         # After the last batch, only validation and `on_epoch_end` are left of an epoch.
         # An execution of several steps counts as whole even if the epoch ends within
         # it, so the number of batches may exceed that of the epoch.

@@ -134,9 +134,9 @@ class SpikeGuard(OptimizerCallback):
 
     @property
     def rollback_name(self) -> str:
-        """String, the setting by which `fit` may go back to a backup, or `""`.
+        """String, the name of this callback if it may roll `fit` back, otherwise `""`.
 
-        Messages of `BackupAndRestore` contain it.
+        Messages of `BackupAndRestore` contain it as the reason for going back.
         """
         return ROLLBACK if self.action == "rollback" else ""
 
@@ -146,7 +146,14 @@ class SpikeGuard(OptimizerCallback):
         return self.optimizer.features.installed[StepGuard]
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Clear the list of left-out updates, unless `fit` repeats after a rollback."""
+        """Clear the list of left-out updates, unless `fit` repeats after a rollback.
+
+        With `action="rollback"`, workers exchange the numbers of batches to leave out,
+        so that all of them leave out the same ones.
+
+        Raises:
+            ValueError: If replicas update independently, and `action` is not `"skip"`.
+        """
         super().on_train_begin(logs)
         self._is_local = self.optimizer.features.independent_groups is not None
         if self.action != "skip" and self._is_local:
@@ -268,7 +275,14 @@ class SpikeGuard(OptimizerCallback):
         self._rows += [row for row in found if row.step not in known]
 
     def _exclude(self, numbers: list[int]) -> None:
-        """Have the step leave out further batches, whose numbers count all epochs."""
+        """Have the step leave out further batches.
+
+        Args:
+            numbers: List of ints, the numbers of the batches, counted over all epochs.
+
+        Raises:
+            RuntimeError: If too many batches are left out.
+        """
         self._excluded = sorted({*self._excluded, *numbers})
         if len(self._excluded) > MAX_EXCLUDED:
             raise RuntimeError(

@@ -106,7 +106,7 @@ class Timeline(MeasuringCallback):
         self.meter.start()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Before a selected step, have the meter trace it: on GPUs, by a profile."""
+        """Have the meter record a selected step: on GPUs, start a profile."""
         if self.meter is not None and self.step >= self.steps[0] - 1:
             self.meter.trace_begins()
         super().on_train_batch_begin(batch, logs)
@@ -130,7 +130,10 @@ class Timeline(MeasuringCallback):
         self._write()
 
     def _write(self) -> None:
-        """Send this worker's trace to the first worker, which writes the file."""
+        """Send this worker's trace to the first worker, which writes the file.
+
+        All workers call it. It ends the measurement of steps on this worker.
+        """
         meter, self.meter = self.meter, None
         assert meter is not None
         assert self._mailbox is not None
