@@ -27,7 +27,8 @@ _Function = TypeVar("_Function", bound=Callable[[], Any])
 class _Closable(Protocol):
     """Object with a method `close`, such as a socket."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the descriptor of the object."""
 
 
 _Open = TypeVar("_Open", bound=_Closable)

@@ -133,7 +133,10 @@ def _cell(path: str) -> str:
 
 
 def watch_start() -> None:
-    """Record the line that initializes TensorFlow, once TensorFlow is imported."""
+    """Install a hook that records the user's line that initializes TensorFlow.
+
+    If TensorFlow is not imported yet, its import installs the hook.
+    """
     module = sys.modules.get(_CONTEXT)
     if module is not None:
         _watch(module)
@@ -147,7 +150,8 @@ def start_of_tensorflow() -> str:
     """Return where TensorFlow was initialized, as a part of a sentence.
 
     Returns:
-        String such as `"at train.py:3: `x = tf.zeros(2)`"`.
+        String such as `"at train.py:3: `x = tf.zeros(2)`"`; if no line was recorded,
+        `"before tfdp was imported"`.
     """
     return _started_at[0] if _started_at else "before tfdp was imported"
 

@@ -50,7 +50,7 @@ def set_dataset_of_epoch(epoch_iterator: Any, make: Callable) -> None:
 def begins_to_read(epoch_iterator: Any) -> bool:
     """Return whether Keras reads the dataset's iterator as soon as it has created it.
 
-    It is called while Keras creates the iterator. After the last batch of data of a
+    Call it only while Keras creates the iterator. After the last batch of data of a
     known length, Keras creates a next iterator, which it may never read.
     """
     return epoch_iterator._current_iterator is None

@@ -125,11 +125,13 @@ def _skip_next_reset(metrics: Any) -> None:
 
 
 def build_eagerly(model: Any, data_batch: Any) -> None:
-    """Build a model by an eager call, if its Python code needs tensors' values.
+    """Build a model, its loss and its metrics by an eager call on tensors of ones.
+
+    It is for models whose Python code needs the values of tensors.
 
     Args:
         model: Keras model.
-        data_batch: Nest of specs of a batch. The call is on ones of these shapes.
+        data_batch: Nest of specs of a batch, the shapes and dtypes of these tensors.
     """
     batch = keras.tree.map_structure(_ones_like, data_batch)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)

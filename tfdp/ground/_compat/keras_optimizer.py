@@ -35,7 +35,7 @@ def scope_of_optimizer(optimizer: Any) -> Iterator[None]:
 
 
 def share_strategy(optimizer: Any, other: Any) -> None:
-    """Give another optimizer the strategy that an optimizer was created in."""
+    """Give `other` the strategy that `optimizer` was created in."""
     other._distribution_strategy = strategy_of_optimizer(optimizer)
 
 
@@ -94,7 +94,7 @@ def check_known(optimizer: Any, variables: list) -> None:
 
 
 def key_of(optimizer: Any, variable: Any) -> Any:
-    """Return the key by which an optimizer finds a variable, before it is built, too.
+    """Return the key by which an optimizer finds a variable, even before it is built.
 
     Keras has no public name for it. Checked on Keras 3.12 to 3.15.
     """
@@ -134,7 +134,10 @@ def has_rate_variable(optimizer: Any) -> bool:
 
 
 def copy_decay_exclusion(optimizer: Any, copy: Any, variable: Any) -> None:
-    """Exclude a copy from weight decay if an optimizer excludes the variable."""
+    """Exclude `copy` from weight decay if an optimizer excludes `variable`.
+
+    `copy` is a copy of `variable`.
+    """
     excluded = set(getattr(optimizer, "_exclude_from_weight_decay", ()))
     if optimizer._var_key(variable) in excluded:
         excluded.add(optimizer._var_key(copy))
@@ -205,7 +208,7 @@ def move_averages(optimizer: Any, variables: list) -> None:
 
 
 def overwrite_with_moving_average(optimizer: Any) -> None:
-    """Overwrite the variables with an optimizer's averages."""
+    """Overwrite an optimizer's trained variables with its moving averages of them."""
     optimizer._overwrite_model_variables_with_average_value(
         optimizer._trainable_variables
     )

@@ -29,7 +29,7 @@ _ADAPTERS = f"{_KERAS}trainers.data_adapters."
 
 
 def function_of_map(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
-    """Return the traced function of a `map`, which takes and returns an element."""
+    """Return the traced function of a `map` stage, from an element to an element."""
     wrapper = dataset._map_func
 
     def call(element: Any) -> Any:
@@ -96,7 +96,7 @@ def gathers_rows(dataset: tf.data.Dataset) -> bool:
 
 
 def count_of_stage(dataset: tf.data.Dataset) -> Any:
-    """Return the count of a `take`, `skip` or `repeat`, an int if it is known."""
+    """Return the count of a `take`, `skip` or `repeat`, an int or an unknown tensor."""
     return _value(dataset._count)
 
 

@@ -377,7 +377,9 @@ def strategy_of_iterator(iterator: Any) -> Any:
 
 
 def optionals_of_replicas(iterator: Any) -> list[list]:
-    """Read a distributed iterator's next elements as optionals, not communicating.
+    """Read a distributed iterator's next elements on this worker, as optionals.
+
+    This worker does not ask the others whether they have data left.
 
     Returns:
         List, for each input device, of a list of the optionals of its local replicas.

@@ -40,10 +40,10 @@ def all_operations(graph: Any) -> Iterator[tf.Operation]:
 
 
 def lower(concrete: Any, arguments: Sequence[tf.TensorSpec], device: str) -> None:
-    """Lower a traced function to XLA's operations, without compilation.
+    """Check that XLA supports a traced function, by lowering it without compilation.
 
-    TensorFlow's public method for this, `experimental_get_compiler_ir`, needs values
-    for all captured tensors.
+    The lowered operations are discarded. TensorFlow's public method for this,
+    `experimental_get_compiler_ir`, needs values for all captured tensors.
 
     Args:
         concrete: Concrete function.

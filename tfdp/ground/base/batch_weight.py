@@ -62,5 +62,8 @@ def _active() -> BatchWeight | None:
 
 
 def is_part_of_sum() -> bool:
-    """Return whether this step's gradients are addends of a sum over replicas."""
+    """Return whether this step's gradients are addends of a sum over replicas.
+
+    They are if this thread's replica has a `BatchWeight`, as within Keras's loops.
+    """
     return _active() is not None

@@ -70,7 +70,7 @@ def defer(
         Bool, whether the update is deferred.
 
     Raises:
-        CannotDeferError: If the update is made in a branch or a loop.
+        CannotDeferError: If the update is made in a branch, a loop or a function.
     """
     variables = None if variables is None else list(variables)
     trace, deferred = program_trace.current(), step_context.current().deferred

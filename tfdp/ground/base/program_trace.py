@@ -106,7 +106,7 @@ class ProgramTrace:
         return tensor
 
     def record_assigned(self, variable: Any) -> None:
-        """Handle the step's assignment to a mirrored variable: here, do nothing."""
+        """Ignore the step's assignment to a mirrored variable; subclasses record it."""
 
     def template_of(self, op: Any, make: Callable[[Any], Any]) -> Any:
         """Return the template of an operation, created by `make` at the first call.

@@ -148,7 +148,7 @@ class ThreadStack(Generic[_T]):
 
 
 class ActiveHooks(Generic[_T]):
-    """Active hooks of one kind in this thread.
+    """Hooks of one kind that are active in this thread; a hook may be any object.
 
     Args:
         name: String, unique in tfdp.
