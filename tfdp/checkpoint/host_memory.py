@@ -252,7 +252,10 @@ class HostMemory:
 
 
 def host_memory_budget() -> int:
-    """Return how many bytes of this host's memory the parts of its workers may take."""
+    """Return how many bytes of this host's memory the parts of its workers may take.
+
+    It is at most half of the free memory, and 0 if the system has no `/dev/shm`.
+    """
     try:
         system = os.statvfs(ROOT)
     except OSError:

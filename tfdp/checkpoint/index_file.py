@@ -252,7 +252,7 @@ def _find_checkpoint(storage: Storage) -> str | None:
     """
 
     def natural(name: str) -> list[str | int]:
-        """Return a sort key of a name, in which numbers are compared by value."""
+        """Return a sort key of a name that compares numbers in it by value."""
         parts = re.split("([0-9]{1,18})", name)
         return [int(part) if i % 2 else part for i, part in enumerate(parts)]
 

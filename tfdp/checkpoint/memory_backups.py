@@ -214,7 +214,10 @@ class MemoryBackups:
 
     @property
     def source(self) -> str:
-        """String for messages: `"memory"`, and the workers whose parts were lost."""
+        """String for messages, the source of the state that `find_newest` has found.
+
+        It is `"memory"`, and lists the workers whose parts only other hosts have.
+        """
         assert self._complete_save is not None
         lost = [
             rank
@@ -306,7 +309,10 @@ class MemoryBackups:
             self._fault = files.error_text(error)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Wait until the last save's copies are sent, and close the connections."""
+        """Wait until the last save's copies are sent, and close the connections.
+
+        The states stay in the memory of the hosts.
+        """
         self.finish()
         if self._communicator is not None:
             self._communicator.close()

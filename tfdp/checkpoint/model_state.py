@@ -122,7 +122,12 @@ def replicated(
         variable.assign(reshaped(values, shape))
 
     def read_range(first: int, last: int) -> Any:
-        """Return elements `[first, last)` of this worker's range of the flat tensor."""
+        """Return a range of the elements that this worker writes, as a flat array.
+
+        Args:
+            first: Int, the first element, counted from the first that it writes.
+            last: Int, one after the last element, counted in the same way.
+        """
         return read(start + first, start + last)
 
     everything = LocalShard(0, size, lambda: read(0, size), write)
@@ -184,7 +189,11 @@ def _param_group_state(
 
 
 def loss_scale_of(optimizer: Any) -> tuple[Any, Any] | None:
-    """Return the loss scale and its counter of steps without overflow, or `None`."""
+    """Return an optimizer's loss scale, and its counter of steps without overflow.
+
+    Returns:
+        Tuple of two variables, or `None` if the optimizer does not scale the loss.
+    """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer.dynamic_scale, optimizer.step_counter
     scale = optimizer.features.scale if hasattr(optimizer, "features") else None

@@ -161,7 +161,7 @@ def _tensor_to_write(
     array = state.initial[name]
 
     def shard(local: int) -> LocalShard:
-        """Return the array of a local replica, by its index, as a read-only shard."""
+        """Return a shard that reads the array of the local replica with this index."""
         read = functools.partial(tf_distribute.elements_of, state.replicas[local][name])
         everything = functools.partial(read, 0, array.size)
         return LocalShard(0, array.size, everything, _raise_unsupported, read)
@@ -192,7 +192,7 @@ def _tensor_to_read(
     """
 
     def shard(local: int) -> LocalShard:
-        """Return the shard of a local replica, by its index, which is only written."""
+        """Return a shard that keeps the values of the local replica with this index."""
 
         def write(values: Any) -> None:
             """Keep the values in `restored`, for the reducer that traces a step.

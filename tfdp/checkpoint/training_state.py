@@ -448,7 +448,7 @@ def _array_view(array: np.ndarray) -> VariableView:
     """Return an object that is read and assigned like a variable, for an array."""
 
     def write(value: Any) -> None:
-        """Copy values into the array."""
+        """Copy values into `array`, in its shape."""
         array[...] = np.asarray(value).reshape(array.shape)
 
     return VariableView("", array.shape, lambda: array, write)
