@@ -290,9 +290,9 @@ class BackupAndRestore(StrategyCallback):
             raise WorkersJoin(self._watch.joining)
         every = self.save_freq
         places: list[BackupTarget] = []
-        # A save gives all replicas the same state. With local steps, a save in memory
-        # waits for an exchange, which does so anyway, to cause no further
-        # synchronization.
+        # A save gives all replicas the same state, as an exchange of local steps does.
+        # So with local steps, a save in memory waits for an exchange, to cause no
+        # further synchronization.
         waits = asks or loops.exchange() is not None
         if waits and self._memory is not None and self._memory.is_due(self._total):
             places.append(self._memory)

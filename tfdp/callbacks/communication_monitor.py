@@ -194,7 +194,10 @@ class CommunicationMonitor(MeasuringCallback):
         self._print_notices()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Write the last window, and on the first worker the summary."""
+        """Report the last window, end the reporting thread, and stop timing steps.
+
+        The first worker also writes and prints the summary.
+        """
         if self._report_thread is None:
             return
         self._report()

@@ -56,7 +56,9 @@ class EnoughSteps(SystemExit):
 
 
 class InputProbe(MeasuringCallback):
-    """Measure steps, write mean waits to a file, and end the script after enough steps.
+    """Measure how long steps wait for input, and end the script after enough steps.
+
+    The mean wait so far and a description of the input pipeline are written to a file.
 
     Args:
         path: `Path` of a JSON file, which is replaced regularly during training.
@@ -110,7 +112,7 @@ class InputProbe(MeasuringCallback):
         self._write()
 
     def _write(self) -> None:
-        """Write the mean waits so far and the input pipeline to the JSON file."""
+        """Write the mean wait for input so far and the pipeline to the JSON file."""
         self._written_at = time.monotonic()
         content = {
             "problem": self._problem,

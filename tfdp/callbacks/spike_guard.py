@@ -294,7 +294,10 @@ class SpikeGuard(OptimizerCallback):
         self._guard.excluded.assign(padded)
 
     def _go_back(self, number: int) -> NoReturn:
-        """Raise `SpikeRollback`: `fit` repeats from a backup, and leaves out a spike.
+        """Raise `SpikeRollback`, by which `fit` goes back to its newest backup.
+
+        Before that, record the batches of the spike, which the repeated steps leave
+        out; worker 0 prints a line.
 
         Args:
             number: Int, number of the spike's last batch, counted over all epochs.
