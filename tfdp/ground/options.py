@@ -338,7 +338,11 @@ def _check_no_residuals(levels: tuple[Any, Any]) -> None:
 
 
 def _check_backup_workers(options: CommunicationOptions) -> None:
-    """Raise if other options need the gradients of all workers in every step."""
+    """Raise if an option cannot be combined with `backup_workers`, which is set.
+
+    `backup_workers` needs `backend="direct"`. It excludes other values than the
+    defaults of `algorithm`, `compression`, `on_loss` and the sizes of buckets.
+    """
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
     for name in ("algorithm", "bucket_mb", "first_bucket_mb", "compression", "on_loss"):
         value = getattr(options, name)

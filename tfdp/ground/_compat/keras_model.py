@@ -62,7 +62,7 @@ def in_state_of_caller(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        """Run the function with the state of the thread that has wrapped it."""
+        """Run the function with a copy of Keras's state of the wrapping thread."""
         own = vars(global_state.GLOBAL_STATE_TRACKER)
         for name, value in state.items():
             is_container = isinstance(value, (dict, list))
@@ -115,7 +115,10 @@ def build_symbolically(model: Any, data_batch: Any, step: str = "train_step") ->
 
 
 def _skip_next_reset(metrics: Any) -> None:
-    """Skip the next reset of metrics, after which Keras on one device builds them."""
+    """Make the next `reset_state` of metrics do nothing.
+
+    On one device, Keras builds the metrics only after that call, so it resets nothing.
+    """
 
     def reset_state() -> None:
         """Leave the metrics as they are, and restore Keras's method."""

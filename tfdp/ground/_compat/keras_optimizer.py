@@ -55,7 +55,10 @@ def move_optimizer_into_scope(optimizer: Any, strategy: Any) -> None:
 
 
 def recreate_in_scope(variable: Any) -> None:
-    """Create a Keras variable again in the active strategy's scope."""
+    """Create the `tf.Variable`s of a Keras variable again, one for each replica.
+
+    The scope of the strategy is active. The value stays the same.
+    """
     if not isinstance(variable.value, values.DistributedVariable):
         value = variable.numpy()
         variable._initialize(value)
@@ -165,7 +168,10 @@ def drop_missing_gradients(optimizer: Any, gradients: list, variables: list) -> 
 
 
 def overwrite_by_gradients(optimizer: Any, gradients: list, variables: list) -> tuple:
-    """Set float8 scales to their gradients; return other gradients and variables."""
+    """Set float8 scales to their gradients; return other gradients and variables.
+
+    The gradient of such a scale is its new value.
+    """
     return optimizer._overwrite_variables_directly_with_gradients(gradients, variables)
 
 

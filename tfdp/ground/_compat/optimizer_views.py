@@ -101,7 +101,15 @@ def with_state(optimizer: Any, state: list, num_averages: int) -> Any:
 
 
 def with_local_value(variable: Any, replica: int) -> Any:
-    """Return one replica's `tf.Variable`; of a Keras variable, a copy around it."""
+    """Return a variable as one local replica has it, with a single `tf.Variable`.
+
+    Args:
+        variable: Keras variable, or a `tf.Variable` of TensorFlow or of a strategy.
+        replica: Int, index among the local replicas.
+
+    Returns:
+        `tf.Variable` of the replica; for a Keras variable, a shallow copy around it.
+    """
     value = variable.value if hasattr(variable, "path") else variable
     if isinstance(value, values.DistributedVariable):
         value = value.values[replica]

@@ -332,7 +332,7 @@ def local_element_spec(dataset: Any) -> Any:
     """
 
     def first(spec: Any) -> Any:
-        """Return the spec on the first local replica, or `None` for no value."""
+        """Return a component's spec on the first local replica; `None` for no value."""
         if isinstance(spec, values.PerReplicaSpec):
             spec = spec._value_specs[0]
         is_none = isinstance(spec, (tf.OptionalSpec, NoneTensorSpec))

@@ -27,7 +27,7 @@ def run_if(
         return
 
     def run(branch: Callable[[], None] | None) -> tf.Tensor:
-        """Run a branch, if there is one; return a tensor, as `tf.cond` needs."""
+        """Run a branch unless it is `None`; return a tensor, as `tf.cond` needs."""
         if branch is not None:
             branch()
         return tf.constant(True)

@@ -38,7 +38,7 @@ class Effect:
     run: Callable[[list], None]
 
     def symbolic_tensors(self) -> list[Any]:
-        """Return the symbolic tensors that the effect needs, with all components."""
+        """Return the effect's symbolic tensors, composite ones as their components."""
         flat = tf.nest.flatten(list(self.tensors), expand_composites=True)
         return [tensor for tensor in flat if tf.is_symbolic_tensor(tensor)]
 

@@ -38,12 +38,12 @@ def wrapper_of(optimizer: Any) -> Any:
 
 
 def is_sharded(optimizer: Any) -> bool:
-    """Return whether the state of an optimizer, also a plain Keras one, is sharded."""
+    """Return whether the state of an optimizer is sharded; false for one of Keras."""
     return getattr(optimizer, "is_sharded", False)
 
 
 def sharding_of(optimizer: Any) -> ShardingOptions:
-    """Return the `ShardingOptions` of an optimizer, also of a plain Keras one."""
+    """Return the `ShardingOptions` of an optimizer, `NOT_SHARDED` for one of Keras."""
     return getattr(optimizer, "sharding_options", NOT_SHARDED)
 
 

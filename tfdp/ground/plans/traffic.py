@@ -139,7 +139,7 @@ def _flat(name: str, node_of: np.ndarray) -> tuple[Transfer, ...]:
 
     Args:
         name: String, one of `FLAT`, or `"adasum"`.
-        node_of: Array of ints, the node of each position.
+        node_of: Array of ints, the node of the replica at each position.
     """
     if name == "ring":
         return _ring(node_of)
@@ -156,7 +156,7 @@ def _ring(node_of: np.ndarray) -> tuple[Transfer, ...]:
     """Return the transfers of a ring; none for a single replica.
 
     Args:
-        node_of: Array of ints, the node of each position.
+        node_of: Array of ints, the node of the replica at each position.
     """
     size = len(node_of)
     if size == 1:
@@ -170,7 +170,7 @@ def _reduce_to_first(node_of: np.ndarray) -> tuple[Transfer, ...]:
     """Return the transfers of a binomial tree towards the first position.
 
     Args:
-        node_of: Array of ints, the node of each position.
+        node_of: Array of ints, the node of the replica at each position.
     """
     size, distance, transfers = len(node_of), 1, []
     while distance < size:
@@ -184,7 +184,7 @@ def _halve(node_of: np.ndarray) -> tuple[tuple[Transfer, ...], int]:
     """Return the transfers of recursive halving, and the number of resulting shards.
 
     Args:
-        node_of: Array of ints, the node of each position.
+        node_of: Array of ints, the node of the replica at each position.
     """
     size = len(node_of)
     power = 1 << (size.bit_length() - 1)
@@ -208,7 +208,7 @@ def _combine_by_pairs(node_of: np.ndarray) -> tuple[Transfer, ...]:
     in a ring. Its messages count as empty.
 
     Args:
-        node_of: Array of ints, the node of each position.
+        node_of: Array of ints, the node of the replica at each position.
     """
     halves, power = _halve(node_of)
     up = list(halves[: len(halves) - (power.bit_length() - 1)])
@@ -294,7 +294,7 @@ def _transfer(
         fraction: Float, the fraction of the tensor in each message.
         senders: Array of ints, position of the sender of each message.
         receivers: Array of ints, position of the receiver of each message.
-        node_of: Array of ints, the node of each position.
+        node_of: Array of ints, the node of the replica at each position.
         repeats: Int, how often the messages are sent. Defaults to `1`.
     """
     from_nodes, to_nodes = node_of[senders], node_of[receivers]
