@@ -154,6 +154,8 @@ class Backups:
             run: Metadata of the run, as JSON can hold it.
 
         Raises:
+            ValueError: On every worker, if the backup's path is a link, or another run
+                has claimed the directory.
             OSError: On every worker, if one cannot write this backup, or could not
                 write the previous one; earlier backups are intact.
         """
@@ -233,6 +235,8 @@ class Backups:
         self, make_plan: Callable[[Index], LoadPlan], steps: Sequence[int]
     ) -> tuple[Index, LoadPlan] | None:
         """Find the newest intact backup, the same one on all workers.
+
+        Damaged backups that are newer are renamed, with a warning.
 
         Args:
             make_plan: Callable that takes the `Index` of a backup and returns its

@@ -24,7 +24,7 @@ def find_newest(
 ) -> tuple[BackupTarget, Index, LoadPlan] | None:
     """Open a run's backup directory and memory, and find its newest saved state.
 
-    All workers call this together.
+    All workers call this together. It calls `prepare` of `backups` and of `memory`.
 
     Args:
         backups: `Backups` in the directory.

@@ -356,10 +356,11 @@ def _accumulated_tensors(model: Any, saved_count: int) -> list[StateTensor]:
 
 
 def _saved_sums(tensors: list[StateTensor], saved: Sequence[str]) -> list[StateTensor]:
-    """Return tensors of accumulated gradients in the form in which they were saved.
+    """Give tensors of accumulated gradients the names under which they were saved.
 
     ZeRO-2 and 3 save one sum over all replicas, in shards. A run on a single replica
-    shards nothing, and saves the replica's own sum under another name.
+    shards nothing, and saves the replica's own sum under another name. Of a sum that
+    was saved only once, the tensor of replica 0 is returned.
 
     Args:
         tensors: List of `StateTensor`, from `_accumulated_tensors`.

@@ -70,6 +70,8 @@ def discard_save(storage: Storage, token: str) -> None:
 def remove_old_folders(storage: Storage, keep: str) -> None:
     """Remove the data folders of older checkpoints and of interrupted saves.
 
+    Errors are not raised: the next save tries again.
+
     Args:
         storage: `Storage` of the checkpoint.
         keep: String, name of the data folder that stays.
@@ -91,7 +93,7 @@ def remove_old_folders(storage: Storage, keep: str) -> None:
 def remove_checkpoint(storage: Storage) -> None:
     """Remove the files of all saves, and the directory if it is then empty.
 
-    A directory without files of saves stays unchanged.
+    A link, or a directory without files of saves, stays unchanged. Errors are ignored.
 
     Args:
         storage: `Storage` of the checkpoint.
