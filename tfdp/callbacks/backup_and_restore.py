@@ -354,6 +354,8 @@ class BackupAndRestore(StrategyCallback):
     ) -> None:
         """Save the present state in the directory, in the memory of hosts, or in both.
 
+        All workers call it. Before, all replicas get the same state.
+
         Args:
             epoch: Int, the epoch in which a resumed run continues.
             batches: Int, completed batches of that epoch.

@@ -268,6 +268,9 @@ class DiLoCo(LocalStepsCallback):
         With `dynamic_steps` all workers call it at the beginning of an epoch. The
         fraction follows from the speeds in the previous epoch, and is the same within a
         node.
+
+        Raises:
+            ValueError: If gradients are accumulated.
         """
         if self.optimizer.accumulation_steps > 1:
             raise ValueError(
