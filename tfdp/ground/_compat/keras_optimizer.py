@@ -55,9 +55,9 @@ def move_optimizer_into_scope(optimizer: Any, strategy: Any) -> None:
 
 
 def recreate_in_scope(variable: Any) -> None:
-    """Create the `tf.Variable`s of a Keras variable again, one for each replica.
+    """Create the value of a Keras variable again, in the active strategy's scope.
 
-    The scope of the strategy is active. The value stays the same.
+    A variable that has a value for each replica already is not changed.
     """
     if not isinstance(variable.value, values.DistributedVariable):
         value = variable.numpy()

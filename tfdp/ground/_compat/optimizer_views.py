@@ -122,7 +122,7 @@ def with_local_value(variable: Any, replica: int) -> Any:
 
 
 def share_state(clone: Any, optimizer: Any) -> None:
-    """Share an optimizer's counter, rate and decay exclusions with a clone."""
+    """Give a clone an optimizer's counter, rate, strategy and decay exclusions."""
     for name in ("_iterations", "_learning_rate", "_distribution_strategy"):
         vars(clone)[name] = vars(optimizer)[name]
     copy_exclusions(optimizer, clone)
