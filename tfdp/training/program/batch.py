@@ -31,7 +31,7 @@ from tfdp.training.program.sizes import FREE, SPLITS, Size, rows
 
 @dataclasses.dataclass
 class BatchPlaceholder:
-    """Placeholder of one part of the batch in a program.
+    """Placeholder of one part of the batch, such as `x` or `y`, in a traced step.
 
     Args:
         value: The part as the traced step receives it: a symbolic tensor, a composite
@@ -51,23 +51,28 @@ class BatchPlaceholder:
 def batch_placeholders(
     parts: Sequence[Any], num_replicas: int, others: Collection[int] = ()
 ) -> list[BatchPlaceholder]:
-    """Create one placeholder for each part of a batch, in order.
+    """Create one placeholder for each part of a batch, such as `x` and `y`, in order.
 
-    Parts whose number of rows may differ from that of the first one are gathered whole.
+    A part whose number of rows may differ from that of the first part is gathered:
+    every replica receives all its rows.
 
     Args:
         parts: Sequence of tensors and other values, the parts on one replica.
-        num_replicas: Int, number of replicas with the same static number of rows; or 0
-            to leave the number of rows of the placeholders open.
+        num_replicas: Int, number of replicas, if all have the same static number of
+            rows: placeholders then have their static total. Or 0 to leave the number of
+            rows of the placeholders open.
         others: Collection of ints, positions of parts whose number of rows may differ
-            from that of the first one. Parts whose static shapes differ need not be
+            from that of the first part. Parts whose static shapes differ need not be
             listed. Defaults to none.
+
+    Returns:
+        List of `BatchPlaceholder`, one for each part.
     """
     first = first_tensor(parts)
     own = None if first is None else first.shape[0]
 
     def is_other(position: int, part: Any) -> bool:
-        """Return whether a part may have another number of rows than the first.
+        """Return whether a part may have another number of rows than the first part.
 
         It may if `others` has its position, or if its static number of rows and that of
         the first part are known and differ.
@@ -86,9 +91,9 @@ def batch_placeholders(
 
 
 def _of_other_num_rows(part: Any) -> BatchPlaceholder:
-    """Create the placeholder of a part with another number of rows than the first.
+    """Create the placeholder of a part with another number of rows than the first part.
 
-    The part is gathered before the step, so that it is whole.
+    The part is gathered before the step, so every replica receives all its rows.
     """
     if isinstance(part, tf.RaggedTensor):
         return _of_ragged(part, splits_size=FREE)
@@ -118,12 +123,12 @@ def placeholder_of(part: Any, num_replicas: int) -> BatchPlaceholder:
 
 
 def _of_dense(part: tf.Tensor, num_replicas: int) -> BatchPlaceholder:
-    """Create the placeholder of a dense tensor, which is sharded by rows.
+    """Create the placeholder of a dense tensor, whose rows stay on their replicas.
 
     Args:
-        part: Dense tensor on one replica.
-        num_replicas: Int, number of replicas with the same static number of rows; or 0
-            to leave the number of rows of the placeholder open.
+        part: Dense tensor on one replica. A scalar has no rows: it is the same on all.
+        num_replicas: Int, number of replicas, if all have the same static number of
+            rows; or 0 to leave the number of rows of the placeholder open.
     """
     shape = part.shape
     if shape.rank:
@@ -145,8 +150,8 @@ def _of_ragged(part: tf.RaggedTensor, splits_size: Size = SPLITS) -> BatchPlaceh
 
     Args:
         part: Ragged tensor on one replica.
-        splits_size: `Size` of its outermost row splits. Defaults to the number of rows
-            plus one.
+        splits_size: `Size` (the number of elements) of its outermost row splits.
+            Defaults to the number of rows of the batch plus one.
     """
     splits = part.nested_row_splits
     facts = [
@@ -231,7 +236,8 @@ def _whole_placeholder(like: tf.Tensor, first: Size) -> tuple[Any, Fact]:
         first: `Size` of the first axis of the placeholder.
 
     Returns:
-        Pair of the placeholder and its `Fact`.
+        Pair of the placeholder and its `Fact`, which says that all replicas hold the
+        same value, and gives its shape.
     """
     tensor = tf.compat.v1.placeholder(like.dtype, [None, *like.shape[1:]])
     sizes = static_sizes(tensor, is_free=True) or ()

@@ -39,10 +39,10 @@ class Builder:
     """Builds a replica's copy of one graph of the program, the step as on one device.
 
     Args:
-        trace: `ProgramTrace` of the step, with its effects.
-        plan: `Plan` of the graph.
+        trace: `ProgramTrace` of the step, with its effects (actions such as updates).
+        plan: `Plan` of the graph: how replicas divide its operations.
         scope: `ProgramProperties`, properties of the whole program.
-        replica: `Replica`, with its rows and its conversions.
+        replica: `Replica`, with its rows and its collectives.
         tensors: Dict from the `id` of a tensor of the program to the tensor that the
             replica holds.
         parent: Pair of the `Builder` of the outer graph, and a dict from the `id` of a
@@ -71,7 +71,8 @@ class Builder:
         self._delayed: list[Any] = []
 
     def run(self) -> None:
-        """Build all needed operations and effects, in the order of the program."""
+        """Build what the graph's results and effects (such as updates) need, in order.
+        """
         self._build_with_effects(self.plan.live)
         self._assign_statistics(is_last=self.parent is None)
 
@@ -81,7 +82,7 @@ class Builder:
         outer: Sequence[Any],
         loop_values: Mapping[int, Any] | None = None,
     ) -> Builder:
-        """Build the graph of a branch, a loop or a call in the default graph.
+        """Build the graph of a branch, a loop or a call in TensorFlow's default graph.
 
         Args:
             plan: `Plan` of the inner graph.
@@ -149,11 +150,14 @@ class Builder:
         return Fact(Form.WHOLE) if found is None else found
 
     def facts_of(self, tensors: Sequence[Any]) -> list[Fact]:
-        """Return the `Fact`s of tensors of the program."""
+        """Return the `Fact` of each tensor: how replicas hold it, and its sizes."""
         return [self.fact(tensor) for tensor in tensors]
 
     def need(self, op: Any, index: int) -> Need:
-        """Return the form in which an operation needs its input number `index`."""
+        """Return the form in which an operation needs its input number `index`.
+
+        A form is, for example, a replica's own rows, a partial sum or the whole tensor.
+        """
         return self.plan.decisions[op].needs[index]
 
     def constant(self, value: Any, dtype: tf.DType) -> tf.Tensor:
@@ -163,9 +167,11 @@ class Builder:
     def multiple(self, tensor: Any) -> Any:
         """Return how many entries a tensor has along its axis of rows for each row.
 
-        It is 2, for example, after a reshape of `[rows, 4]` to `[2 * rows, 2]`; an int,
-        or an int32 scalar if it is not known before the step runs. To compute such a
-        scalar may take an all-reduce.
+        It is 2, for example, after a reshape of `[rows, 4]` to `[2 * rows, 2]`.
+
+        Returns:
+            Int if it is known before the step runs, or else a scalar int32 tensor,
+            which may need an all-reduce.
         """
         fact = self.fact(tensor)
         if fact.multiple is not None:
@@ -196,12 +202,15 @@ class Builder:
         return tf.shape(self.get(tensor, AS_IS))[fact.axis]
 
     def first_entry(self, multiple: int | None, own_shape: Any) -> tf.Tensor:
-        """Return the index of this replica's first entry along the axis of rows.
+        """Return where this replica's block begins along the axis of rows.
 
         Args:
             multiple: Int, number of entries per row, or `None` if not known.
             own_shape: Integer tensor, the shape of the tensor on this replica, whose
                 first axis is that of rows.
+
+        Returns:
+            Scalar int32 tensor, an index into the tensor of all replicas.
         """
         if multiple is not None:
             return self.first_row * multiple
@@ -229,10 +238,14 @@ class Builder:
     def with_shape(self, tensor: Any, source: Any, fact: Fact) -> Any:
         """Set the static shape of a replica's tensor, and return the tensor.
 
+        The shape is that of `source`, with this replica's number of rows. A list (a
+        variant) or a resource stays as it is.
+
         Args:
             tensor: Tensor of this replica.
             source: Tensor of the program whose value on this replica is `tensor`.
-            fact: `Fact` of `source`.
+            fact: `Fact` of `source`, which says whether and along which axis it has
+                rows.
         """
         if tensor.dtype not in (tf.variant, tf.resource):
             tensor.set_shape(self.own_static_shape(source, fact))
@@ -323,11 +336,12 @@ class Builder:
             self._build_now(op)
 
     def _build_now(self, op: Any) -> None:
-        """Build an operation, or delay an assignment of statistics of own rows.
+        """Build an operation; an assignment of statistics of own rows is delayed.
 
-        Such statistics differ between replicas. The assignment waits for the next
-        operation that uses the variable, or the end of the step. Then all delayed ones
-        are averaged over replicas together, see `_assign_statistics`.
+        Such statistics, as the moving mean of BatchNormalization, differ between
+        replicas. The assignment waits for the next operation that uses the variable, or
+        for the end of the step. Then all delayed ones are averaged over replicas
+        together, see `_assign_statistics`.
         """
         is_assigned = op.type == "AssignVariableOp"
         if is_assigned and self.fact(op.inputs[1]).form is Form.LOCAL:
@@ -368,7 +382,11 @@ class Builder:
             self._build_operation(op)
 
     def _build_operation(self, op: Any) -> None:
-        """Build an operation from inputs in the needed forms, and store its outputs."""
+        """Build an operation on this replica, and store its outputs in `tensors`.
+
+        Its inputs are converted to the forms that the plan's `Decision` demands, such
+        as own rows or the whole tensor.
+        """
         decision = self.plan.decisions[op]
         values = _known_values(op, decision)
         if values is not None:
@@ -391,7 +409,8 @@ class Builder:
                 self._operations[op] = own.op
 
     def _store(self, tensor: Any, value: Any) -> None:
-        """Store the value that this replica has of a tensor of the program."""
+        """Store this replica's value of a tensor of the program, for later operations.
+        """
         self.tensors[id(tensor)] = value
         fact = self.plan.facts[id(tensor)]
         if fact.form is Form.PART:
@@ -400,11 +419,12 @@ class Builder:
             self._inherit_multiple(tensor)
 
     def _inherit_multiple(self, tensor: Any) -> None:
-        """Set the entries per row of a tensor to those of an input of its operation.
+        """Copy the number of entries per row from an input of a tensor to the tensor.
 
-        Entries per row are those along the axis of rows for each row of the batch, see
-        `multiple`. Nothing is set if they were computed for no input, or for a reshape,
-        which may change them.
+        It is the number of entries along the axis of rows for each row of the batch,
+        see `multiple`, which then needs no all-reduce to find it. Nothing is copied if
+        it was computed for no input, or if a reshape creates the tensor, which may
+        change it.
         """
         if tensor.op.type == "Reshape":
             return
@@ -413,9 +433,10 @@ class Builder:
                 self._multiples[id(tensor)] = self._multiples[id(source)]
 
     def _build_outputs(self, op: Any, decision: Decision, inputs: list) -> list:
-        """Return the outputs of an operation, built as its `Decision` says.
+        """Return this replica's outputs of an operation, built as its `Decision` says.
 
-        `inputs` are this replica's tensors, in the needed forms.
+        The list is empty for an operation that another replica runs alone. `inputs` are
+        this replica's tensors, already converted to the forms that the operation needs.
         """
         if decision.plans:
             return control_flow.build(self, op, decision, inputs)
@@ -426,10 +447,10 @@ class Builder:
         return self.copy(op, inputs)
 
     def _assigned_value(self, op: Any, inputs: list) -> Any:
-        """Return the value to assign, or one that changes nothing if there are no rows.
+        """Return the value to assign to a variable: the new one if there are rows.
 
-        Means over no rows are NaN. `inputs` are the handle of the variable and the new
-        value.
+        If the group has no rows, it is a value that changes nothing, since means over
+        no rows are NaN. `inputs` are the handle of the variable and the new value.
         """
         handle, value = inputs
         if not self.replica.rows.total_may_be_zero:
@@ -440,7 +461,7 @@ class Builder:
         return tf.where(self.replica.rows.total > 0, value, other)
 
     def _is_left_to_another_replica(self, op: Any) -> bool:
-        """Return whether an operation runs on another replica only.
+        """Return whether this replica leaves an operation to another replica.
 
         This holds for prints and summaries, and for writes to a state that local
         replicas share.
@@ -463,7 +484,10 @@ class Builder:
             self.tensors[id(tensor)] = read()
 
     def _run_effect(self, effect: Any) -> None:
-        """Run an `Effect`, such as an update, with tensors in the needed forms."""
+        """Run an `Effect` of the step, such as an update, with this replica's tensors.
+
+        The kind of the effect says whether they are partial sums, whole or unconverted.
+        """
         if effect.kind == "parts":
             tensors = [
                 self._zero_without_rows(self._as_partial_sum(t)) for t in effect.tensors
@@ -474,7 +498,7 @@ class Builder:
         effect.run(tensors)
 
     def _zero_without_rows(self, gradient: Any) -> Any:
-        """Return a gradient, or zeros where no replica of the group has rows."""
+        """Return a gradient, or zeros if no replica of the group has rows."""
         if gradient is None or not self.replica.rows.total_may_be_zero:
             return gradient
         is_any = self.replica.rows.total > 0
@@ -506,7 +530,7 @@ class Builder:
     def _rows_of_sparse(self, values: Any, indices: Any) -> tuple[Any, Any]:
         """Return this replica's rows of a sparse gradient, as values and indices.
 
-        The rows of all replicas together are those of one device.
+        The rows of all replicas together are the gradient of one device.
 
         Args:
             values: Tensor of the program, the values of an `IndexedSlices`.
@@ -530,14 +554,14 @@ class Builder:
         )
 
     def get(self, tensor: Any, need: Need = AS_IS) -> Any:
-        """Return a tensor of the program in the needed form.
+        """Return this replica's value of a tensor of the program, in a needed form.
+
+        It is gathered, summed or sliced if the replica holds another form.
 
         Args:
             tensor: Tensor of the program.
-            need: `Need`, the form. Defaults to the one that the replica holds.
-
-        Returns:
-            Tensor of this replica.
+            need: `Need`: own rows, a partial sum or the whole tensor. Defaults to the
+                form that the replica holds.
         """
         if self.parent is not None and id(tensor) in self.parent[1]:
             builder, sources = self.parent
@@ -556,7 +580,14 @@ class Builder:
         return self._converted[key]
 
     def _get_sizes(self, tensor: Any, fact: Fact, need: Need) -> Any:
-        """Return a tensor of `Form.SIZES`, integers from sizes, in the needed form."""
+        """Return integers computed from sizes (`Form.SIZES`), as `need` demands.
+
+        Args:
+            tensor: Integer tensor of the program.
+            fact: `Fact` of the tensor.
+            need: `Need`: as they are for this replica's rows; or those of the whole
+                batch, whole, as a partial sum or sliced by rows.
+        """
         if need.kind is NeededForm.AS_IS:
             return self.sizes_of(tensor, of_all=False)
         program_sizes = self.sizes_of(tensor, of_all=True)
@@ -569,7 +600,11 @@ class Builder:
 
     @staticmethod
     def _has_form(fact: Fact, need: Need) -> bool:
-        """Return whether a tensor with this `Fact` needs no conversion for a `Need`."""
+        """Return whether a replica already holds a tensor in the needed form.
+
+        `fact` says in which form the replica holds the tensor, and `need` which is
+        needed.
+        """
         if need.kind is NeededForm.AS_IS:
             return True
         if need.kind is NeededForm.WHOLE:
@@ -586,12 +621,12 @@ class Builder:
         return self.tensors[id(tensor)]
 
     def _convert(self, tensor: Any, fact: Fact, need: Need) -> Any:
-        """Convert the value that this replica has of a tensor to the needed form.
+        """Convert this replica's value of a tensor to a form that it does not hold.
 
         Args:
             tensor: Tensor of the program.
             fact: `Fact` of the tensor: the form in which replicas hold it.
-            need: `Need`, the needed form, which is another one.
+            need: `Need`, the needed form, which differs from that of `fact`.
         """
         # `tfdp.training.program.plan` allows only one conversion of a list: a
         # replicated list becomes a partial sum, with zeros on all replicas but the
@@ -622,12 +657,14 @@ class Builder:
         return self.replica.take_rows(whole, need.axis, None)
 
     def _gather_or_sum(self, tensor: Any, own: Any, fact: Fact) -> Any:
-        """Gather or sum the value that each replica has of a tensor.
+        """Return a tensor's value for the whole batch, gathered or summed.
 
         Args:
             tensor: Tensor of the program.
             own: Value that this replica has of it.
-            fact: `Fact` of the tensor: own rows are gathered, other forms summed.
+            fact: `Fact` of the tensor: own rows are gathered, partial sums added up,
+                and values of single replicas averaged with the numbers of rows as
+                weights.
         """
         if fact.form is Form.LOCAL:
             return self.replica.sum([self.replica.weight_by_rows(own)])[0]
@@ -656,11 +693,12 @@ class Builder:
         return self._converted[id(tensor), WHOLE]
 
     def sizes_of(self, tensor: Any, *, of_all: bool) -> Any:
-        """Return integers computed from this replica's sizes or the whole batch's.
+        """Return a tensor of integers that follow from sizes, such as a shape.
 
         Args:
             tensor: Integer tensor of the program.
-            of_all: Bool, true for the whole batch, false for this replica's rows.
+            of_all: Bool, true for sizes of the whole batch, false for those of this
+                replica's rows.
         """
         if self.parent is not None and id(tensor) in self.parent[1]:
             builder, sources = self.parent
@@ -707,7 +745,7 @@ class Builder:
         return rows * size.number if size.kind == "rows" else size.number
 
     def _build_sizes(self, op: Any, *, of_all: bool) -> None:
-        """Build an operation on sizes, for this replica or for the whole batch.
+        """Build an operation that computes integers from sizes, such as `Shape`.
 
         Its outputs are kept for `sizes_of`, separately for each value of `of_all`.
 
@@ -728,7 +766,7 @@ class Builder:
             self._sizes[id(tensor), of_all] = own
 
     def shape(self, op: Any, index: int, *, of_all: bool) -> Any:
-        """Build what an operation returns of the shape of its input number `index`.
+        """Build the result of an operation that asks for the shape of an input.
 
         Args:
             op: `tf.Operation` of the program. Its type selects the result: `Size` the
@@ -745,7 +783,7 @@ class Builder:
 
         @functools.cache
         def shape() -> Any:
-            """Return the shape of the input, or of a list's items, on this replica."""
+            """Return the shape of the input on this replica; of a list, its items'."""
             own = self.get(source, AS_IS)
             if op.type == "TensorListElementShape":
                 return Builder.copy(self, op, [own])[0]
@@ -805,7 +843,7 @@ def _known_values(op: Any, decision: Decision) -> list | None:
 
 
 def _pack(parts: Sequence[Any], dtype: tf.DType) -> tf.Tensor:
-    """Pack sizes, ints or scalar tensors, into a vector of a dtype."""
+    """Pack ints or scalar tensors into a vector of a dtype."""
     if not any(tf.is_tensor(part) for part in parts):
         return tf.constant(list(parts), dtype, [len(parts)])
     return tf.stack([tf.cast(part, dtype) for part in parts])

@@ -39,14 +39,16 @@ def check_step(
 ) -> None:
     """Compare a loop's first step between workers, and check what a step gathers.
 
-    What it gathers is kept in `extended.step_gathers`, and large gathers are warned of.
+    What it gathers is stored in `extended.step_gathers`, and large gathers are warned
+    of.
 
     Args:
         strategy: A tfdp strategy.
         loop: `Loop` of Keras that runs the step.
-        conversions: List of `Conversion`, in the order of the program.
+        conversions: List of `Conversion`, each a tensor that is gathered or summed over
+            replicas, in the order of the program.
         ids_in_update: Set of the `id`s of tensors that the update gathers, rows of
-            sparse gradients. No operation needs them, so that they are not reported.
+            sparse gradients. No operation needs them, so they are not reported.
         operations: List of pairs of a signature and an operation, see
             `tfdp.training.program.gathers.operations_of`.
         rows: Int, number of rows of a global batch, or `None` if not known.
@@ -85,17 +87,18 @@ def check_step(
 
 
 def check_exchange(loop: Loop, conversions: list[Conversion]) -> None:
-    """Raise if a loop's gradient exchange does not allow the conversions of a step.
+    """Check that a step with a `GradientExchange` does not wait for all workers.
 
     A `GradientExchange` sums gradients without waiting for all workers, but a
     conversion in the step would wait for all of them.
 
     Args:
         loop: `Loop` of Keras that runs the step.
-        conversions: List of `Conversion`, without those of the update.
+        conversions: List of `Conversion` (tensors that are gathered or summed over
+            replicas), without those of the update.
 
     Raises:
-        ValueError: If the loop has a `GradientExchange`, and the step conversions.
+        ValueError: If the loop has a `GradientExchange`, and the list is not empty.
     """
     if loop.exchange is None or not conversions:
         return
@@ -109,9 +112,12 @@ def check_exchange(loop: Loop, conversions: list[Conversion]) -> None:
 
 
 def _describe_gathers(loop: Loop, gathers: StepGathers, listed: Any) -> str:
-    """Describe some of the gathers of a step, for a message.
+    """Return the sentence of a message that lists gathers of a step.
 
-    `listed` are the `Gather`s to describe.
+    Args:
+        loop: `Loop` of Keras that runs the step.
+        gathers: `StepGathers` of the step.
+        listed: Sequence of the `Gather`s of the step to list.
     """
     return (
         f"A step of `{loop.name}` of {loop.model.name!r} gathers what operations need "
@@ -135,13 +141,17 @@ def _warn_of_gathers(strategy: Any, loop: Loop, gathers: StepGathers) -> None:
 def _check_memory(
     loop: Loop, gathers: StepGathers, num_local: int, available: int | None
 ) -> None:
-    """Raise a `ValueError` if the largest gather does not fit in memory.
+    """Check that the largest gather of a step fits in memory.
 
     Args:
         loop: `Loop` of Keras that runs the step.
         gathers: `StepGathers` of the step.
         num_local: Int, number of local replicas, which gather at the same time.
-        available: Int, free memory in bytes, or `None` if not known.
+        available: Int, free memory in bytes, or `None` if not known: nothing is
+            checked.
+
+    Raises:
+        ValueError: If it does not fit.
     """
     if available is None or gathers.largest is None:
         return
@@ -160,7 +170,8 @@ def available_bytes(devices: Sequence[str]) -> int | None:
     """Return the free memory for tensors on devices in bytes, or `None` if not known.
 
     Args:
-        devices: Sequence of strings, the devices. With a GPU the result is `None`.
+        devices: Sequence of strings, names of devices. The result is `None` unless all
+            are CPUs.
     """
     if any(runtime.device_type(device) != "CPU" for device in devices):
         return None

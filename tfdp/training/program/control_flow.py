@@ -55,11 +55,11 @@ def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> 
     def branch(plan: Any) -> Callable:
         """Return a function without arguments that builds the branch with this plan.
 
-        It returns the branch's results on the replica: a list of tensors.
+        The function returns the branch's results on this replica, a list of tensors.
         """
 
         def compute() -> list:
-            """Build the branch, and return its results in the needed forms."""
+            """Build the branch; return its results in forms common to all branches."""
             inner = builder.build_inner_graph(plan, op.inputs[1:])
             return [
                 tf.identity(inner.get(tensor, need))
@@ -93,8 +93,8 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         inputs: List of this replica's tensors, the initial loop variables.
 
     Returns:
-        List of this replica's loop variables after the loop. Those that are left out
-        are returned as in `inputs`, except the counter of passes.
+        List of this replica's loop variables after the loop. Variables that the built
+        loop leaves out have their initial values, except a counter of iterations.
     """
     cond_plan, body_plan = decision.plans
     is_same: Sequence[bool] = decision.details
@@ -111,10 +111,12 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
     changed = changed[1:] if is_counter else changed
 
     def build_inner_graph(plan: Any, values: Sequence[Any]) -> Any:
-        """Build the condition or the body, and return its `Builder`.
+        """Build the condition or the body of the loop, and return its `Builder`.
 
-        `plan` is the plan of either, and `values` are this replica's values of the loop
-        variables in `changed`.
+        Args:
+            plan: `Plan` of the condition or of the body.
+            values: Sequence of this replica's values of the loop variables in
+                `changed`.
         """
         values_by_input = {
             id(plan.graph.inputs[index]): value
@@ -125,12 +127,13 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         return builder.build_inner_graph(plan, op.inputs, values_by_input)
 
     def cond(*values: Any) -> Any:
-        """Build the condition, a bool tensor, for values of the changed variables."""
+        """Build the condition, a bool tensor, for values of changed variables."""
         inner = build_inner_graph(cond_plan, values)
         return inner.get(cond_plan.graph.outputs[0], WHOLE)
 
     def body(*values: Any) -> list:
-        """Build a pass of the loop, and return the changed variables after it."""
+        """Build an iteration of the loop; return the changed loop variables after it.
+        """
         inner = build_inner_graph(body_plan, values)
         results = [
             inner.get(body_plan.graph.outputs[index], need_of(facts[index]))
@@ -169,7 +172,7 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
 def _draws(plan: Any) -> bool:
     """Return whether a graph of this plan draws random numbers of stateful generators.
 
-    Those of branches, loops and calls inside of it count, too.
+    Draws in branches, loops and calls inside of the graph count as well.
     """
     return any(
         op.type in STATEFUL_RANDOM or any(map(_draws, decision.plans))
@@ -178,7 +181,7 @@ def _draws(plan: Any) -> bool:
 
 
 def _counts_passes(op: Any, body: Any) -> bool:
-    """Return whether the first variable of a loop counts its passes: 0, 1, 2 and so on.
+    """Return whether a loop's first variable counts its iterations: 0, 1, 2 and so on.
 
     Args:
         op: `tf.Operation` of the program, the loop.

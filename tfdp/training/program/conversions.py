@@ -57,6 +57,9 @@ class Rows:
 class Replica:
     """The replica that builds a program, with its rows and its collectives.
 
+    A program is a step as traced for one device, which each replica rebuilds for
+    itself.
+
     Args:
         strategy: A tfdp strategy.
         group: `TrainingGroup` of the replicas that share the program.
@@ -93,7 +96,7 @@ class Replica:
         return part
 
     def sum(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sum tensors over all replicas, by one all-reduce for each dtype."""
+        """Sum each tensor over all replicas, by one all-reduce for each dtype."""
         sent = [
             tf.cast(part, tf.int32) if part.dtype == tf.bool else part for part in parts
         ]
@@ -140,9 +143,10 @@ class Replica:
         Args:
             tensor: Tensor, the same on all replicas.
             axis: Int, the axis of rows.
-            multiple: Int, number of entries per row; or `None` to compute it in the
-                step, which fails if the size is not a multiple of the number of rows.
-            may_broadcast: Bool, whether an axis of size one is not sliced, since it
+            multiple: Int, number of entries along the axis for each row; or `None` to
+                compute it in the step, which fails if the size of the axis is not a
+                multiple of the number of rows.
+            may_broadcast: Bool; if true, an axis of size one is not sliced, since it
                 broadcasts. Defaults to `False`.
         """
         shape, static = tf.shape(tensor), tensor.shape.as_list()
@@ -239,9 +243,11 @@ class Replica:
         return True
 
     def check_average_in_step(self) -> None:
-        """Raise a `ValueError` if the loop has a `GradientExchange`.
+        """Check that a step may average statistics over replicas, which waits for all.
 
-        Its steps must not wait for an average of statistics over all replicas.
+        Raises:
+            ValueError: If the loop has a `GradientExchange`, whose steps must not wait
+                for all replicas.
         """
         if self._exchange is not None:
             raise ValueError(
@@ -251,7 +257,7 @@ class Replica:
             )
 
     def weight_by_rows(self, value: tf.Tensor) -> tf.Tensor:
-        """Multiply a value by this replica's fraction of all rows."""
+        """Multiply a value by this replica's rows as a fraction of all rows."""
         return tf.math.multiply_no_nan(
             value, tf.cast(self.rows.fraction(), value.dtype)
         )
@@ -259,7 +265,7 @@ class Replica:
     def _divide_by_rows(self, whole: tf.Tensor) -> tf.Tensor:
         """Return this replica's part of integers, in proportion to its rows.
 
-        The parts of all replicas add up to the integers.
+        The parts of all replicas add up to `whole`, element by element.
         """
         first, own, total, number = (
             tf.cast(each, tf.int64)
@@ -270,10 +276,10 @@ class Replica:
         return tf.cast(part, whole.dtype)
 
     def reduce_results(self, kind: str, own: tf.Tensor) -> tf.Tensor:
-        """Reduce a tensor over replicas by an operation such as `Max`.
+        """Gather a tensor of each replica, and reduce them element by element.
 
         Args:
-            kind: String, `"All"`, `"Any"`, `"Max"`, `"Min"` or `"Prod"`.
+            kind: String, the reduction: `"All"`, `"Any"`, `"Max"`, `"Min"` or `"Prod"`.
             own: Tensor, the result for this replica's rows.
         """
         result = _REDUCE[kind](self._gather(own[tf.newaxis]), axis=0)

@@ -36,8 +36,8 @@ def warn_of_division(
     Args:
         trace: `ProgramTrace` of the step.
         num_replicas: Int, number of replicas.
-        names: Set of strings, names of that number in the user's script. An empty
-            string stands for any name.
+        names: Set of strings, the names that the user's script gives to that number. An
+            empty string stands for any name. Without names nothing is searched.
         model: Keras model that is trained.
     """
     if num_replicas == 1 or not names:
@@ -58,13 +58,16 @@ def warn_of_division(
 def _find_division(
     trace: ProgramTrace, num_replicas: int, names: set[str]
 ) -> str | None:
-    """Describe the line that divides a loss by the number of replicas, or `None`.
+    """Describe the user's line that divides a loss by the number of replicas.
 
     Args:
-        trace: `ProgramTrace` of the step.
+        trace: `ProgramTrace` of the step, with its losses.
         num_replicas: Int, number of replicas.
-        names: Set of strings, names of that number in the user's script. An empty
-            string stands for any name.
+        names: Set of strings, the names that the user's script gives to that number. An
+            empty string stands for any name.
+
+    Returns:
+        String, or `None` if no line divides a loss by it.
     """
     pending = [t.op for t in trace.losses if tf.is_symbolic_tensor(t)]
     seen = set()
@@ -101,8 +104,8 @@ def _divides_by_name(text: str, num_replicas: int, names: set[str]) -> bool:
         text: String, the line.
         num_replicas: Int, number of replicas. The result is `False` for a line that
             contains the number itself.
-        names: Set of strings, names of that number in the user's script. An empty
-            string stands for any name.
+        names: Set of strings, the names that the user's script gives to that number. An
+            empty string stands for any name.
 
     Example:
 

@@ -34,7 +34,7 @@ class EagerProgram(ProgramTrace):
     Args:
         row_counts: List of ints, number of rows of each replica of the program.
         contributes: Bool, whether its gradients and metrics are counted. All workers
-            compute the same ones, and those of one worker are counted.
+            compute the same ones, so only those of one worker are counted.
     """
 
     is_eager = True
@@ -50,14 +50,15 @@ class EagerProgram(ProgramTrace):
     def add(
         self, tensors: Sequence[Any], run: Callable[[list], None], kind: str = "whole"
     ) -> None:
-        """Run an action of the step, such as an update; other local replicas repeat it.
+        """Run an action of the step, such as an update, and record it.
+
+        The other local replicas then repeat it.
 
         Args:
             tensors: Sequence of tensors that the action needs.
             run: Callable that takes these tensors, such as an update by the optimizer.
-            kind: String, as in `Effect`: `"parts"` for gradients, `"whole"`, or
-                `"as is"` for an action that other replicas do not repeat. Defaults to
-                `"whole"`.
+            kind: String, as in `Effect`: `"parts"` for gradients, `"whole"`, or `"as
+                is"` for an action that is not recorded. Defaults to `"whole"`.
 
         Raises:
             ValueError: If a `tf.function` in the step makes the update.
@@ -76,12 +77,13 @@ class EagerProgram(ProgramTrace):
 
     @staticmethod
     def run_job(job: tuple, *, contributes: bool) -> None:
-        """Run an action that `add` has recorded on the running replica.
+        """Run, on the running replica, an action that `add` has recorded.
 
         Args:
             job: Tuple of tensors, a callable that takes the tensors, and the kind of
                 the `Effect`.
-            contributes: Bool, whether the replica contributes gradients, or zeros.
+            contributes: Bool; if false, gradients are replaced by zeros, since another
+                replica contributes them.
         """
         tensors, run, kind = job
         if kind == "parts" and not contributes:
@@ -131,7 +133,10 @@ class EagerStep:
 
     @functools.cached_property
     def _whole(self) -> tuple:
-        """Pair of the arguments with all rows, and the row count of each replica."""
+        """Pair of the step's arguments with all rows, and each replica's row count.
+
+        The first access gathers the rows of all workers.
+        """
         counts = [_num_rows(args) for args in self.local]
         rank = self.strategy.extended.worker_group.rank
         join = functools.partial(_join_rows, workers=self.workers, rank=rank)
@@ -139,7 +144,10 @@ class EagerStep:
         return args, join([tf.constant(counts)]).numpy().tolist()
 
     def prepare(self) -> None:
-        """Gather the global batch; merge metrics' states on the first local replica."""
+        """Gather the global batch; merge metrics' states on the first local replica.
+
+        The states of the other local replicas are set to zero.
+        """
         self._whole  # the first access of a cached property gathers  # noqa: B018
         merged = self.strategy.extended.merge_metric_variables(self.states)
         for variable, value in zip(self.states, merged, strict=True):
@@ -240,13 +248,13 @@ def _empty_gradient_like(gradient: Any) -> Any:
 
 
 def _num_rows(args: Any) -> int:
-    """Return the number of rows of the first tensor in a step's arguments, or 0."""
+    """Return the number of rows of the first tensor in a step's arguments, else 0."""
     first = first_tensor(args)
     return 0 if first is None else int(num_rows(first))
 
 
 def _join_rows(parts: Sequence[Any], workers: ProcessGroup, rank: int) -> Any:
-    """Concatenate the rows of the local replicas, and those of all workers.
+    """Concatenate the rows of the local replicas, and then those of all workers.
 
     Args:
         parts: Sequence of tensors or other values, one for each local replica.

@@ -38,7 +38,8 @@ class Fact:
     """What is known about a tensor before the step is built for a replica.
 
     Args:
-        form: `Form` in which a replica holds the tensor.
+        form: `Form` in which a replica holds the tensor, such as its own rows, a
+            partial sum or the whole tensor.
         axis: Int, the axis of rows of `Form.ROWS`. Defaults to 0.
         sizes: Tuple of `Size`, the shape of the program's tensor; or `None` if its rank
             is not known.
@@ -80,12 +81,16 @@ class Fact:
 
     @property
     def multiple(self) -> int | None:
-        """Number of entries along the axis of rows per row, or `None` if not known."""
+        """Number of entries along the axis of rows for each row; `None` if unknown."""
         return None if self.sizes is None else self.sizes[self.axis].number
 
     @property
     def has_free_sizes(self) -> bool:
-        """Bool, whether no size but that of the rows depends on the batch."""
+        """Bool, whether at most the axis of rows has a size that depends on rows.
+
+        That is, all other sizes are the same for any number of rows. It is `False` if
+        the rank is not known.
+        """
         if self.sizes is None:
             return False
         return all(
@@ -95,7 +100,7 @@ class Fact:
         )
 
     def form_and_axis(self) -> tuple:
-        """Return the pair of the form and the axis, which is 0 except for rows."""
+        """Return the pair of the form and the axis of rows; 0 for other forms."""
         return self.form, self.axis if self.is_rows else 0
 
 
@@ -109,7 +114,7 @@ def have_same_value(one: Fact, other: Fact) -> bool:
 
 
 def whole(sizes: Any = None, value: np.ndarray | None = None) -> Fact:
-    """Return the `Fact` of a tensor that is replicated.
+    """Return the `Fact` of a tensor that has the same value on every replica.
 
     Args:
         sizes: Tuple of `Size`, its shape, or `None` if not known. Defaults to `None`.
@@ -120,9 +125,10 @@ def whole(sizes: Any = None, value: np.ndarray | None = None) -> Fact:
 
 
 def integers(value: np.ndarray) -> Fact:
-    """Return the `Fact` of integers: `Form.SIZES` if one is a multiple of the rows.
+    """Return the `Fact` of a tensor of integers that are computed from sizes.
 
-    Otherwise they are whole. `value` is an array of `Size`, the elements of the tensor.
+    Its form is `Form.SIZES` if an element is a multiple of the number of rows, and else
+    `Form.WHOLE`. `value` is an array of `Size`, the elements of the tensor.
     """
     has_rows = any(size.kind == "rows" for size in value.ravel())
     shape = tuple(number(n) for n in value.shape)
@@ -130,16 +136,20 @@ def integers(value: np.ndarray) -> Fact:
 
 
 def part(sizes: Any = None) -> Fact:
-    """Return the `Fact` of a partial sum, of the given shape if it is known."""
+    """Return the `Fact` of a partial sum: the tensor is the sum over replicas.
+
+    `sizes` is its shape, a tuple of `Size`, or `None` if not known.
+    """
     return Fact(Form.PART, sizes=sizes)
 
 
 def own_rows(sizes: tuple[Size, ...], axis: int = 0) -> Fact:
-    """Return the `Fact` of a tensor that is sharded by rows along an axis.
+    """Return the `Fact` of a tensor whose rows are divided among replicas.
 
     Args:
-        sizes: Tuple of `Size`, the shape of the tensor of all replicas. If the size of
-            the axis is not a multiple of the rows, an unknown multiple replaces it.
+        sizes: Tuple of `Size`, the shape of the tensor of all replicas. Along `axis`,
+            any size but a multiple of the number of rows becomes an unknown multiple of
+            it.
         axis: Int, the axis of rows. Defaults to 0.
     """
     if sizes[axis].kind != "rows":
@@ -148,12 +158,12 @@ def own_rows(sizes: tuple[Size, ...], axis: int = 0) -> Fact:
 
 
 def static_sizes(tensor: Any, *, is_free: bool) -> tuple[Size, ...] | None:
-    """Return the sizes of a traced tensor, as far as TensorFlow knows them.
+    """Return the shape of a traced tensor, as far as TensorFlow knows it.
 
     Args:
         tensor: Tensor of the traced program.
-        is_free: Bool, whether sizes unknown to TensorFlow are independent of the number
-            of rows.
+        is_free: Bool; if true, a size that TensorFlow does not know is `FREE`,
+            independent of the number of rows; if false, it is `UNKNOWN`.
 
     Returns:
         Tuple of `Size`, or `None` for a tensor of unknown rank or a list, whose shape
@@ -168,13 +178,13 @@ def static_sizes(tensor: Any, *, is_free: bool) -> tuple[Size, ...] | None:
 def with_rows(
     sizes: tuple[Size, ...], axis: int, multiple: int | None
 ) -> tuple[Size, ...]:
-    """Return sizes in which that of one axis is replaced by a multiple of the rows.
+    """Return a shape in which the size of one axis becomes a multiple of the rows.
 
-    The `multiple` is the number of entries per row, or `None` if not known.
+    The `multiple` is the number of entries for each row, or `None` if not known.
     """
     return (*sizes[:axis], rows(multiple), *sizes[axis + 1 :])
 
 
 def is_known(fact: Fact) -> bool:
-    """Return whether all elements of a tensor follow from the numbers of rows."""
+    """Return whether all elements of a tensor are known, given the number of rows."""
     return fact.value is not None and all(s.is_counted for s in fact.value.ravel())

@@ -41,7 +41,8 @@ class Conversion:
 
     Args:
         tensor: Tensor of the program.
-        fact: `Fact`, the form in which replicas hold it.
+        fact: `Fact`, with the form in which replicas hold it: own rows are gathered,
+            and other forms summed.
         op: `tf.Operation`, the first one that needs the tensor in another form; or the
             one that produces it, if an update or the result of the step needs it.
     """
@@ -57,8 +58,8 @@ def conversions_of(
     """Return the tensors that a step gathers or sums over replicas, in program order.
 
     Args:
-        trace: `ProgramTrace` of the step.
-        plan: `Plan` of its graph.
+        trace: `ProgramTrace` of the step, with its effects (such as updates).
+        plan: `Plan` of its graph: how replicas divide its operations.
         cuts: List of pairs of a tensor that the step returns, and whether it is
             returned as a partial sum.
 
@@ -81,14 +82,15 @@ def conversions_before_update(
 ) -> list[Conversion]:
     """Return the conversions of a step, apart from those during and after its update.
 
-    An update itself gathers the rows of sparse gradients, and moving statistics are
-    averaged after it. A sparse gradient whose values and indices are not sharded alike
-    is converted before the update, and is part of the result.
+    A conversion is a gather or a sum over replicas. The update itself gathers the rows
+    of sparse gradients, and moving statistics are averaged after it. A sparse gradient
+    whose values and indices are not sharded alike is converted before the update, so it
+    is part of the result.
 
     Args:
-        conversions: List of `Conversion`.
+        conversions: List of `Conversion` of the step.
         trace: `ProgramTrace` of the step.
-        plan: `Plan` of its graph.
+        plan: `Plan` of its graph: how replicas divide its operations.
         ids_in_update: Set of ints, see `ids_gathered_by_update`.
     """
     converted = []
@@ -106,14 +108,14 @@ def conversions_before_update(
 
 
 def ids_gathered_by_update(trace: ProgramTrace, plan: Plan) -> Iterator[int]:
-    """Yield the `id`s of the rows and indices of gradients that the update gathers.
+    """Yield the `id`s of the values and indices of gradients that the update gathers.
 
     It gathers sparse gradients whose values and indices are sharded alike; the others
-    are converted before it.
+    are gathered or summed before it.
 
     Args:
         trace: `ProgramTrace` of the step.
-        plan: `Plan` of its graph.
+        plan: `Plan` of its graph: how replicas divide its operations.
     """
     for gradient in _sparse_gradients(trace, plan):
         pair = gradient.values, gradient.indices
@@ -134,8 +136,8 @@ def _sparse_gradients(trace: ProgramTrace, plan: Plan) -> Iterator[tf.IndexedSli
 def _is_statistic(conversion: Conversion) -> bool:
     """Return whether a conversion averages a value that is assigned to a variable.
 
-    Each replica computes the value from its own rows, as BatchNormalization does its
-    moving mean.
+    Each replica computes the value from its own rows, as BatchNormalization computes
+    its moving mean.
     """
     is_assigned = conversion.op.type == "AssignVariableOp"
     return is_assigned and conversion.fact.form is Form.LOCAL
@@ -144,15 +146,16 @@ def _is_statistic(conversion: Conversion) -> bool:
 def _needs(
     trace: ProgramTrace, plan: Plan, cuts: list[tuple[Any, bool]]
 ) -> Iterator[tuple[Plan, Any, Need | None, Any]]:
-    """Yield what the operations, effects (such as updates) and results of a step need.
+    """Yield each tensor that operations, effects (updates) or results of a step need.
 
-    Each item is a tuple of the plan of a graph, a tensor in it, the needed form, and
-    the operation that needs the tensor. The form is `None` for a result that the
-    operation itself reduces over replicas.
+    Each item is a tuple of the `Plan` of a graph, a tensor in it, the form in which it
+    is needed, and the operation that needs it. The form is a `Need`: own rows, a
+    partial sum or the whole tensor; or `None` for a result that the operation itself
+    reduces over replicas.
 
     Args:
         trace: `ProgramTrace` of the step.
-        plan: `Plan` of its graph.
+        plan: `Plan` of its graph: how replicas divide its operations.
         cuts: List of pairs of a tensor that the step returns, and whether it is
             returned as a partial sum.
     """
@@ -173,7 +176,8 @@ def _needs(
 def _live_operations(plan: Plan) -> Iterator[tuple[Plan, Any]]:
     """Yield the operations that results or effects need, with the plan of their graph.
 
-    An operation with inner graphs is followed by theirs, each with its inner plan.
+    A branch, a loop or a call is followed by the operations of its inner graphs, each
+    with the `Plan` of its inner graph.
     """
     for op in in_order(plan.graph):
         if op in plan.live and op in plan.decisions:
@@ -201,17 +205,19 @@ def fingerprint_of(conversions: list[Conversion]) -> list[list[str]]:
 def operations_of(
     trace: ProgramTrace, plan: Plan, results: Sequence[Any]
 ) -> list[tuple[str, Any]]:
-    """Return the operations of a step, whose signatures workers compare.
+    """Return the operations that a step's results, updates and writes depend on.
 
-    Operations that only print, and those that only these need, may differ.
+    Workers compare their signatures to find out whether all run the same step.
+    Operations whose results are only printed may differ, so they are left out.
 
     Args:
         trace: `ProgramTrace` of the step.
-        plan: `Plan` of its graph.
+        plan: `Plan` of its graph: how replicas divide its operations.
         results: Sequence of tensors that the step returns.
 
     Returns:
-        List of pairs of an operation's signature and the operation, in order.
+        List of pairs of a signature (a string with the operation's type and dtypes) and
+        the operation, in order.
     """
     computing = {tensor.op for tensor in results}
     for effect in trace.effects.get(plan.graph, ()):
@@ -244,13 +250,19 @@ def _describe_shape(conversion: Conversion) -> list:
 
 
 def gathers_of(conversions: list[Conversion]) -> tuple[Gather, ...]:
-    """Describe each conversion of a tensor larger than one number by a `Gather`."""
+    """Return a `Gather` for each conversion of a tensor that is larger than one number.
+
+    A conversion is a tensor that a step gathers or sums over replicas.
+    """
     gathers = [gather_of(conversion) for conversion in conversions]
     return tuple(g for g in gathers if g.power or g.bytes_each > 8)
 
 
 def gather_of(conversion: Conversion) -> Gather:
-    """Describe a conversion by a `Gather`: operation, line in the script, and bytes."""
+    """Return the `Gather` of a conversion: operation, line in the script, and bytes.
+
+    It describes to the user a tensor that a step gathers or sums over replicas.
+    """
     fact, tensor = conversion.fact, conversion.tensor
     bytes_each, power, is_exact = max(tensor.dtype.size, 1), 0, fact.sizes is not None
     is_exact &= tensor.dtype != tf.string

@@ -80,13 +80,14 @@ def _must_run(op: Any) -> bool:
 def _follows_from_rows(fact: Fact | None) -> bool:
     """Return whether all elements of a tensor are sizes that follow from the rows.
 
-    `fact` is what is known about the tensor; for `None` the result is `False`.
+    `fact` is the `Fact` of the tensor, or `None` if nothing is known about it: the
+    result is then `False`.
     """
     return fact is not None and fact.form is Form.SIZES and is_known(fact)
 
 
 def _mark_live_variables(plan: Any, op: Any, scope: Any) -> None:
-    """Mark the variables of a loop that are needed, in the loop or after it.
+    """Add to `plan.needed` the loop variables that the loop or its readers need.
 
     A list that keeps shapes for the gradient is not needed where these shapes follow
     from the number of rows.

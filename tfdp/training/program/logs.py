@@ -102,12 +102,15 @@ def find_log_tail(
     """Remove from a plan the operations that only its logs need, and return them.
 
     Args:
-        plan: `Plan` of the step.
+        plan: `Plan` of the step, whose `live` is changed.
         results: Nest of tensors and other values that the step returns.
         scope: `ProgramProperties` of the plan.
         is_of_all: Bool, whether all replicas share the program and merge their logs in
-            each step. If not, numbers are averaged over replicas, weighted by rows, but
-            metrics' states are summed.
+            each step. If false, numbers are averaged over replicas, weighted by rows,
+            but metrics' states are summed.
+
+    Returns:
+        `LogTail` with the removed operations, which run after the step.
     """
     in_step = _bound_to_step(plan, scope)
     outputs = [t for t in tf.nest.flatten(results) if tf.is_symbolic_tensor(t)]
@@ -134,8 +137,8 @@ def find_log_tail(
 def _bound_to_step(plan: Plan, scope: ProgramProperties) -> set:
     """Return the set of operations that must run within the step, not after it.
 
-    Examples are operations with effects or on rows. All operations that they depend
-    on are included.
+    Examples are updates of variables, and operations on rows. All operations that they
+    depend on are included.
     """
     pending = []
     for effect in scope.effects.get(plan.graph, ()):

@@ -85,7 +85,7 @@ def plan_micro_batches(
     loop, in which the states change.
 
     Args:
-        plan: `Plan` of the program.
+        plan: `Plan` of the program: how replicas divide its operations.
         effects: Dict from a graph to its effects, actions such as updates, see
             `tfdp.ground.base.program_trace`.
         results: Sequence of the tensors that are needed after the step.
@@ -167,7 +167,11 @@ class _Planner:
         return self._has_rows(op, decision)
 
     def _has_rows(self, op: Any, decision: Decision) -> bool:
-        """Return whether an operation reads or returns rows, or reads partial sums."""
+        """Return whether an operation reads or returns rows, or reads partial sums.
+
+        Values of a single replica count as rows, and so does a variable's handle that
+        is the output of a loop over rows.
+        """
         if any(fact.form in (Form.ROWS, Form.LOCAL) for fact in decision.outputs):
             return True
         for tensor, need in self._plan.needs(op):
@@ -181,11 +185,14 @@ class _Planner:
         return False
 
     def _fact(self, tensor: Any) -> Fact:
-        """Return the `Fact` of a tensor, or that of a whole tensor if it has none."""
+        """Return the `Fact` of a tensor, or that of a whole tensor if it has none.
+
+        A whole tensor has the same value on all replicas.
+        """
         return self._plan.facts.get(id(tensor)) or Fact(Form.WHOLE)
 
     def _communicates(self, decision: Decision) -> bool:
-        """Return whether replicas communicate while the decided operation runs."""
+        """Return whether replicas communicate in the operation of this decision."""
         inner = (converts(plan, self._effects) for plan in decision.plans)
         return decision.has_collective or any(inner)
 

@@ -28,7 +28,8 @@ class StagedBuilder(Builder):
             fewer rows computes them one by one.
         begin_changes: Callable that builds operations and returns them. They run once
             all replicas have computed all their rows, and states change after them.
-        is_local: Bool, whether all replicas are in this process.
+        is_local: Bool, whether all replicas are in this process; if not, the step waits
+            for all workers before states change.
     """
 
     micro: MicroPlan
@@ -46,7 +47,7 @@ class StagedBuilder(Builder):
     def run(self) -> None:
         """Build the loops over micro-batches, and the stages between that run once.
 
-        The graph of a branch, a loop or a call in one of these stages has no stages.
+        The graph of a branch, a loop or a call of the program is built without stages.
         """
         if self.parent is not None:
             super().run()
@@ -70,11 +71,12 @@ class StagedBuilder(Builder):
             self._build_with_effects(set(self._of_stage(self.micro.last_stage)))
 
     def _gate(self, stage: int) -> tf.Operation:
-        """Create the operation after which the results of a stage's loop may be used.
+        """Create the operation after which a loop's results may be used.
 
-        It runs once all local replicas have run the loop: the caller of `run` connects
-        `gates` of all. A replica that waited in a collective while another one of its
-        process runs out of memory would leave the collective unusable.
+        The loop is that over micro-batches which follows the stage with this index. The
+        operation runs once all local replicas have run the loop: the caller of `run`
+        connects `gates` of all. A replica that waited in a collective while another one
+        of its process runs out of memory would leave the collective unusable.
         """
         results = [self.tensors[id(tensor)] for tensor in self.micro.results[stage]]
         with tf.control_dependencies(results):
@@ -85,7 +87,10 @@ class StagedBuilder(Builder):
         return gate
 
     def _of_stage(self, stage: int) -> list:
-        """Return the operations of a stage, an index from 0, in program order."""
+        """Return the operations of the stage with this index, in program order.
+
+        A stage runs once: just before the loop with its index, or after all loops.
+        """
         return [op for op, own in self.micro.stages.items() if own == stage]
 
     def _build_operation(self, op: Any) -> None:
@@ -185,10 +190,10 @@ class MicroBatchBuilder(Builder):
     begin: Any
 
     def get(self, tensor: Any, need: Need = AS_IS) -> Any:
-        """Return a tensor like `Builder.get`, for the rows of this micro-batch.
+        """Return this micro-batch's value of a tensor, in a needed form.
 
-        A tensor that is needed whole, but that replicas have in parts, is returned for
-        the whole batch, from outside of the loop.
+        A tensor that is needed whole, but that replicas hold in parts, is returned for
+        the whole batch, from outside of the loop. See `Builder.get`.
         """
         is_total = need.kind is NeededForm.WHOLE and self.parent is None
         if is_total and is_conversion(self.fact(tensor), need):
@@ -196,7 +201,7 @@ class MicroBatchBuilder(Builder):
         return super().get(tensor, need)
 
     def multiple(self, tensor: Any) -> Any:
-        """Return the number of entries along the axis of rows for each row.
+        """Return how many entries a tensor has along its axis of rows for each row.
 
         Replicas do not communicate in the loop, so an unknown number is computed from
         this micro-batch alone.
@@ -238,12 +243,12 @@ class MicroBatchBuilder(Builder):
 class _Join:
     """Combination of a tensor's values of all micro-batches, within a loop.
 
-    Rows are concatenated and partial sums added; a whole tensor is that of the last
-    micro-batch.
+    Rows are concatenated and partial sums added; a tensor that is the same on all
+    replicas has the value of the last micro-batch.
 
     Args:
         tensor: Tensor of the program.
-        fact: `Fact` of the tensor.
+        fact: `Fact` of the tensor: whether it has rows, is a partial sum, or neither.
         count: Scalar int tensor, number of micro-batches.
     """
 
@@ -254,7 +259,7 @@ class _Join:
 
     @property
     def invariant(self) -> tf.TensorShape:
-        """Static shape of the combined value between two passes of the loop."""
+        """Static shape that the combined value has in every iteration of the loop."""
         shape = self.tensor.shape
         is_known = shape.is_fully_defined() and not self._fact.is_rows
         return shape if is_known else tf.TensorShape(None)
@@ -289,7 +294,7 @@ class _Join:
         return total + added if self._fact.form is Form.PART else added
 
     def end(self, total: Any) -> tf.Tensor:
-        """Return the value after the last pass as a tensor, in the program's dtype."""
+        """Return the combined value as a tensor, in the program's dtype."""
         if not self._fact.is_rows:
             whole = tf.identity(tf.cast(total, self.tensor.dtype))
             whole.set_shape(self.tensor.shape)

@@ -43,13 +43,15 @@ _MAX_PASSES = 8
 
 @dataclasses.dataclass
 class Plan:
-    """How replicas build one graph of the program: a `Decision` for each operation.
+    """How replicas divide one graph of the program: a `Decision` for each operation.
 
     Args:
         graph: `tf.Graph` that is planned.
-        facts: Dict from the `id` of a tensor to its `Fact`.
-        decisions: Dict from an operation to its `Decision`.
-        live: Set of operations that results or effects need.
+        facts: Dict from the `id` of a tensor to its `Fact`: how a replica holds it (its
+            own rows, a partial sum or the whole tensor), and its sizes.
+        decisions: Dict from an operation to its `Decision`: the forms of its inputs
+            that it needs, and how a replica builds it.
+        live: Set of operations that results or effects (such as updates) need.
         needed: Set of the `id`s of tensors that results or effects need.
         sums: Set of the `id`s of partial sums whose totals an operation needs.
     """
@@ -62,11 +64,14 @@ class Plan:
     sums: set[int] = dataclasses.field(default_factory=set)
 
     def fact(self, tensor: Any) -> Fact:
-        """Return what the plan knows about a tensor of the program, as a `Fact`."""
+        """Return how replicas hold a tensor of the graph, and its sizes, as a `Fact`.
+        """
         return self.facts[id(tensor)]
 
     def is_needed(self, op: Any, index: int) -> bool:
         """Return whether an operation's input, or a loop's variable, is needed.
+
+        A loop's variable is needed if the loop or a later operation depends on it.
 
         Args:
             op: `tf.Operation` of the graph.
@@ -82,7 +87,12 @@ class Plan:
         return op.type in LOOPS and bool(self.decisions[op].plans)
 
     def needs(self, op: Any) -> list[tuple[Any, Need]]:
-        """Return pairs of an input that an operation needs, and the needed form."""
+        """Return the inputs that an operation needs, and the form of each.
+
+        Returns:
+            List of pairs of a tensor and its `Need`: own rows, a partial sum or the
+            whole tensor, for example.
+        """
         if op not in self.decisions:
             return []
         pairs = zip(op.inputs, self.decisions[op].needs, strict=True)
@@ -132,14 +142,17 @@ def make_plan(
     outputs: Sequence[Any],
     scope: ProgramProperties,
 ) -> Plan:
-    """Plan how replicas build a graph: decide on each operation, in order.
+    """Decide how replicas divide and build each operation of a graph, in order.
 
     Args:
         graph: `tf.Graph` to plan.
-        inputs: Dict from the `id` of a placeholder to its `Fact`.
+        inputs: Dict from the `id` of a placeholder to its `Fact`: how replicas hold it.
         outputs: Sequence of tensors of the graph that are needed.
-        scope: `ProgramProperties` of the program. Operations that must run whole
-            are added to it.
+        scope: `ProgramProperties` of the program. Operations that must run on the whole
+            batch are added to it.
+
+    Returns:
+        `Plan` of the graph.
 
     Raises:
         CannotDivideError: If a tensor has to be gathered that no collective can carry.
@@ -173,7 +186,7 @@ def with_inputs(last: Any, done: set) -> list[Any]:
     """Return an operation and all that it depends on, each after its inputs.
 
     Args:
-        last: `tf.Operation` to end with.
+        last: `tf.Operation`, the last item of the result.
         done: Set of operations that are left out; those returned are added to it.
     """
     ordered, pending = [], [last]
@@ -212,10 +225,10 @@ def _find_unread(graph: Any) -> Iterator[Any]:
 
 
 def _check_conversion(op: Any, tensor: Any, fact: Fact) -> None:
-    """Raise if a tensor is needed from other replicas, and no collective can carry it.
+    """Check that a collective can carry a tensor that is gathered or summed.
 
     Args:
-        op: Operation that needs the tensor.
+        op: Operation that needs the tensor from all replicas.
         tensor: Symbolic tensor, an input of the operation.
         fact: `Fact` of the tensor, what each replica has of it.
 
@@ -264,7 +277,12 @@ def _plan_operation(plan: Plan, op: Any, scope: ProgramProperties) -> None:
 
 
 def _decide(view: View) -> Decision:
-    """Decide how replicas build an operation: control flow, a marker, or by rules."""
+    """Decide how replicas build an operation of any type.
+
+    An operation with inner graphs, such as a loop, is decided by plans of these graphs;
+    an identity operation that tfdp has put into the program, by its marker; any other
+    one by the rules for its type.
+    """
     op, kind = view.op, view.type
     if op in view.scope.whole:
         return _run_whole(view)
@@ -281,7 +299,10 @@ def _decide(view: View) -> Decision:
 
 
 def _run_whole(view: View) -> Decision:
-    """Decide how replicas build an operation that must run on the whole batch."""
+    """Decide how replicas build an operation that must run on the whole batch.
+
+    Every replica then runs all of it, on inputs that are gathered or summed.
+    """
     inputs = list(zip(view.facts, view.op.inputs, strict=True))
     facts = [_fact_when_whole(fact, tensor) for fact, tensor in inputs]
     inner = View(view.op, facts, view.scope)
@@ -307,8 +328,8 @@ def _run_whole(view: View) -> Decision:
 def _fact_when_whole(fact: Fact, tensor: Any) -> Fact:
     """Return the `Fact` that a tensor has after its rows were gathered.
 
-    Its sizes are not followed as multiples of the rows, so that tensors created from
-    them are whole, too.
+    Sizes that depend on the rows count as unknown, so tensors that are created from
+    them are whole as well.
 
     Args:
         fact: `Fact` of the tensor before.
@@ -374,14 +395,18 @@ def _plan_inside(
     scope: ProgramProperties,
     outputs: Sequence[Any] | None = None,
 ) -> Plan:
-    """Plan the graph of a branch, a loop or a call, from the facts of its inputs.
+    """Decide how replicas divide the graph of a branch, a loop or a call.
 
     Args:
         graph: `tf.Graph` of the branch, the loop or the call.
-        facts: Sequence of `Fact`, one for each input of the graph.
+        facts: Sequence of `Fact`, one for each input of the graph: whether a replica
+            holds its own rows, a partial sum or the whole value of it.
         scope: `ProgramProperties` of the program.
         outputs: Sequence of tensors that are needed, or `None` for the graph's outputs.
             Defaults to `None`.
+
+    Returns:
+        `Plan` of the graph, with a `Decision` for each operation.
     """
     inputs = {id(own): fact for own, fact in zip(graph.inputs, facts, strict=True)}
     return make_plan(
@@ -390,7 +415,8 @@ def _plan_inside(
 
 
 def _plan_call(view: View) -> Decision:
-    """Decide how to build the call of a function, whose graph has a plan of its own."""
+    """Decide how to build the call of a function, whose graph gets a plan of its own.
+    """
     graph = programs.function_graph(view.op)
     results = programs.results_of_call(view.op, graph)
     plan = _plan_inside(graph, view.facts, view.scope, results)
@@ -417,13 +443,19 @@ def _plan_branches(view: View) -> Decision:
 
 
 def _common_form(facts: Sequence[Fact]) -> tuple[Need, Fact]:
-    """Return the form in which every branch can return a result.
+    """Choose how replicas hold a result of branches that hold it in different ways.
+
+    If all branches hold it alike, for example as own rows along one axis, it stays so.
+    A partial sum in some and a whole value in others become a partial sum. Otherwise
+    every branch returns the whole value.
 
     Args:
-        facts: Sequence of `Fact`, that of the result in each branch.
+        facts: Sequence of `Fact`, one for each branch: how replicas hold the result
+            there.
 
     Returns:
-        Tuple of the `Need` of that form, and the `Fact` of the result.
+        Tuple of the `Need`, the form to which each branch converts the result, and the
+        `Fact` of the converted result.
     """
     non_empty = [fact for fact in facts if fact.form is not Form.EMPTY]
     if not non_empty:
@@ -446,18 +478,21 @@ def _common_form(facts: Sequence[Fact]) -> tuple[Need, Fact]:
 
 
 def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
-    """Decide how to build a `While`.
+    """Decide how to build a `While`, by plans of its condition and its body.
 
-    The body is planned repeatedly, until the forms of its variables stop changing. A
-    loop that would contain a collective is marked to run on the whole batch.
+    The body is planned repeatedly, until it returns each loop variable in the form in
+    which it receives it. A loop that would contain a collective is marked to run on the
+    whole batch.
 
     Args:
         view: `View` of the loop.
-        may_divide: Bool, whether to look for collectives inside, for which the loop has
-            to run on the whole batch. Defaults to `True`.
+        may_divide: Bool, whether the loop may run on a replica's rows, and so has to be
+            searched for collectives; false if it runs on the whole batch already.
+            Defaults to `True`.
 
     Raises:
-        CannotDivideError: If the forms still change after `_MAX_PASSES` passes.
+        CannotDivideError: If the forms still change after planning the body
+            `_MAX_PASSES` times.
     """
     # `replace` copies references to the sets, not the sets, so that what the loop adds
     # to them counts for the whole program.
@@ -511,7 +546,11 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
 
 
 def _without_value(fact: Fact) -> Fact:
-    """Return a `Fact` without known elements, since a loop may change them."""
+    """Return the `Fact` of a tensor whose elements a loop may change.
+
+    It has the form and the sizes of `fact`, but no known elements; integers that follow
+    from sizes become whole.
+    """
     if fact.form is Form.SIZES:
         return whole(fact.sizes)
     return Fact(fact.form, fact.axis, fact.sizes)
@@ -563,11 +602,13 @@ def _is_list(tensor: Any) -> bool:
 
 
 def _loop_variable_fact(before: Fact, after: Fact, *, is_list: bool) -> Fact:
-    """Return a `Fact` that is true of a loop variable before and after a pass.
+    """Return a `Fact` that holds for a loop variable before and after an iteration.
+
+    A `Fact` says how a replica holds a tensor, such as its own rows, and its sizes.
 
     Args:
-        before: `Fact` of the variable before a pass.
-        after: `Fact` of the variable after the pass.
+        before: `Fact` of the variable before an iteration.
+        after: `Fact` of the variable after it.
         is_list: Bool, whether the variable is a list of tensors.
     """
     if before.form is Form.EMPTY or after.form is Form.EMPTY:

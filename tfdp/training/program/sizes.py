@@ -18,9 +18,9 @@ class Size:
     """A size, or another integer that is computed from sizes.
 
     Args:
-        kind: String: `"number"`, known; `"rows"`, a multiple of the number of rows;
-            `"splits"`, the number of rows plus one, as for the row splits of a ragged
-            tensor; `"free"`, unknown but independent of the number of rows;
+        kind: String: `"number"`, known; `"rows"`, a multiple of the number of rows of
+            the batch; `"splits"`, the number of rows plus one, as for the row splits of
+            a ragged tensor; `"free"`, unknown but independent of the number of rows;
             `"unknown"`.
         number: Int or float, the known number, or the multiple of the rows. `None` if
             not known.
@@ -52,7 +52,7 @@ class Size:
         return self._sum_or_difference(other, lambda a, b: a - b)
 
     def _sum_or_difference(self, other: Size, combine: Callable) -> Size:
-        """Return the sum, or the difference, by the operator `combine`.
+        """Return the sum of two sizes, or their difference, as `combine` computes it.
 
         If it is not known, the result is `FREE` if neither size depends on the number
         of rows, and `UNKNOWN` otherwise.
@@ -146,7 +146,8 @@ def number(value: Any) -> Size:
 
 
 def rows(multiple: int | None = 1) -> Size:
-    """Return the `Size` of a multiple of the rows; `None` is an unknown multiple."""
+    """Return the `Size` of a multiple of the number of rows; `None` if not known which.
+    """
     return Size("rows", None if multiple is None else int(multiple))
 
 
@@ -176,7 +177,7 @@ def _free_or_unknown(*sizes: Size) -> Size:
 
 
 def product(sizes: Iterable[Size]) -> Size:
-    """Return the product of sizes."""
+    """Return the product of sizes as a `Size`; 1 without any."""
     result = ONE
     for size in sizes:
         result = result * size
@@ -202,7 +203,7 @@ def numbers(values: np.ndarray | None) -> np.ndarray | None:
 
 
 def broadcast(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
-    """Return the shape that operands of these shapes broadcast to."""
+    """Return the shape of the result if operands of these shapes broadcast."""
     rank = max(len(shape) for shape in shapes)
     aligned = [(ONE,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
     return tuple(_broadcast_axis(list(axis)) for axis in zip(*aligned, strict=True))
@@ -222,7 +223,8 @@ def _broadcast_axis(sizes: list[Size]) -> Size:
 
 
 def axis_of_rows(shape: Iterable[Size]) -> int | None:
-    """Return the only axis whose size is a multiple of the rows, or `None`."""
+    """Return the axis whose size is a multiple of the rows; `None` unless there is one.
+    """
     axes = [axis for axis, size in enumerate(shape) if size.kind == "rows"]
     return axes[0] if len(axes) == 1 else None
 

@@ -53,15 +53,16 @@ class _Traced:
 
     Args:
         trace: `ProgramTrace` of the step.
-        parts: List of `BatchPlaceholder`, one for each part of the batch.
+        parts: List of `BatchPlaceholder`, one for each part of the batch, such as `x`.
         results: Nest of tensors and other values that the step returns.
-        plan: `Plan` of the graph.
+        plan: `Plan` of the graph: how replicas divide its operations.
         scope: `ProgramProperties` of the plan.
         micro: `MicroPlan`, or `None` unless rows are computed in micro-batches.
         tail: `LogTail` that computes the logs, or `None` if the step returns rows.
-        conversions: List of `Conversion`, in the order of the program.
+        conversions: List of `Conversion`, each a tensor that is gathered or summed over
+            replicas, in the order of the program.
         operations: List of pairs of a signature, which workers compare, and its
-            operation.
+            operation. Empty with one worker.
     """
 
     trace: ProgramTrace
@@ -171,8 +172,10 @@ class DividedStep:
     def _builder(self, found: _Traced, replica: Replica, tensors: dict) -> Builder:
         """Return the builder of a traced step on a replica.
 
+        It is a `StagedBuilder` if rows are computed in micro-batches.
+
         Args:
-            found: `_Traced`.
+            found: `_Traced`, the step.
             replica: `Replica`.
             tensors: Dict from the `id` of an input of the program to its value.
         """
@@ -190,13 +193,12 @@ class DividedStep:
     def _join_gates(self, builder: StagedBuilder) -> None:
         """Let a replica use a loop's results once all local replicas have run the loop.
 
-        The loops are those over micro-batches.
+        The loops are those over micro-batches. Each has a gate: an operation before
+        which no result of the loop is used. Once the method has been called for each
+        local replica, it makes the gates of all wait until all have run the loop.
 
         Args:
-            builder: `StagedBuilder` of a local replica, which has run. Each loop has a
-                gate: an operation before which no result of the loop is used. Once the
-                method has been called for each local replica, it lets the gates of all
-                wait until all have run the loop.
+            builder: `StagedBuilder` of a local replica, which has run.
         """
         self._gates.append(builder.gates)
         if len(self._gates) < self._strategy.extended.num_local:
@@ -273,6 +275,10 @@ class DividedStep:
         """Trace the step for any number of rows or, where that fails, for a fixed one.
 
         A layer may need the number of rows in the static shape of its input.
+
+        Args:
+            args: Tuple of nests of tensors, the rows of a replica.
+            group: `TrainingGroup` of the replicas that share the program.
         """
         try:
             return self._trace(args, 0, is_of_all=group.is_all)
@@ -284,13 +290,19 @@ class DividedStep:
         return self._trace(args, group.size, is_of_all=group.is_all)
 
     def _trace(self, args: tuple, num_replicas: int, *, is_of_all: bool) -> _Traced:
-        """Trace the step as on one device, and plan how replicas build it.
+        """Trace the step as on one device, and plan how replicas divide it.
 
         Args:
             args: Tuple of nests of tensors, the rows of a replica.
-            num_replicas: Int, number of replicas with the same number of rows as this
-                one; or 0 to trace without static numbers of rows.
-            is_of_all: Bool, whether all replicas share the program.
+            num_replicas: Int, number of replicas, each with as many rows as this one:
+                the step is traced for their static total. Or 0 to trace it for any
+                number of rows.
+            is_of_all: Bool, whether all replicas share the program. If true, their logs
+                are merged in each step, unless the loop has a `GradientExchange`; see
+                `find_log_tail`.
+
+        Returns:
+            `_Traced`: the trace, its `Plan`, and what checks and logs need of it.
 
         Raises:
             ValueError: If the step cannot be divided among replicas.
@@ -390,11 +402,12 @@ def rows_of_replica(
     Args:
         group: `TrainingGroup` of the replicas that share the program.
         args: Tuple of nests of tensors, the rows of the running replica.
-        total: Scalar tensor, rows of all replicas, where a batch is divided equally;
-            or `None` to gather the numbers of rows from the replicas.
-        counts: Dict from the rank of each local replica to its number of rows, an
-            int32 scalar.
-        are_alike: Bool, whether all replicas have the same static number of rows.
+        total: Scalar tensor, rows of all replicas, where a batch is divided equally; or
+            `None` to gather the numbers of rows from the replicas.
+        counts: Dict from the rank of each local replica to its number of rows, an int32
+            scalar.
+        are_alike: Bool, whether all replicas have the same static number of rows. The
+            result then has ints, and nothing is gathered.
 
     Returns:
         `Rows` of the batch and of the running replica.

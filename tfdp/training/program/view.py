@@ -28,7 +28,8 @@ _Entry = TypeVar("_Entry")
 
 
 def operations(names: str) -> frozenset[str]:
-    """Return the set of the types of operations in a text, separated by blanks."""
+    """Split a text at blanks into the types of operations that it names: a frozenset.
+    """
     return frozenset(names.split())
 
 
@@ -91,14 +92,14 @@ class NeededForm(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """The form that an operation needs of an input.
+    """Form in which an operation needs an input, such as own rows or the whole tensor.
 
     Args:
-        kind: `NeededForm`: in the form that the replica holds, sizes for its own rows;
-            whole, sizes for the whole batch; own rows; a partial sum; or nothing, so
-            that the input need not be computed.
-        axis: Int, the axis of rows. Defaults to 0.
-        may_broadcast: Bool, whether an axis of size one is not sliced, since it
+        kind: `NeededForm`: as the replica holds it, with sizes for its own rows; whole,
+            with sizes for the whole batch; own rows; a partial sum, which the sum over
+            replicas completes; or nothing, if the input need not be computed.
+        axis: Int, the axis of rows, if own rows are needed. Defaults to 0.
+        may_broadcast: Bool; if true, an axis of size one is not sliced, since it
             broadcasts. Defaults to `False`.
     """
 
@@ -114,18 +115,21 @@ NOTHING = Need(NeededForm.NOTHING)
 
 
 def rows_along(axis: int = 0, *, may_broadcast: bool = False) -> Need:
-    """Return the `Need` for a replica's own rows along an axis.
+    """Return the `Need` of an operation that takes a replica's own rows along an axis.
 
     Args:
         axis: Int, the axis of rows. Defaults to 0.
-        may_broadcast: Bool, whether an axis of size one is not sliced, since it
+        may_broadcast: Bool; if true, an axis of size one is not sliced, since it
             broadcasts. Defaults to `False`.
     """
     return Need(NeededForm.ROWS, axis, may_broadcast)
 
 
 def need_of(fact: Fact) -> Need:
-    """Return the `Need` that a tensor with this `Fact` meets without a conversion."""
+    """Return the `Need` that asks for a tensor in the form in which replicas hold it.
+
+    It is `AS_IS` for forms that have no `Need` of their own. `fact` has the form.
+    """
     if fact.is_rows:
         return rows_along(fact.axis)
     return {Form.PART: PART, Form.WHOLE: WHOLE}.get(fact.form, AS_IS)
@@ -133,11 +137,13 @@ def need_of(fact: Fact) -> Need:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Decision of a rule: how a replica builds an operation of the program.
+    """How a replica builds an operation of the program, as decided by a rule.
 
     Args:
-        needs: Sequence of `Need`, one for each input.
-        outputs: Sequence of `Fact`, one for each output.
+        needs: Sequence of `Need`, one for each input: the form to which a replica
+            converts it.
+        outputs: Sequence of `Fact`, one for each output: the form in which replicas
+            hold it, and its sizes.
         build: Callable of the `Builder`, the operation and its inputs, which returns
             its outputs; or `None` to copy the operation. Defaults to `None`.
         is_whole: Bool, whether the operation runs on the whole batch since no rule
@@ -161,11 +167,12 @@ class Decision:
 
 
 class View:
-    """An operation of the program, with the facts of its inputs.
+    """An operation of the program, with what is known of its inputs.
 
     Args:
         op: `tf.Operation` of the program.
-        facts: Sequence of `Fact`, one for each input.
+        facts: Sequence of `Fact`, one for each input: how replicas hold it, and its
+            sizes.
         scope: `ProgramProperties` of the plan, which knows its variables.
     """
 
@@ -186,7 +193,10 @@ class View:
             return default
 
     def numbers(self, index: int) -> np.ndarray | None:
-        """Return an input as an array of numbers, or `None` unless all are known."""
+        """Return an input as an array of numbers, or `None` unless all are known.
+
+        `index` is the index of the input.
+        """
         return numbers(self.facts[index].value)
 
     def forms(self) -> list[Form]:
@@ -195,18 +205,27 @@ class View:
 
     @property
     def is_free(self) -> bool:
-        """Bool, whether no size of an input but that of rows depends on the batch."""
+        """Bool, whether at most the axis of rows of each input depends on the rows.
+
+        That is, all other sizes are the same for any number of rows. It is `False` if
+        the rank of an input is not known.
+        """
         return all(fact.has_free_sizes or fact.rank == 0 for fact in self.facts)
 
     def output_sizes(self, index: int = 0) -> Any:
-        """Return the sizes of an output, as far as TensorFlow knows them.
+        """Return the shape of an output as a tuple of `Size`, as TensorFlow knows it.
 
         The result is `None` if the rank is not known, or for a list.
         """
         return static_sizes(self.op.outputs[index], is_free=self.is_free)
 
     def whole_outputs(self) -> list[Fact]:
-        """Return the `Fact`s that the outputs have when all inputs are whole."""
+        """Return what is known of the outputs if every replica has the whole inputs.
+
+        Returns:
+            List of `Fact`, one for each output: it is whole, too, and has the sizes
+            that follow from the inputs or that TensorFlow knows.
+        """
         shape = self._shape_from_input()
         if shape is not None:
             return [whole(shape)]
@@ -231,7 +250,8 @@ class View:
         """Return the shape of the output if an input determines it, or `None`.
 
         Either the operation, such as `Softmax`, keeps the shape of its first input; or
-        an input is the shape, as of `Reshape`, of known value and without a -1.
+        an input is the shape of the output, as in `Reshape`, and has known elements
+        without a -1.
 
         Returns:
             Tuple of `Size`, or `None`.
@@ -245,11 +265,11 @@ class View:
         return tuple(value)
 
     def part_outputs(self, sizes: Any = None) -> list[Fact]:
-        """Return the `Fact`s of the outputs if they are partial sums.
+        """Return a `Fact` for each output which says that it is a partial sum.
 
         Args:
             sizes: Tuple of `Size`, shape of the only output, or `None` for the shapes
-                that TensorFlow knows. Defaults to `None`.
+                that the inputs and TensorFlow determine. Defaults to `None`.
         """
         if sizes is not None:
             return [part(sizes)]

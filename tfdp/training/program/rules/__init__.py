@@ -91,8 +91,8 @@ _REPEATING_LAYOUTS = operations("BroadcastTo Fill Tile")
 def decide(view: View) -> Decision:
     """Decide how replicas build an operation, by the first rule that applies.
 
-    If no rule applies, each replica runs the operation on the inputs of the whole
-    batch.
+    If no rule applies, every replica runs the operation on the whole inputs, which are
+    gathered or summed over replicas for it.
     """
     decision = _first_decision(_RULES_OF_ANY_FORM, view)
     if decision is not None:

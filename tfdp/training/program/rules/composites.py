@@ -15,11 +15,12 @@ from tfdp.training.program.view import WHOLE, Decision, View
 
 
 def decide_composite(view: View) -> Decision | None:
-    """Decide how to build an operation on sparse or ragged tensors, which are whole.
+    """Decide how to build an operation on sparse or ragged tensors.
 
-    Each replica runs it on the whole inputs. It slices its own rows of a dense output,
-    and keeps a sparse output whole. The decision is `None` for another operation, if
-    the number of rows is not known, or if the output is dense and inputs are not whole.
+    Each replica has such tensors of the whole batch, and runs the operation on them. It
+    slices its own rows of a dense output, and keeps a sparse output whole. The decision
+    is `None` for another operation, if the number of rows is not known, or if the
+    output is dense and inputs are not whole.
     """
     if view.type in _ROWS_OF_SPARSE:
         return _decide_sparse_output(view)
@@ -73,7 +74,8 @@ def _rows_by_value(index: int) -> Callable[[View], Size | None]:
 
 
 def _rows_of_first_input(view: View) -> Size | None:
-    """Return the number of rows of the first input, or `None` if not known."""
+    """Return the number of rows of the first input as a `Size`, or `None` if unknown.
+    """
     shape = view.facts[0].sizes
     return shape[0] if shape else None
 
@@ -93,7 +95,10 @@ def _rows_by_splits(index: int) -> Callable[[View], Size | None]:
 
 
 def _rows_by_partition(view: View) -> Size | None:
-    """Return the number of rows of a `RaggedTensorToTensor`, or `None` if not known."""
+    """Return the number of rows of a `RaggedTensorToTensor` as a `Size`, or `None`.
+
+    It is `None` if neither the shape input nor the row partition has the number.
+    """
     first = _rows_by_value(0)(view)
     if first != number(-1):
         return first

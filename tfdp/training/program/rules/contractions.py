@@ -88,13 +88,15 @@ def _decide_from_labels(
 ) -> Decision | None:
     """Decide how to build a contraction, from the labels of its axes.
 
-    The decision is `None` if a shape is not known, or if inputs differ in their entries
-    per row.
+    The result has rows if the rows' label is in `output`, or else it is a partial sum.
+    The decision is `None` if a shape is not known, or if inputs differ in their numbers
+    of entries for each row.
 
     Args:
         view: `View` of the operation.
-        inputs: Sequence of strings, the labels of the axes of each input.
-        output: String, the labels of the axes of the output.
+        inputs: Sequence of strings, the labels of the axes of each input, such as
+            `["ik", "kj"]` for a matrix product.
+        output: String, the labels of the axes of the output, such as `"ij"`.
     """
     if any(fact.sizes is None for fact in view.facts):
         return None

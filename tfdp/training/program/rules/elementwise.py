@@ -115,8 +115,8 @@ def _build_zeros(builder: Any, op: Any, replica_inputs: list) -> list:
 def decide_linear(view: View) -> Decision | None:
     """Decide how replicas apply a linear operation to partial sums: each to its own.
 
-    The results are partial sums, too. The decision is `None` if the operation is not
-    linear in the inputs that are partial sums.
+    The results are partial sums as well. The decision is `None` if no input is a
+    partial sum, or if the operation is not linear in those that are.
     """
     if view.type in _SHAPE_ONLY:
         return Decision([AS_IS] * len(view), view.whole_outputs())
@@ -142,8 +142,8 @@ def _sizes_of_partial_sum(view: View) -> Any:
     look like one that broadcasts.
 
     Returns:
-        Tuple of `Size`; or `None` if the shapes of the inputs do not determine it, so
-        that the static shape of TensorFlow is used.
+        Tuple of `Size`; or `None` if the shapes of the inputs do not determine it. The
+        static shape of TensorFlow is used then.
     """
     if view.type in ("BroadcastTo", "Reshape", "Tile"):
         return _shape_from_second_input(view)
@@ -171,17 +171,17 @@ def _shape_from_second_input(view: View) -> Any:
 
 
 def _linear_inputs(view: View, parts: list[int]) -> list[int]:
-    """Return the index of an input in which an operation is linear by itself.
+    """Return which input may be a partial sum while all other inputs are constant.
 
-    The operation is linear in it while all other inputs are constant. It is divided
-    only if this input is the only partial sum.
+    That is an input in which the operation is linear, such as the data of a `Pad`.
 
     Args:
         view: `View` of the operation.
         parts: List of ints, indices of the inputs that are partial sums.
 
     Returns:
-        List of one int, which need not be in `parts`, or an empty list.
+        List of one int, the index of that input, which need not be in `parts`; or an
+        empty list if there is none.
     """
     kind, dtype = view.type, view.op.outputs[0].dtype if view.op.outputs else tf.bool
     if kind in ("Cast", "Mean") and not dtype.is_floating:
@@ -234,7 +234,10 @@ def decide_elementwise(view: View) -> Decision | None:
 
 
 def _need_of_operand(view: View, fact: Fact, axis: int) -> Need:
-    """Return the needed form of an operand of an operation on row-sharded tensors.
+    """Return the `Need` of an operand of an operation on row-sharded tensors.
+
+    An operand that broadcasts along the axis of rows is needed whole, and any other one
+    as the replica's own rows.
 
     Args:
         view: `View` of the operation.
@@ -293,7 +296,7 @@ def decide_local(view: View) -> Decision | None:
     """Decide how replicas build an operation on values of one replica alone.
 
     Such local values exist inside of a layer that handles the rows of each replica
-    separately. Results are local, too, unless other inputs are rows or partial sums.
+    separately. Results are local as well, unless other inputs are rows or partial sums.
     The decision is `None` if no input is local, or if an operation that is not
     element-wise has rows as another input.
     """

@@ -19,9 +19,9 @@ from tfdp.training.program.view import (
 def decide_gather(view: View) -> Decision | None:
     """Decide how replicas build a `tf.gather` whose data or indices have rows.
 
-    The result has rows, too. The decision is `None` if a shape or the axis is not
-    known, if entries would be picked along the data's axis of rows, or if both have
-    rows, but not as a common batch dimension.
+    The result has rows. The decision is `None` if a shape or the axis is not known, if
+    entries would be picked along the data's axis of rows, or if both have rows, but not
+    as a common batch dimension.
     """
     data, indices = view.facts[0], view.facts[1]
     axis = view.numbers(2)

@@ -114,9 +114,10 @@ def _squeeze(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
     axis = input_fact.axis - sum(other < input_fact.axis for other in taken)
 
     def build(builder: Any, op: Any, replica_inputs: list) -> list:
-        """Remove the axes that the program removes, whose indices are in `taken`.
+        """Remove the axes that the program removes, by their indices.
 
-        On a replica the axis of rows may have size one, too, and must stay.
+        TensorFlow would also remove the axis of rows on a replica with a single row,
+        which must keep it.
         """
         return [tf.squeeze(replica_inputs[0], sorted(taken))]
 
@@ -152,7 +153,10 @@ def _broadcast(view: View) -> Decision | None:
 
 
 def _fill(view: View) -> Decision | None:
-    """Decide how replicas fill their own rows; `None` if the shape has no such axis."""
+    """Decide how replicas build a `Fill`: each fills its own rows.
+
+    The decision is `None` if the shape has no axis of rows, or is not known.
+    """
     shape = view.facts[0].value
     axis = None if shape is None else sizes.axis_of_rows(shape)
     if axis is None:
@@ -173,7 +177,7 @@ def _range(view: View) -> Decision | None:
         return None
 
     def build(builder: Any, op: Any, replica_inputs: list) -> list:
-        """Build the numbers of this replica's rows."""
+        """Build the numbers of this replica's rows, which continue those of others."""
         dtype = op.outputs[0].dtype
         begin = tf.cast(builder.first_row * multiple, dtype)
         return [begin + tf.range(tf.cast(builder.own_rows * multiple, dtype))]
@@ -184,7 +188,8 @@ def _range(view: View) -> Decision | None:
 def _tile(view: View) -> Decision | None:
     """Decide how to build a `Tile` that keeps rows, or repeats data for each row.
 
-    Each replica builds its own rows. The decision is `None` for any other `Tile`.
+    Each replica builds its own rows of the result. The decision is `None` for any other
+    `Tile`.
     """
     data, times = view.facts[0], view.facts[1].value
     if data.sizes is None or times is None:
@@ -203,9 +208,9 @@ def _tile(view: View) -> Decision | None:
 def _join(view: View) -> Decision | None:
     """Decide how replicas build a concatenation or a stack of row-sharded tensors.
 
-    Each replica joins its own rows, unless they are joined along their axis, see
+    Each replica joins its own rows, unless they are joined along the axis of rows, see
     `_join_rows`. The decision is `None` if a shape or the axis is not known, or if
-    inputs differ in their entries per row.
+    inputs differ in their numbers of entries for each row.
     """
     is_stack = view.type == "Pack"
     count = len(view) if is_stack else len(view) - 1
@@ -266,7 +271,10 @@ def _build_joined_rows(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _unstack(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas unstack their rows; `None` along the axis of rows."""
+    """Decide how replicas unstack their own rows.
+
+    The decision is `None` if the tensor is unstacked along the axis of rows.
+    """
     split = view.attribute("axis") % len(input_sizes)
     if split == input_fact.axis:
         return None
@@ -276,7 +284,11 @@ def _unstack(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
 
 
 def _split(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas split their rows; `None` along the axis of rows."""
+    """Decide how replicas split their own rows.
+
+    The decision is `None` if the tensor is split along the axis of rows, or along an
+    axis that is not known.
+    """
     is_even = view.type == "Split"
     axis = view.numbers(0 if is_even else 2)
     if axis is None or int(axis) % len(input_sizes) == input_fact.axis:
@@ -286,7 +298,11 @@ def _split(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
 
 
 def _pad(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas pad their rows; `None` if that would add rows."""
+    """Decide how replicas pad their own rows.
+
+    The decision is `None` if rows would be added, or if the padding is not known. It is
+    `None` for a mirrored padding as well, unless the rows lie along the first axis.
+    """
     padding = view.numbers(1)
     if padding is None or padding[input_fact.axis].any():
         return None

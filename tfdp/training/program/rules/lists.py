@@ -26,8 +26,8 @@ from tfdp.training.program.view import AS_IS, WHOLE, Decision, Need, View, need_
 def decide_list(view: View) -> Decision | None:
     """Decide how replicas build an operation on a `TensorList` or an optional value.
 
-    The decision is `None` for another operation, or if the rule of this one returns
-    `None`, as for a read of a list without items.
+    The decision is `None` for another operation, and where the operation cannot be
+    decided, as a read of a list without items.
     """
     return _LISTS[view.type](view) if view.type in _LISTS else None
 
@@ -57,9 +57,17 @@ def _element_shape(shape_input: Any) -> Any:
 
 
 def _need_of_item(listed: Fact, item: Fact) -> tuple[Need, Fact]:
-    """Return the `Need` of an item that is added to a list, and the list's new `Fact`.
+    """Return the form in which an item is added to a list, and the list's new `Fact`.
 
-    `listed` is the `Fact` of the list without the item, `item` that of the item.
+    All items have one form: own rows, a partial sum or the whole tensor, for example.
+    The first item determines it.
+
+    Args:
+        listed: `Fact` of the list without the item.
+        item: `Fact` of the item.
+
+    Returns:
+        Tuple of the `Need` of the item, and the `Fact` of the list with it.
     """
     if listed.form is Form.EMPTY:
         if item.form is Form.SIZES:
@@ -102,7 +110,7 @@ def _get_item(view: View) -> Decision | None:
 
 
 def _shape_need(listed: Fact) -> Need:
-    """Return the `Need` of the last input of a read: the shape of the list's items.
+    """Return the `Need` of the input of a read that has the shape of the list's items.
 
     For row-sharded items it is `AS_IS`, since `_build_with_item_shape` sets the number
     of rows on the replica; otherwise `WHOLE`. `listed` is the `Fact` of the list.

@@ -27,9 +27,10 @@ _REDUCED_TWICE = frozenset(("All", "Any", "Max", "Min", "Prod"))
 def decide_reduction(view: View) -> Decision | None:
     """Decide how replicas build a reduction of a row-sharded tensor.
 
-    A sum or a mean over rows becomes a partial sum; of a maximum and the like, the
-    replicas' results are reduced again. Over other axes each replica reduces its own
-    rows. The decision is `None` for another operation, or if the axes are not known.
+    A sum or a mean over rows becomes a partial sum. For a maximum and the like, the
+    replicas' results are gathered and reduced again. Over other axes each replica
+    reduces its own rows. The decision is `None` for another operation, or if the axes
+    are not known.
     """
     input_fact = view.facts[0]
     if not input_fact.is_rows or input_fact.sizes is None:
@@ -85,7 +86,11 @@ def _decide_over_axes(view: View, input_fact: Fact) -> Decision | None:
 def _reduced_axes(view: View, rank: int) -> tuple[set[int] | None, frozenset[int]]:
     """Return the certain axes of a reduction, and further axes that it may have.
 
-    The certain axes are `None` if nothing is known. `rank` is that of the input.
+    `rank` is that of the input.
+
+    Returns:
+        Tuple of a set of ints, or `None` if the axes are not known; and a frozenset of
+        ints, axes that depend on sizes that are not known yet.
     """
     axes = view.numbers(1)
     if axes is not None:
@@ -102,7 +107,8 @@ def _decide_over_other_axes(input_fact: Fact, axes: set[int], *, keeps: bool) ->
     Args:
         input_fact: `Fact` of the reduced tensor.
         axes: Set of ints, the axes of the reduction.
-        keeps: Bool, whether these axes remain, with size one.
+        keeps: Bool; if true, these axes remain, with size one; if false, they are
+            removed.
 
     Returns:
         `Decision`, or `None` if an axis is that of rows.
@@ -125,7 +131,8 @@ def _reduced_shape(
     Args:
         shape: Tuple of `Size`, the shape before the reduction.
         axes: Set of ints, the axes of the reduction.
-        keeps: Bool, whether these axes remain, with size one.
+        keeps: Bool; if true, these axes remain, with size one; if false, they are
+            removed.
     """
     if keeps:
         return tuple(ONE if axis in axes else n for axis, n in enumerate(shape))

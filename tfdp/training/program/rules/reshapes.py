@@ -21,10 +21,10 @@ from tfdp.training.program.view import (
 
 
 def decide_reshape(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas build a reshape that keeps the axes before that of rows.
+    """Decide how replicas build a reshape: each reshapes its own rows.
 
-    The decision is `None` for any other reshape, if its shape is not known, or if it
-    may mix rows.
+    The reshape must keep the axes before that of rows. The decision is `None` for any
+    other reshape, if its shape is not known, or if it may mix rows.
     """
     target = view.facts[1].value
     reshaped = None if target is None else _reshaped(input_fact, list(target))
@@ -96,7 +96,10 @@ def _without_trivial(shape: Any) -> list[Size]:
 
 
 def _multiple(input_fact: Fact, after: Size, inner: Size, size: Size) -> int | None:
-    """Return the number of entries per row after a reshape, or `None` if not known.
+    """Return the entries for each row after a reshape as an int, or `None` if unknown.
+
+    Entries are counted along the axis of rows: 2 after `[rows, 4]` becomes `[2 * rows,
+    2]`.
 
     Args:
         input_fact: `Fact` of the tensor before the reshape.

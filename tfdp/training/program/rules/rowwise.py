@@ -152,9 +152,10 @@ def decide_row_by_row(view: View) -> Decision | None:
 def decide_recurrent(view: View) -> Decision | None:
     """Decide how to build a recurrent layer of cuDNN, which Keras uses on GPUs.
 
-    A GRU has no second state: scalars take its place. What the forward pass reserves
-    for its gradient is of this replica alone. The decision is `None` for another
-    operation, or if its inputs are not sharded by the same rows.
+    Each replica runs it on its own rows. Scalars take the place of the second state,
+    which a GRU does not have. What the forward pass reserves for its gradient stays on
+    the replica. The decision is `None` for another operation, or if its inputs are not
+    sharded by the same rows.
     """
     indices = _RECURRENT.get(view.type)
     if indices is None or not view.facts[0].is_rows:
@@ -218,9 +219,10 @@ def _build_recurrent(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
-    """Return the axis of rows, or `None` if rows are not computed separately.
+    """Return the axis of rows of an operation's inputs, or `None` if it mixes rows.
 
-    `indices` are those of the inputs that have rows.
+    It is `None` as well if the inputs differ in that axis, or if shapes are not known.
+    `indices` are those of the inputs that may have rows.
     """
     own = [view.facts[index] for index in indices if view.facts[index].is_rows]
     others = [f for i, f in enumerate(view.facts) if f.is_rows and i not in indices]
@@ -296,8 +298,9 @@ def _with_own_rows_in_shape(builder: Any, op: Any, replica_inputs: list) -> list
     """Return a replica's inputs of an operation, with its own number of rows.
 
     Only gradients whose first input is the shape of their output, such as
-    `Conv2DBackpropInput`, are changed, if this shape is a constant of all rows. It is
-    so in a step with a fixed number of rows, such as one that creates noise.
+    `Conv2DBackpropInput`, are changed, and only if this shape is a constant for all
+    rows. It is one in a step with a fixed number of rows, such as one that creates
+    noise.
 
     Args:
         builder: `Builder` of the replica's program.

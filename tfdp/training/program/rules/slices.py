@@ -43,10 +43,10 @@ def decide_strided_slice(
 
 
 def _needs_of_bounds(facts: Sequence[Fact]) -> list[Need]:
-    """Return the needed forms of the bounds of a slice, given their `Fact`s.
+    """Return the form in which a slice needs each of its bounds, given their `Fact`s.
 
-    Bounds that are computed from sizes are those for a replica's rows, others are
-    whole.
+    Bounds that are computed from sizes are needed for a replica's own rows (`AS_IS`),
+    and others whole.
     """
     return [AS_IS if fact.form is Form.SIZES else WHOLE for fact in facts]
 
@@ -81,7 +81,7 @@ def _axis_after_slice(view: View, input_fact: Fact) -> int | None:
 
 
 def _can_slice(view: View, item: int, input_fact: Fact, *, is_rows: bool) -> bool:
-    """Return whether an axis can be sliced on each replica as on one device.
+    """Return whether each replica can slice an axis of its rows as one device does.
 
     Args:
         view: `View` of the slice.
@@ -141,7 +141,7 @@ def decide_slice(view: View, input_fact: Fact, input_sizes: Shape) -> Decision |
 
 
 def same_rows(view: View, input_fact: Fact) -> list[Fact]:
-    """Return the `Fact`s of outputs with the rows of an input, along the same axis."""
+    """Return the `Fact` of each output: it has an input's rows, along the same axis."""
     return [
         view.rows_output(input_fact.axis, input_fact.multiple, index)
         for index in range(len(view.op.outputs))

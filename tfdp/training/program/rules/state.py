@@ -60,10 +60,10 @@ def decide_variable(view: View) -> Decision | None:
 def _decide_shared_read(view: View) -> Decision:
     """Decide how replicas build a read of a state that a worker's replicas share.
 
-    TensorFlow orders all operations on one state, so that other replicas would read the
-    value after the first one's write. One replica of each worker reads it, and the
-    value of the first replica counts: it is broadcast, or all others have zeros, so
-    that the results are partial sums.
+    TensorFlow orders all operations on one state, so other replicas would read the
+    value after the first one's write. So one replica of each worker reads it, and the
+    value of the first replica counts. If the shapes are known, all other replicas have
+    zeros, and the results are partial sums. Otherwise the value is broadcast.
 
     Raises:
         CannotDivideError: In a loop, which must have no collectives.
@@ -101,7 +101,8 @@ def decide_random(view: View) -> Decision | None:
     """Decide how replicas draw stateless random numbers: each those of its own rows.
 
     Together they are the numbers of one device, unless XLA compiles the step. The
-    decision is `None` if the shape is not known, or has no axis of rows.
+    decision is `None` for another operation, or if the shape is not known or has no
+    axis of rows.
     """
     if view.type not in _STATELESS_RANDOM:
         return None
@@ -131,6 +132,8 @@ def _build_and_slice(builder: Any, op: Any, replica_inputs: list) -> list:
 
 def _build_own_block(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build the random numbers of this replica's rows; earlier ones are skipped.
+
+    If XLA compiles the step, each replica draws from a stream of its own instead.
 
     Philox generates four numbers for each value of its counter: Salmon et al. 2011,
     https://doi.org/10.1145/2063384.2063405.
@@ -228,7 +231,8 @@ def decide_stateful_random(view: View) -> Decision | None:
 
 
 def _build_on_first(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build values that count on the first replica only; others return zeros."""
+    """Build an operation whose outputs count on the first replica; others return zeros.
+    """
     return [
         builder.replica.only_on_first(tensor)
         for tensor in builder.copy(op, replica_inputs)
@@ -246,9 +250,9 @@ def _build_rows_of_first(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def decide_python(view: View) -> Decision | None:
-    """Decide how replicas build a Python function: the first one calls it for all.
+    """Decide how replicas build a call of a Python function, such as `tf.py_function`.
 
-    The decision is `None` for another operation.
+    The first replica calls it for all. The decision is `None` for another operation.
     """
     # A Python function may draw random numbers, count its calls or write files, so it
     # runs as often as on one device, except in loops, where each replica calls it.

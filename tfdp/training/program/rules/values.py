@@ -37,28 +37,31 @@ def _scalar(size: Size) -> np.ndarray:
 
 
 def _size(view: View) -> np.ndarray | None:
-    """Return the result of `tf.size` as an array of `Size`, or `None` if not known."""
+    """Return the result of `tf.size` as an array of one `Size`, or `None` if not known.
+    """
     shape = view.facts[0].sizes
     return None if shape is None else _scalar(product(shape))
 
 
 def _rank(view: View) -> np.ndarray | None:
-    """Return the result of `tf.rank` as an array of `Size`, or `None` if not known."""
+    """Return the result of `tf.rank` as an array of one `Size`, or `None` if not known.
+    """
     rank = view.facts[0].rank
     return None if rank is None else _scalar(sizes.number(rank))
 
 
 def _moved(move: Callable, data: slice = slice(1)) -> Callable:
-    """Return a function that computes what an operation that moves elements returns.
+    """Return a function that computes the output of an operation that moves elements.
 
-    The function takes the `View` of the operation. It returns an array of `Size`, or
-    `None` if the result is not known before the step runs.
+    Examples are slices and reshapes of shapes. The function takes the `View` of the
+    operation. It returns an array of `Size`, or `None` if the output is not known
+    before the step runs.
 
     Args:
-        move: Callable of the view and the inputs as arrays, which returns the result,
+        move: Callable of the view and the inputs as arrays, which returns the output,
             or `None` if it is not known.
-        data: Slice of the inputs whose elements are moved: arrays of `Size`. All other
-            inputs are numbers. Defaults to the first input.
+        data: Slice that selects the inputs whose elements are moved: arrays of `Size`.
+            All other inputs are numbers. Defaults to the first input.
     """
 
     def value(view: View) -> np.ndarray | None:
@@ -149,9 +152,10 @@ def _fill(view: View, dims: Any, value: Any) -> Any:
 
 
 def _reduction(combine: Callable[[Iterable[Size]], Size]) -> Callable:
-    """Return a function from a `View` to the reduction of its input, a vector of sizes.
+    """Return a function that computes the reduction of an input, a vector of sizes.
 
-    `combine` reduces the elements of the vector to one `Size`.
+    The function takes the `View` of the operation, and returns an array of `Size`, or
+    `None` if the result is not known. `combine` reduces the elements to one `Size`.
     """
 
     def value(view: View) -> np.ndarray | None:
@@ -177,13 +181,14 @@ def _range(view: View) -> np.ndarray | None:
 
 
 def _elementwise(combine: Callable[[Size, Size], Size]) -> Callable:
-    """Return a function from a `View` to the element-wise result of its two inputs.
+    """Return a function that computes an element-wise operation on two arrays of sizes.
 
-    `combine` computes one element from two of type `Size`.
+    The function takes the `View` of the operation, whose two inputs have known
+    elements, and returns an array of `Size`. `combine` computes one element from two.
     """
 
     def value(view: View) -> np.ndarray | None:
-        """Return the result of the operation as an array of `Size`, by elements."""
+        """Return the result of the operation as an array of `Size`."""
         first, second = np.broadcast_arrays(*(fact.value for fact in view.facts))
         result = np.empty(first.shape, object)
         for index in np.ndindex(first.shape):
@@ -194,13 +199,14 @@ def _elementwise(combine: Callable[[Size, Size], Size]) -> Callable:
 
 
 def _comparison(compare: Callable[[Any, Any], Any]) -> Callable:
-    """Return a function from a `View` to the element-wise comparison of its two inputs.
+    """Return a function that compares the elements of two arrays of sizes.
 
+    The function takes the `View` of the operation, and returns an array of `Size`.
     `compare` compares two numbers.
     """
 
     def combine(one: Size, other: Size) -> Size:
-        """Return the result for two sizes as a `Size`, known if both are numbers."""
+        """Compare two sizes; the result is a `Size`, known if both are numbers."""
         if one.kind == other.kind == "number":
             return sizes.number(bool(compare(one.number, other.number)))
         return FREE if one.is_free and other.is_free else UNKNOWN
@@ -234,7 +240,10 @@ def _stitch(view: View) -> np.ndarray | None:
 
 
 def _cast(view: View) -> np.ndarray | None:
-    """Return the array of `Size` of a `tf.cast` to numbers, or `None` if not known."""
+    """Return the result of a `tf.cast` to numbers as an array of `Size`, or `None`.
+
+    It is `None` if the result is not known, or if the cast is to another dtype.
+    """
     dtype, known = view.op.outputs[0].dtype, view.numbers(0)
     if not (dtype.is_integer or dtype.is_floating):
         return None
