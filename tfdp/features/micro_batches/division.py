@@ -19,8 +19,8 @@ from tfdp.training.step.step import RowDivider
 class MicroBatches(RowDivider):
     """Feature that lets replicas compute rows in micro-batches, one after another.
 
-    Their number is searched by `MicroBatchSearch`, which repeats a step that runs out
-    of memory.
+    `MicroBatchSearch` finds their number: it repeats a step that runs out of memory
+    with more micro-batches.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
@@ -65,7 +65,7 @@ class MicroBatches(RowDivider):
 
     @property
     def counters(self) -> dict[str, Any]:
-        """Dict by name of the variables of `number` and `is_trial`, for backups."""
+        """Dict by name of the variables that backups save: `number` and `is_trial`."""
         return {"micro_batches": self._number, "micro_batches_trial": self._is_trial}
 
     @property
@@ -87,7 +87,8 @@ class MicroBatches(RowDivider):
         """Search for fewer micro-batches: the next step computes rows one by one.
 
         Args:
-            memory_search: `MemorySearch` whose `can_halve` decides after each step.
+            memory_search: `MemorySearch`. After each step its `can_halve` decides
+                whether the next step has half as many micro-batches.
         """
         self.memory_search, self.number = memory_search, MemorySearch.START
         self._is_trial.assign(1)
@@ -98,7 +99,14 @@ class MicroBatches(RowDivider):
         self._is_trial.assign(0)
 
     def check(self, optimizer: Any) -> None:
-        """Raise `ValueError` if the optimizer shards parameters (ZeRO-3)."""
+        """Check that the optimizer does not shard parameters (ZeRO-3).
+
+        Args:
+            optimizer: `DistributedOptimizer`.
+
+        Raises:
+            ValueError: If it does.
+        """
         if optimizer.sharding_options.shards_parameters:
             raise ValueError(
                 f'{self.label} is not for `sharding="parameters"`, whose replicas '
@@ -131,7 +139,10 @@ class MicroBatches(RowDivider):
         return self.kept.keep(args, tf.reduce_max(counts))
 
     def begin_changes(self) -> list:
-        """Return operations that mark this step as no longer repeatable."""
+        """Return operations that mark this step as no longer repeatable.
+
+        They run once all replicas have computed all their rows, before states change.
+        """
         part = tf_distribute.local_part(self._computed)
         return [part.assign_add(1, read_value=False)]
 

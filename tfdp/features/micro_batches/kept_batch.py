@@ -26,7 +26,7 @@ class KeptBatch:
 
         Args:
             args: Tuple of nests of tensors and distributed values.
-            rows: Scalar int32 tensor, the most rows of a local replica.
+            rows: Scalar int32 tensor, the number of rows of the largest local replica.
         """
         flat = tf.nest.flatten(args, expand_composites=True)
         tensors = [part for part in flat if tf.is_tensor(part)]
@@ -54,7 +54,7 @@ class KeptBatch:
         return list(_packed(args, tensors))
 
     def num_rows(self) -> int | None:
-        """Return the most rows of a local replica, or `None` if no batch is kept."""
+        """Return the rows of the largest local replica; `None` if no batch is kept."""
         if not self._filled:
             return None
         queue, _ = self._filled[0]

@@ -30,7 +30,7 @@ class MemoryPredictor:
     """Predicts whether a step with twice the rows stays below one limit of memory.
 
     Args:
-        peak: Callable that returns the most bytes since a step began.
+        peak: Callable that returns the most bytes in use since a step began.
         used: Int, bytes in use now.
         free: Float, bytes below the limit now.
 
@@ -65,11 +65,11 @@ class MemorySearch:
     `can_halve` is called after each step of a search. Without a limit every step fits.
 
     Args:
-        num_processes: Int, number of processes that share what the container has.
+        num_processes: Int, number of processes that share the memory of the container.
 
     Attributes:
-        predictors: List of `MemoryPredictor`, one for each limit: of the container, and
-            of the process.
+        predictors: List of `MemoryPredictor`, one for each limit of memory that exists:
+            that of the container, and that of the process.
     """
 
     # Number of micro-batches with which a search begins: more than any batch has rows,
@@ -90,7 +90,7 @@ class MemorySearch:
     def can_halve(self) -> bool:
         """Return whether a step with half the micro-batches is likely to fit.
 
-        Then reset the peak of memory, so that it is measured anew in the next step.
+        It also resets the peak of memory, so that the next step is measured anew.
         """
         answers = [predictor.can_double() for predictor in self.predictors]
         reset_peak()

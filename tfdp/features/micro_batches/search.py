@@ -35,7 +35,10 @@ _OUT_OF_MEMORY = (tf.errors.ResourceExhaustedError, PeerStepFailed)
 
 
 class MicroBatchSearch(Feature):
-    """Repeats a step that ran out of memory, with twice the micro-batches."""
+    """Hooks of `fit` that repeat a step that ran out of memory.
+
+    Each repetition has twice the micro-batches.
+    """
 
     def choose_callbacks(self, fit: Fit) -> None:
         """Reset the division of steps into micro-batches, before a `fit` begins.
@@ -95,6 +98,10 @@ def _begin(model: Any, division: MicroBatches) -> None:
 
     It is that of an earlier run or `fit`. If none is known and the memory of a worker
     is limited, a `MemorySearch` begins. All workers call this together.
+
+    Args:
+        model: The Keras model.
+        division: `MicroBatches`, whose number is set.
     """
     extended = model.distribute_strategy.extended
     group = extended.worker_group
@@ -118,9 +125,10 @@ def _begin(model: Any, division: MicroBatches) -> None:
 
 
 def _halve_if_it_fits(model: Any, division: MicroBatches) -> None:
-    """Halve the number of micro-batches after a step, if all workers expect it to fit.
+    """Halve the number of micro-batches after a step, if the next one is likely to fit.
 
-    Otherwise the search ends, and its number is logged and stored.
+    All workers must expect it to fit. Otherwise the search ends, and its number is
+    logged and stored.
 
     Args:
         model: The Keras model.
@@ -147,7 +155,7 @@ def _halve_if_it_fits(model: Any, division: MicroBatches) -> None:
 
 
 def division_of(model: Any) -> MicroBatches | None:
-    """Return the `MicroBatches` of a model's optimizer, or `None`."""
+    """Return the feature `MicroBatches` of a model's optimizer, or `None`."""
     return installed(model.optimizer, MicroBatches)
 
 
@@ -192,14 +200,14 @@ def _can_agree(model: Any) -> bool:
 
 
 def _any_worker(strategy: Any, value: bool) -> bool:
-    """Return whether a value is true on any worker.
+    """Return whether a value is true on any worker, after a step has failed.
 
     The vote is a collective of the replicas. Other workers still wait for this one in a
     collective of the failed step: the vote ends their step, and they vote, too.
 
     Args:
         strategy: A tfdp strategy.
-        value: Bool.
+        value: Bool, the vote of this worker.
     """
 
     @tf.function(autograph=False)
@@ -221,14 +229,17 @@ def _any_worker(strategy: Any, value: bool) -> bool:
 def _why_not_repeatable(
     model: Any, division: MicroBatches, rows: int | None, *, is_own: bool
 ) -> str:
-    """Return why a failed step cannot be repeated, or `""`.
+    """Return why a failed step cannot be repeated, or `""` if it can.
 
     Args:
         model: The Keras model.
         division: `MicroBatches`.
-        rows: Int, the most rows of a local replica, or `None` if the step has not read
-            its batch.
-        is_own: Bool, whether this worker has run out of memory.
+        rows: Int, the number of rows of the largest local replica, or `None` if the
+            step has not read its batch.
+        is_own: Bool, whether this worker, and not another one, has run out of memory.
+
+    Returns:
+        String, the end of an error message.
     """
     strategy = model.distribute_strategy
     backend = strategy.extended.group.backend

@@ -53,12 +53,12 @@ MIN_TRIALS_PER_FIT = 2
 class BucketTuning(keras.callbacks.Callback):
     """Try bucket plans in the first steps of `fit`, and keep the fastest.
 
-    A plan divides the gradients into buckets, and chooses an algorithm for each.
-    Steps of a trial are ordinary training steps: a plan does not change their result.
-    Every worker has the callback, and all workers switch plans before the same step.
+    A plan divides the gradients into buckets, and chooses an algorithm for each. Steps
+    of a trial are ordinary training steps: a plan does not change their result. Every
+    worker has the callback, and all workers switch plans before the same step.
 
-    It implements `Loop`, by whose methods `propose`, `switch` and `agree` a `Tuner`
-    tries plans.
+    It implements the interface `Loop`: a `Tuner` calls its methods `propose`, `switch`
+    and `agree` to try plans.
 
     Args:
         strategy: A tfdp strategy of several replicas.
@@ -85,7 +85,10 @@ class BucketTuning(keras.callbacks.Callback):
         self._active_function: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Apply the cached plan, or start a trial if `fit` is long enough."""
+        """Apply the cached bucket plan, or start a trial if `fit` is long enough.
+
+        If neither is possible, the default plan is used, and a warning says why.
+        """
         self._update_steps = update_steps(self.model)
         kept, num_steps = self._agree_on_begin()
         if reason := why_not_tunable(self.model):
@@ -118,19 +121,26 @@ class BucketTuning(keras.callbacks.Callback):
             self._tuner = Tuner(self, self._update_steps)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restart the count of batches, which begins at 0 in each epoch."""
+        """Restart the count of batches, which begins at 0 in each epoch.
+
+        `on_train_batch_end` counts the steps of an execution by it.
+        """
         self._last_batch = -1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Record the start time of an execution of one or several steps, in a trial."""
+        """During a trial, record the time at which an execution of steps begins.
+
+        An execution is one call of the traced function, of one or several steps.
+        """
         if self._tuner is not None:
             self._active_function = self._active_function or self.model.train_function
             self._begin = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Pass the time of this execution to the tuner; end a completed trial.
+        """During a trial, time the execution that ends; end a completed trial.
 
-        The logs are read first, so that the devices have finished.
+        An execution is one call of the traced function, of one or several steps. Its
+        logs are read first, which waits for the devices.
         """
         num_steps, self._last_batch = batch - self._last_batch, batch
         if self._tuner is None:
@@ -158,10 +168,15 @@ class BucketTuning(keras.callbacks.Callback):
         self._functions.clear()
 
     def propose(self, step_seconds: float) -> list[Proposal]:
-        """Propose alternatives to the default plan, see `proposals.propose`.
+        """Propose bucket plans to try in place of the default one.
+
+        Implements `Loop.propose`; see the function `proposals.propose`.
 
         Args:
             step_seconds: Float, measured time of a step with the default plan.
+
+        Returns:
+            List of `Proposal`, empty if the model has no buckets.
         """
         reducer = self._extended.reducer
         trained = reducer.plans.plans_of_subsets(self.model.trainable_variables)
@@ -177,7 +192,7 @@ class BucketTuning(keras.callbacks.Callback):
         return propose(default, step_seconds, algorithms, self._routes_of)
 
     def switch(self, proposal: Proposal | None) -> None:
-        """Use a plan from the next step on, which is traced if the plan is new.
+        """Use a plan from the next step on; trace the step again if the plan is new.
 
         Args:
             proposal: `Proposal` of the plan, or `None` for the default.
@@ -255,22 +270,24 @@ class BucketTuning(keras.callbacks.Callback):
 
         Args:
             choice: `PlanChoice`, or `None` for the default.
-            gain: String, description of the gain over the default. Defaults to `""`.
+            gain: String, description of the speedup over the default, for messages.
+                Defaults to `""`.
         """
         variables = self.model.trainable_variables
         self._extended.reducer.tune(variables, self._options_of(choice), gain)
 
     def _options_of(self, choice: PlanChoice | None) -> CommunicationOptions | None:
-        """Return the strategy's options with a choice applied; `None` for default."""
+        """Return the strategy's options with a choice applied; `None` for `None`."""
         return None if choice is None else choice.options(self._extended.options)
 
     def _routes_of(
         self, choice: PlanChoice | None, plan: BucketPlan
     ) -> tuple[AlgorithmChoice, ...]:
-        """Return the algorithm of each bucket of a plan under a choice.
+        """Return the all-reduce algorithm of each bucket of a plan.
 
         Args:
-            choice: `PlanChoice`, or `None` for the default.
+            choice: `PlanChoice`, which may set the algorithm, or `None` for the
+                default.
             plan: `BucketPlan` that follows from the choice.
         """
         selector = self._extended.algorithm_selector
@@ -280,7 +297,7 @@ class BucketTuning(keras.callbacks.Callback):
         return selector.select_for(plan, may_compress=True)
 
     def _end(self, outcome: TrialResult) -> None:
-        """Apply and store the result of a trial, and print it."""
+        """Apply the result of a trial; the first worker stores and prints it."""
         self._functions.clear()
         kept = KeptPlan(None)
         if outcome.winner is not None:
@@ -292,7 +309,7 @@ class BucketTuning(keras.callbacks.Callback):
             print(f"\ntfdp: {_NAME} {outcome.describe(steps)}.")
 
     def _keep_default(self, reason: str) -> None:
-        """Apply the default plan, and warn once with the reason."""
+        """Apply the default plan; the first worker warns once, with the reason."""
         self._apply(KeptPlan(None))
         if self._extended.worker_group.is_chief:
             user_code.warn(
@@ -302,7 +319,7 @@ class BucketTuning(keras.callbacks.Callback):
 
 
 class _Tuning(Feature):
-    """Hooks of `fit` that add and close `BucketTuning`."""
+    """Hooks of `fit` that add the callback `BucketTuning`, and close it afterwards."""
 
     def choose_callbacks(self, fit: Fit) -> None:
         """Add `BucketTuning` before other callbacks if the strategy tunes buckets."""
@@ -350,7 +367,8 @@ def why_too_short(num_steps: int | None, update_steps: int) -> str:
 
     Args:
         num_steps: Int, steps of `fit`, or `None` if unknown.
-        update_steps: Int, result of the function `update_steps`.
+        update_steps: Int, steps from one update of the weights to the next, as the
+            function `update_steps` returns it.
 
     Example:
 
@@ -372,8 +390,8 @@ def update_steps(model: Any) -> int:
     """Return the least number of steps after which updates and executions both end.
 
     An update takes one step for each accumulated micro-batch, or one step without
-    accumulation; an execution takes the model's `steps_per_execution`. If accumulation
-    changes by epoch, the longest update counts.
+    accumulation; an execution, a call of the traced function, takes the model's
+    `steps_per_execution`. If accumulation changes by epoch, the longest update counts.
 
     Args:
         model: Compiled Keras model.

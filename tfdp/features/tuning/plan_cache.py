@@ -21,11 +21,11 @@ _MAX_GAIN_LENGTH = 200
 
 @dataclasses.dataclass(frozen=True)
 class PlanChoice:
-    """Bucket sizes and all-reduce algorithm, from which a step's bucket plan follows.
+    """Bucket sizes and all-reduce algorithm, which determine a step's bucket plan.
 
     Args:
-        bucket_bytes: Int, largest size of a bucket.
-        first_bucket_bytes: Int, largest size of the first bucket.
+        bucket_bytes: Int, largest size of a bucket in bytes.
+        first_bucket_bytes: Int, largest size of the first bucket in bytes.
         algorithm: String as in `CommunicationOptions`, or `None` for the strategy's.
             Defaults to `None`.
 

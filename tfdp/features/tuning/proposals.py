@@ -42,7 +42,7 @@ class Proposal:
     Args:
         choice: `PlanChoice`, bucket sizes and algorithm.
         plan: `BucketPlan` that follows from the choice.
-        routes: Tuple of `AlgorithmChoice`, one for each bucket.
+        routes: Tuple of `AlgorithmChoice`, the all-reduce algorithm of each bucket.
     """
 
     choice: PlanChoice
@@ -94,7 +94,7 @@ def _all_proposals(
 ) -> Iterator[Proposal]:
     """Yield a `Proposal` for each bucket size, size of the first bucket and algorithm.
 
-    Some are duplicates. The arguments are those of `propose`.
+    Some have the same buckets and algorithms. The arguments are those of `propose`.
     """
     entries = [entry for bucket in default for entry in bucket.entries]
     sizes = [max(default.num_bytes // part, _MIN_BUCKET_BYTES) for part in _PARTS]
@@ -114,7 +114,8 @@ def _all_proposals(
 def _select_different(ranked: Sequence[Proposal]) -> list[Proposal]:
     """Select the fastest proposal of each bucket size, and the fastest remaining one.
 
-    The bucket sizes are at most four, those of the fastest proposals.
+    The bucket sizes are at most four: those of the proposals that are fastest by
+    prediction.
 
     Args:
         ranked: Sequence of `Proposal`, the fastest by prediction first.
@@ -133,10 +134,12 @@ def _select_different(ranked: Sequence[Proposal]) -> list[Proposal]:
 def _compute_seconds(
     plan: BucketPlan, routes: Sequence[AlgorithmChoice], step_seconds: float
 ) -> float:
-    """Return the compute time for which the cost model predicts a given step time.
+    """Return the compute time of a step, given its measured time with communication.
+
+    It is the time for which the cost model predicts that measured time.
 
     Args:
-        plan: `BucketPlan`.
+        plan: `BucketPlan` of the step.
         routes: Sequence of `AlgorithmChoice`, one for each bucket.
         step_seconds: Float, the measured time of a step.
 

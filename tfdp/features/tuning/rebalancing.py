@@ -51,11 +51,15 @@ class Rebalance(TimedSteps):
         self.meter.start()
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Store a reading; rebalance at step 20, and whenever the steps have doubled.
+        """Store the time of an execution; rebalance if that is due.
+
+        It is due at step 20, and whenever the number of steps has doubled since. An
+        execution is one call of the traced function, of one or several steps.
 
         Args:
             num_steps: Int, steps of the execution.
-            reading: `Reading`, or `None` if it was not timed, as when it was traced.
+            reading: `Reading` of its time, or `None` if it was not timed, as when it
+                was traced.
         """
         if reading is not None:
             self._readings.append(reading)
@@ -64,7 +68,7 @@ class Rebalance(TimedSteps):
             self._rebalance()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Rebalance, together with all other workers."""
+        """Give workers new shares of the rows, together with all other workers."""
         super().on_epoch_end(epoch, logs)
         self._rebalance()
 
@@ -99,7 +103,7 @@ class Rebalance(TimedSteps):
     def _measured(self) -> tuple[int, int] | None:
         """Return this worker's compute time of a step in microseconds, and batch rows.
 
-        The stored readings are removed.
+        Both are medians over the stored readings, which are removed.
 
         Returns:
             Tuple of two ints, or `None` if too few steps were timed, or if their
@@ -120,7 +124,7 @@ class Rebalance(TimedSteps):
 
 
 class _Rebalancing(Feature):
-    """Hook of `fit` that adds `Rebalance`."""
+    """Hook of `fit` that adds the callback `Rebalance`."""
 
     def choose_callbacks(self, fit: Fit) -> None:
         """Add `Rebalance` to the callbacks if the strategy rebalances rows."""

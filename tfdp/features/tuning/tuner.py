@@ -107,7 +107,8 @@ class Trial:
         """Add the times of a round, and choose the plans of the next one.
 
         Args:
-            seconds: Sequence of floats, time of a step with each plan in `round`.
+            seconds: Sequence of floats, time of a step with each plan in `round`, in
+                that order.
         """
         times = dict(zip(self.round, seconds, strict=True))
         for candidate in self._candidates:
@@ -124,7 +125,8 @@ class Trial:
     def _next_round(self) -> tuple[int, ...]:
         """Return the plans of the next round, by number, in the order of their blocks.
 
-        Odd rounds have the reverse order. It is empty at the end of the trial.
+        Every second round has the reverse order. The tuple is empty at the end of the
+        trial.
         """
         if not self._candidates:
             return ()
@@ -158,8 +160,11 @@ class Trial:
 def max_blocks(num_candidates: int) -> int:
     """Return the largest number of blocks of steps that a trial takes.
 
+    A block is a number of consecutive steps with one plan.
+
     Args:
-        num_candidates: Int, at least 1.
+        num_candidates: Int, number of plans that are compared with the default, at
+            least 1.
 
     Example:
 
@@ -236,6 +241,8 @@ default [-1, 5] in 9 rounds of 20 steps
 class Tuner:
     """Driver of a trial: times blocks of steps, and switches the plans of a loop.
 
+    A block is a number of consecutive steps with one plan.
+
     Args:
         loop: `Loop` whose plans are tried.
         update_steps: Int, steps from one update of the weights to the next; only
@@ -257,6 +264,9 @@ class Tuner:
 
     def step_ends(self, seconds: float, num_steps: int = 1) -> None:
         """Handle the end of an execution: add its time, and switch plans after a block.
+
+        An execution is one call of the traced function. A block is a number of
+        consecutive steps with one plan.
 
         Args:
             seconds: Float, time of all steps of the execution.
@@ -287,7 +297,10 @@ class Tuner:
             self._end()
 
     def _begin_block(self, plan: int) -> None:
-        """Switch to a plan, by its number in the trial, and start to time a block."""
+        """Switch to a plan, and start to time a block of steps with it.
+
+        `plan` is the plan's number in the trial, 0 for the default.
+        """
         self._loop.switch(self._proposal(plan))
         self._block = self._new_block(
             _SKIPPED if plan in self._seen else _SKIPPED_AT_FIRST
@@ -313,10 +326,10 @@ class Tuner:
 
 
 class _Block:
-    """Times of the updates of one block of steps.
+    """Times of one block: a number of consecutive steps with one plan.
 
     Args:
-        update_steps: Int, see `Tuner`.
+        update_steps: Int, steps from one update of the weights to the next.
         num_skipped: Int, updates at the start that are not timed.
         num_updates: Int, timed updates.
     """
@@ -344,7 +357,10 @@ class _Block:
 
     @property
     def median(self) -> float:
-        """Float, median seconds of a step: evaluations between steps are outliers."""
+        """Float, median of the seconds of a step over the timed updates of the block.
+
+        A mean would count evaluations between steps, which are outliers.
+        """
         return statistics.median(self._times[self._num_skipped :])
 
 
@@ -352,7 +368,7 @@ def max_trial_steps(update_steps: int) -> int:
     """Return the largest number of steps that a trial takes.
 
     Args:
-        update_steps: Int, see `Tuner`.
+        update_steps: Int, steps from one update of the weights to the next.
 
     Example:
 
@@ -368,10 +384,10 @@ def max_trial_steps(update_steps: int) -> int:
 
 
 def block_steps(update_steps: int) -> int:
-    """Return the number of timed steps of a block.
+    """Return the number of timed steps of a block, in which a trial runs one plan.
 
     Args:
-        update_steps: Int, see `Tuner`.
+        update_steps: Int, steps from one update of the weights to the next.
 
     Example:
 
@@ -382,12 +398,12 @@ def block_steps(update_steps: int) -> int:
 
 
 def _updates_of_block(update_steps: int) -> int:
-    """Return the number of timed updates in a block.
+    """Return the number of timed updates in a block, in which a trial runs one plan.
 
     They have at least `BLOCK_STEPS` (20) steps together, and are at least 5.
 
     Args:
-        update_steps: Int, steps of an update, see `Tuner`.
+        update_steps: Int, steps from one update of the weights to the next.
     """
     return max(-(-BLOCK_STEPS // update_steps), _MIN_UPDATES)
 
@@ -396,7 +412,8 @@ def longest(of_workers: Sequence[Sequence[float]]) -> list[float]:
     """Return the longest time of each plan, since a step ends with the slowest worker.
 
     Args:
-        of_workers: Sequence with the times of each worker, one for each plan.
+        of_workers: Sequence with a sequence of floats for each worker: its time of a
+            step with each plan, in seconds.
 
     Example:
 

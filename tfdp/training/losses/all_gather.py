@@ -82,11 +82,14 @@ def _gather_with_gradient(value: tf.Tensor, context: Any) -> tf.Tensor:
 
     @tf.custom_gradient
     def gather(rows: tf.Tensor) -> Any:
-        """Return the rows of all replicas, and the function of their gradient."""
+        """Return the rows of all replicas, and a function for their gradient."""
         joined, counts = _gather_rows(rows, context)
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            """Sum the gradients of all replicas for this replica's rows."""
+            """Sum the gradients of all replicas for the rows of this replica.
+
+            `upstream` is this replica's gradient for the rows of all.
+            """
             total = context.all_reduce(tf.distribute.ReduceOp.SUM, upstream)
             begin = tf.reduce_sum(counts[:rank])
             piece = tf.reshape(total, [-1])[begin : begin + tf.size(rows)]
@@ -98,14 +101,15 @@ def _gather_with_gradient(value: tf.Tensor, context: Any) -> tf.Tensor:
 
 
 def _gather_rows(rows: tf.Tensor, context: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """Gather the rows of all replicas, and the number of elements of each replica.
+    """Gather the rows of all replicas, and each replica's number of elements.
 
     Args:
         rows: Tensor with the rows of this replica.
         context: `tf.distribute.ReplicaContext` of this replica.
 
     Returns:
-        Tuple of the rows and a tensor of shape `[num_replicas]`.
+        Tuple of the rows of all replicas, and an int32 tensor of shape
+        `[num_replicas]`, the number of elements of each replica's rows.
     """
     if tf.executing_eagerly():
         # Eager replicas of a process run one after another. `context.all_gather` waits

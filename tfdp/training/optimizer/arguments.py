@@ -34,7 +34,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def checked_steps(steps: Any) -> int:
-    """Return the number of micro-batches of an update, after a check.
+    """Check the number of micro-batches of an update, and return it.
 
     Raises:
         ValueError: If it is not an integer of at least one.
@@ -43,11 +43,14 @@ def checked_steps(steps: Any) -> int:
 
 
 def resolve_accumulation_steps(accumulation_steps: Any, own_steps: int) -> int:
-    """Return the number of micro-batches, which may be set in one place only.
+    """Return the number of micro-batches of an update, which may be set in one place.
 
     Args:
-        accumulation_steps: Argument of `DistributedOptimizer`.
-        own_steps: Int, setting of the Keras optimizer.
+        accumulation_steps: Argument of `DistributedOptimizer`, the number.
+        own_steps: Int, the number that is set on the wrapped Keras optimizer.
+
+    Returns:
+        Int, the larger number.
 
     Raises:
         ValueError: If both are above one.
@@ -63,7 +66,7 @@ def resolve_accumulation_steps(accumulation_steps: Any, own_steps: int) -> int:
 
 
 def check_accumulation(optimizer: Any) -> None:
-    """Raise if a built optimizer accumulates gradients, as only the wrapper should.
+    """Check that a built optimizer does not accumulate gradients, as the wrapper does.
 
     Args:
         optimizer: Keras optimizer that a `DistributedOptimizer` wraps.
@@ -82,7 +85,9 @@ def check_accumulation(optimizer: Any) -> None:
 
 
 def checked_loss_scale(loss_scale: Any) -> LossScaling | None:
-    """Convert the argument `loss_scale` to a `LossScaling`, or `None`.
+    """Check the argument `loss_scale`, and convert it to a `LossScaling` or `None`.
+
+    A number becomes a constant scale, and `"dynamic"` the default `LossScaling`.
 
     Raises:
         ValueError: If it is not `None`, `"dynamic"`, a `LossScaling` or a positive

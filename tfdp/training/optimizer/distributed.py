@@ -247,7 +247,10 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
 
     @tf.autograph.experimental.do_not_convert
     def apply_directly(self, grads: Sequence[Any], trainable_variables: Any) -> None:
-        """Accumulate or apply gradients, without an `apply` of the user's own.
+        """Accumulate or apply gradients, without the `apply` of the wrapped optimizer.
+
+        `apply` calls it, or an `apply` that a user's optimizer overrides and that may
+        change the gradients.
 
         Args:
             grads: Sequence of gradients of this replica, as in `apply`.
@@ -277,7 +280,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
     def _take_step(
         self, grads: Sequence[Any], trainable_variables: Any, loss: Any = None
     ) -> None:
-        """Accumulate or apply the gradients of a micro-batch now, without deferral.
+        """Accumulate or apply the gradients of a micro-batch now, on this replica.
 
         Args:
             grads: Sequence of gradients of this replica, with `None` for variables
@@ -322,7 +325,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         """Run a function on every replica, outside a step.
 
         Args:
-            name: String, by which the traced function is found again.
+            name: String, which identifies the function: it is traced once for each
+                name.
             function: Callable without arguments, called in replica context.
         """
         self._traces.run(self, name, function)
@@ -403,7 +407,10 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         )
 
     def forget_traces(self) -> None:
-        """Drop traced functions, for use after a change of the replicas."""
+        """Drop the functions that were traced to run on all replicas.
+
+        The step is traced again, too. Call it after a change of the replicas.
+        """
         self._traces.drop()
 
     @classmethod
@@ -437,12 +444,12 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         )
 
     def _flush(self) -> None:
-        """Apply the accumulated gradients on the calling replica."""
+        """Update with the accumulated gradients on the calling replica."""
         variables = self._traces.variables or keras_optimizer.trained_by(self)
         take_step(self._step(variables), None)
 
     def _step(self, variables: list, loss: Any = None) -> Step:
-        """Return the settings and state of a step on the calling replica.
+        """Create the `Step` of the calling replica: settings and state of a step.
 
         Args:
             variables: List of Keras variables that have gradients.
@@ -486,13 +493,17 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         variables: list,
         reducer: GradientReducer,
     ) -> Accumulator:
-        """Return the accumulator of a step, which weighs and sums its gradients.
+        """Create the accumulator of a step, which weighs and sums its gradients.
 
         Args:
             layout: `StateLayout` of the step.
             param_groups: List of `ParamGroup`.
             variables: List of Keras variables that have gradients.
             reducer: `GradientReducer`, which knows the weight of the replica.
+
+        Returns:
+            `NoAccumulation`, `LocalAccumulation`, or, for ZeRO-2,
+            `ShardedAccumulation`.
         """
         weight, num_groups = reducer.gradient_weight(), 1
         groups = self.features.independent_groups
@@ -511,7 +522,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
 
 
 def _first_traced(gradients: list) -> list:
-    """Return the gradient that was traced first, for control dependencies.
+    """Return the gradient that was traced first, as a control dependency of the update.
 
     Args:
         gradients: List of tensors or `tf.IndexedSlices`.
@@ -527,7 +538,11 @@ def _first_traced(gradients: list) -> list:
 
 
 def _reducer() -> GradientReducer:
-    """Return the replica's reducer; raise a `ValueError` for a strategy not of tfdp."""
+    """Return the reducer of the calling replica, or that of a single device.
+
+    Raises:
+        ValueError: If the current strategy is neither of tfdp nor for one device.
+    """
     if replica_context() is None:
         arguments.check_strategy(tf.distribute.get_strategy())
     return replica_reducer()

@@ -86,9 +86,9 @@ class Features:
 
         Args:
             variables: Sequence of the trained variables.
-            accumulated: Sequence of objects with a path, a shape and a dtype, one for
-                each accumulator; or `None` for one accumulator for each variable.
-                Defaults to `None`.
+            accumulated: Sequence of objects with a path, a shape and a dtype: one for
+                each variable that accumulates gradients. Or `None` for one for each
+                trained variable. Defaults to `None`.
         """
         self._trained = list(variables)
         self._accumulated = list(variables if accumulated is None else accumulated)
@@ -97,13 +97,13 @@ class Features:
             self._build_feature(feature)
 
     def accumulate(self, accumulated: Sequence[Any]) -> None:
-        """Create the variables in which gradients are accumulated, in place of others.
+        """Replace the variables in which gradients are accumulated by new ones.
 
-        Gradients that the others have accumulated are lost.
+        Gradients that were accumulated before are lost.
 
         Args:
             accumulated: Sequence of objects with a path, a shape and a dtype, one for
-                each new accumulator.
+                each new variable.
         """
         self._accumulated = list(accumulated)
         if self.accumulation is not None:
@@ -112,7 +112,10 @@ class Features:
         self._create_missing()
 
     def set_steps(self, steps: int) -> None:
-        """Change the number of micro-batches of an update."""
+        """Change the number of micro-batches of an update.
+
+        Accumulated gradients are kept.
+        """
         self.steps = steps
         if self.accumulation is not None:
             self.accumulation.steps.assign(steps)
@@ -137,7 +140,8 @@ class Features:
         Args:
             kind: Subclass of `StepFeature`. It is called with a function that creates
                 variables of the optimizer, and with the settings.
-            **settings: Keyword arguments of `kind`, which has them as attributes, too.
+            **settings: Keyword arguments of `kind`; a feature has attributes with the
+                same names and values.
 
         Returns:
             The feature: the one that was installed before, if it has these settings.
@@ -191,10 +195,11 @@ class Features:
         return tf.reduce_sum(tf.cast(loss, tf.float32))
 
     def schedule(self, group: ParamGroup) -> Schedule:
-        """Return the `Schedule` of a parameter group, for an update.
+        """Return the `Schedule` of a parameter group for the next update.
 
-        It has the learning rate, and a factor of the momentum. It is that of the first
-        active feature that has one; otherwise the optimizer's own rate is used.
+        It has the learning rate and a factor of the momentum, as the first active
+        feature with a `Schedule` sets them. Without such a feature, the optimizer's own
+        rate is used.
         """
         found = (feature.schedule(group) for feature in self.active)
         return next((item for item in found if item is not None), Schedule())
@@ -213,17 +218,20 @@ class Features:
             return self._optimizer.add_variable(**arguments)
 
     def _build_feature(self, feature: StepFeature) -> None:
-        """Let a feature create variables, or optimizers, in the optimizer's scope."""
+        """Let a feature create its variables, in the scope of the strategy."""
         assert self._trained is not None
         with keras_optimizer.scope_of_optimizer(self._optimizer):
             feature.build(self._trained)
 
     def _untrack(self, variables: Sequence[Any]) -> None:
-        """Remove variables of a feature from the variables of the optimizer."""
+        """Remove the variables of a removed feature from those of the optimizer."""
         optimizer_state.untrack(self._optimizer, list(variables))
 
     def _create_missing(self) -> None:
-        """Create the missing state of features in use, if the optimizer is built."""
+        """Create the missing state of features in use, if the optimizer is built.
+
+        The state is that of accumulation and of loss scaling.
+        """
         if self._trained is None:
             return
         # Keras may build an optimizer inside the first step, whose trace later epochs

@@ -75,7 +75,7 @@ class OptimizerSettings:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int | None) -> None:
-        """Set `accumulation_steps`, where `None` is 1."""
+        """Set `accumulation_steps`; `None` stands for 1."""
         self.accumulation_steps = 1 if steps is None else steps
 
     @property
@@ -91,7 +91,7 @@ class OptimizerSettings:
 
         Args:
             count: Int, the new number.
-            factor: Float, by which the accumulated sums are multiplied.
+            factor: Float, the factor by which to multiply the accumulated sums.
         """
         accumulation = self.features.accumulation
         if accumulation is not None:
@@ -193,6 +193,9 @@ class Traces:
 
     def run(self, optimizer: Any, name: str, function: Any) -> None:
         """Run a function on every replica, as a graph that is traced once.
+
+        It is traced again if the features, the sharding or the updated variables
+        change.
 
         Args:
             optimizer: `DistributedOptimizer`.

@@ -43,11 +43,16 @@ class ShardableOptimizer(OptimizerSettings):
 
     @property
     def sharding(self) -> str:
-        """String: `"none"`, `"optimizer"`, `"gradients"` or `"parameters"`."""
+        """String: `"none"`, `"optimizer"`, `"gradients"` or `"parameters"`.
+
+        It says what is sharded over replicas, see `DistributedOptimizer`.
+        """
         return self.sharding_options.sharding
 
     def register_model(self, model: Any) -> None:
         """Remember the model that is trained, by a weak reference.
+
+        Sharding follows the order of its parameters.
 
         Args:
             model: Keras model that was compiled with this optimizer.
@@ -56,7 +61,11 @@ class ShardableOptimizer(OptimizerSettings):
 
     @property
     def frozen_parameters(self) -> list:
-        """List of Keras variables, the parameters of the model's frozen layers."""
+        """List of the model's parameters that the optimizer does not train.
+
+        They are Keras variables, such as those of frozen layers. The list is empty
+        until the model is registered.
+        """
         model = self._model and self._model()
         if model is None:
             return []
@@ -72,15 +81,18 @@ class ShardableOptimizer(OptimizerSettings):
 
     @property
     def accumulates_sums(self) -> bool:
-        """Bool, whether sums over replicas are accumulated in shards (ZeRO-2)."""
+        """Bool, whether a replica accumulates a shard of the gradients' sum (ZeRO-2).
+
+        If false, each replica accumulates its own gradients.
+        """
         return self.shards is not None and self.sharding_options.shards_gradients
 
     @property
     def per_replica_variables(self) -> list:
         """List of the variables whose values differ between replicas.
 
-        They are the sums of accumulated gradients, a different shard on each replica.
-        The list is empty without accumulation, or if it is not sharded.
+        They are the sums of accumulated gradients if these are sharded: each replica
+        has another shard. Otherwise the list is empty.
         """
         accumulation = self.features.accumulation
         if accumulation is None or not self.accumulates_sums:
@@ -212,7 +224,8 @@ class ShardableOptimizer(OptimizerSettings):
 
         Args:
             name: String, which identifies the action among traced functions.
-            action: Callable that takes the `ShardedLayout` and a `ParamGroup`.
+            action: Callable that takes the `ShardedLayout` of the replica and a
+                `ParamGroup`.
         """
 
         def on_replica() -> None:
@@ -227,10 +240,11 @@ class ShardableOptimizer(OptimizerSettings):
         self._traces.run(self, name, on_replica)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        """Return the objects that TensorFlow saves.
+        """Return the objects that TensorFlow saves, if the state is not sharded.
 
         Raises:
-            ValueError: For `tf.train.Checkpoint`, which would lose sharded state.
+            ValueError: For `tf.train.Checkpoint` with sharded state, which it would
+                lose.
         """
         # Older versions of Keras also pass "checkpoint" when they export a model, which
         # `is_saving` recognizes.
@@ -295,7 +309,7 @@ class ShardableOptimizer(OptimizerSettings):
         )
 
     def _shard(self) -> None:
-        """Shard the existing state, if there are several replicas."""
+        """Shard the existing state, or leave it whole if there is a single replica."""
         self._warn_of_one_replica()
         if not self._can_shard():
             return
@@ -304,7 +318,11 @@ class ShardableOptimizer(OptimizerSettings):
             self._shard_accumulated()
 
     def _shard_accumulated(self) -> None:
-        """Replace the sum of each replica by a shard of the sum over replicas."""
+        """Replace each replica's accumulated gradients by a shard of their sum.
+
+        The sum is that over all replicas. The number of accumulated micro-batches
+        stays.
+        """
         assert self.shards is not None
         count, totals = self.accumulated_steps, []
         if count:
@@ -337,7 +355,7 @@ class ShardableOptimizer(OptimizerSettings):
     def _traced_parts(self) -> tuple:
         """Tuple of the state that a traced step uses; a change requires a new trace.
 
-        It has accumulated gradients, loss scale, active features and sharded state, in
-        this order; `None` for what is not in use.
+        Its items are the accumulated gradients, the loss scale, each active feature and
+        the sharded state, in this order; `None` for state that is not in use.
         """
         return (*self.features.traced_parts, self.shards)

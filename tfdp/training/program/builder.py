@@ -71,7 +71,9 @@ class Builder:
         self._delayed: list[Any] = []
 
     def run(self) -> None:
-        """Build what the graph's results and effects (such as updates) need, in order.
+        """Build what the graph's results and effects, such as updates, need, in order.
+
+        Operations are built in the order of the program, and effects run between them.
         """
         self._build_with_effects(self.plan.live)
         self._assign_statistics(is_last=self.parent is None)
@@ -409,8 +411,7 @@ class Builder:
                 self._operations[op] = own.op
 
     def _store(self, tensor: Any, value: Any) -> None:
-        """Store this replica's value of a tensor of the program, for later operations.
-        """
+        """Store this replica's value of the program's tensor for later operations."""
         self.tensors[id(tensor)] = value
         fact = self.plan.facts[id(tensor)]
         if fact.form is Form.PART:

@@ -132,8 +132,7 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         return inner.get(cond_plan.graph.outputs[0], WHOLE)
 
     def body(*values: Any) -> list:
-        """Build an iteration of the loop; return the changed loop variables after it.
-        """
+        """Build an iteration of the loop; return the changed variables after it."""
         inner = build_inner_graph(body_plan, values)
         results = [
             inner.get(body_plan.graph.outputs[index], need_of(facts[index]))

@@ -64,8 +64,7 @@ class Plan:
     sums: set[int] = dataclasses.field(default_factory=set)
 
     def fact(self, tensor: Any) -> Fact:
-        """Return how replicas hold a tensor of the graph, and its sizes, as a `Fact`.
-        """
+        """Return the `Fact` of a tensor: how replicas hold it, and its sizes."""
         return self.facts[id(tensor)]
 
     def is_needed(self, op: Any, index: int) -> bool:
@@ -415,8 +414,7 @@ def _plan_inside(
 
 
 def _plan_call(view: View) -> Decision:
-    """Decide how to build the call of a function, whose graph gets a plan of its own.
-    """
+    """Decide how to build the call of a function, whose graph is planned by itself."""
     graph = programs.function_graph(view.op)
     results = programs.results_of_call(view.op, graph)
     plan = _plan_inside(graph, view.facts, view.scope, results)

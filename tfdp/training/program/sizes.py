@@ -146,8 +146,7 @@ def number(value: Any) -> Size:
 
 
 def rows(multiple: int | None = 1) -> Size:
-    """Return the `Size` of a multiple of the number of rows; `None` if not known which.
-    """
+    """Return the `Size` of a multiple of the rows; `None` is an unknown multiple."""
     return Size("rows", None if multiple is None else int(multiple))
 
 
@@ -223,7 +222,9 @@ def _broadcast_axis(sizes: list[Size]) -> Size:
 
 
 def axis_of_rows(shape: Iterable[Size]) -> int | None:
-    """Return the axis whose size is a multiple of the rows; `None` unless there is one.
+    """Return the axis whose size is a multiple of the rows, or `None` without one.
+
+    It is also `None` if there are several.
     """
     axes = [axis for axis, size in enumerate(shape) if size.kind == "rows"]
     return axes[0] if len(axes) == 1 else None

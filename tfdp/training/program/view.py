@@ -28,8 +28,7 @@ _Entry = TypeVar("_Entry")
 
 
 def operations(names: str) -> frozenset[str]:
-    """Split a text at blanks into the types of operations that it names: a frozenset.
-    """
+    """Return the set of the types of operations that a text lists, split at blanks."""
     return frozenset(names.split())
 
 

@@ -22,11 +22,11 @@ class Totals:
     Args:
         gradients: List of this replica's tensors and `tf.IndexedSlices`, one for each
             variable of the step; or `None` if the gradients are reduced already.
-        sums: List of reduced gradients, one for each parameter group; or `None` if the
-            gradients are not reduced yet.
+        sums: List of gradients summed over replicas, one item for each parameter group;
+            or `None` if the gradients are not reduced yet.
         count: Scalar int tensor, the number of micro-batches, or `None` for one.
-        weight: Scalar tensor, a factor that the gradients are not multiplied by yet,
-            or `None`.
+        weight: Scalar tensor, a factor that the gradients are not multiplied by yet, or
+            `None` for 1.
     """
 
     gradients: list | None = None
@@ -36,10 +36,10 @@ class Totals:
 
 
 class Accumulator:
-    """Stage 1 of a step: accumulates gradients until an update is due.
+    """First stage of a step: accumulates gradients until an update is due.
 
     Args:
-        weight: Scalar tensor, the weight of this replica, or `None`.
+        weight: Scalar tensor, a factor of this replica's gradients, or `None` for 1.
     """
 
     # `_is_due` reads these sums by default. A subclass with other sums does not set
@@ -73,7 +73,10 @@ class Accumulator:
         return self._release, self._is_due()
 
     def handle_empty_step(self) -> tuple[Callable[[], Any], tf.Tensor | bool]:
-        """Handle a step without data, see `tfdp.training.step.empty_step`.
+        """Return what to do in Keras's empty step, a step without data.
+
+        Keras makes it at the end of data of unknown length, see
+        `tfdp.training.step.empty_step`.
 
         Returns:
             Tuple of a callable that resets the sums, and a bool or scalar bool tensor.
@@ -88,7 +91,7 @@ class Accumulator:
         raise NotImplementedError
 
     def _is_due(self) -> tf.Tensor:
-        """Return a scalar bool tensor, whether an update is due."""
+        """Return a scalar bool tensor: whether this micro-batch completes an update."""
         return self._state.is_complete()
 
     def _release(self) -> Totals:
@@ -97,7 +100,7 @@ class Accumulator:
 
 
 class NoAccumulation(Accumulator):
-    """Accumulator of a single micro-batch: every one leads to an update."""
+    """Accumulator for updates of one micro-batch: each micro-batch has an update."""
 
     def accumulate(self, gradients: list | None) -> tuple[Callable[[], Totals], None]:
         """Pass on the gradients of a micro-batch, for an update of them alone.
@@ -113,7 +116,11 @@ class NoAccumulation(Accumulator):
         return lambda: Totals(gradients, weight=self._weight), None
 
     def handle_empty_step(self) -> tuple[Callable[[], Any], bool]:
-        """Return a callable that does nothing, and `True`: an update is always due."""
+        """Return what to do in a step without data: reset nothing, and update.
+
+        Returns:
+            Tuple of a callable that does nothing, and `True`: an update is always due.
+        """
         return lambda: None, True
 
 
@@ -122,8 +129,8 @@ class AccumulationState:
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
-        variables: Sequence of objects to accumulate for, with a path or name, a shape
-            and a dtype.
+        variables: Sequence of objects with a path or name, a shape and a dtype: one for
+            each sum, such as the trained variables.
         steps: Int, the number of micro-batches of an update.
     """
 
@@ -145,7 +152,7 @@ class AccumulationState:
 
     @property
     def variables(self) -> list:
-        """List of the Keras variables of the state."""
+        """List of the Keras variables: micro-batches of an update, count, and sums."""
         return [self.steps, self.count, *self.sums]
 
     def add(self, gradients: Sequence[Any], positions: Sequence[int]) -> None:
@@ -184,7 +191,11 @@ class AccumulationState:
         return sums, count
 
     def rescale(self, factor: float) -> None:
-        """Multiply all replicas' sums, outside a step, when the loss scale changes."""
+        """Multiply all replicas' sums, outside a step, when the loss scale changes.
+
+        Args:
+            factor: Float, the factor of the sums.
+        """
         for variable in self.sums:
             tf_distribute.copy_local_parts(variable, variable, factor)
 
@@ -192,7 +203,7 @@ class AccumulationState:
         """Multiply this replica's sums, within a step, when its loss scale changes.
 
         Args:
-            factor: Scalar tensor.
+            factor: Scalar tensor, the factor of the sums.
         """
         for variable in self.sums:
             part = tf_distribute.local_part(variable)
@@ -200,7 +211,7 @@ class AccumulationState:
             part.assign(value, read_value=False)
 
     def reset(self) -> None:
-        """Set sums and counter to zero."""
+        """Set this replica's sums, and its count of micro-batches, to zero."""
         for variable in (*self.sums, self.count):
             set_to_zero(variable)
 
@@ -211,11 +222,11 @@ class LocalAccumulation(Accumulator):
     Args:
         state: `AccumulationState`.
         positions: List of ints, the position of each gradient's sum.
-        weight: Scalar tensor, the weight of this replica, or `None`.
+        weight: Scalar tensor, a factor of this replica's gradients, or `None` for 1.
         num_groups: Int, the number of groups of replicas that update independently.
-            Sums are divided by it, so that the sums of all replicas add up to the
-            global mean, which files contain. An update multiplies them by it again.
-            Defaults to 1.
+            Sums are divided by it, so the sums of all replicas, which files contain,
+            add up to the global mean. An update multiplies them by it again. Defaults
+            to 1.
     """
 
     def __init__(
@@ -247,10 +258,10 @@ class ShardedAccumulation(Accumulator):
 
     Args:
         state: `AccumulationState` of slices.
-        layout: `ShardedLayout`.
+        layout: `ShardedLayout`, which reduce-scatters gradients into slices.
         param_groups: List of `ParamGroup`.
         variables: List of the variables of the step.
-        weight: Scalar tensor, the weight of this replica, or `None`.
+        weight: Scalar tensor, a factor of this replica's gradients, or `None` for 1.
 
     Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054.
     """
@@ -287,7 +298,7 @@ class KerasAccumulation(Accumulator):
     Args:
         optimizer: Keras optimizer with `gradient_accumulation_steps`.
         variables: List of the variables of the step.
-        weight: Scalar tensor, the weight of this replica, or `None`.
+        weight: Scalar tensor, a factor of this replica's gradients, or `None` for 1.
     """
 
     def __init__(
@@ -305,7 +316,7 @@ class KerasAccumulation(Accumulator):
     def handle_empty_step(self) -> tuple[Callable[[], Any], tf.Tensor]:
         """Return a callable that resets the sums, and whether an update is due.
 
-        Keras, too, resets the sums in a step without data in which an update is due.
+        Like Keras, the caller resets the sums in a step without data if one is due.
         """
         return self._release, self._is_due()
 

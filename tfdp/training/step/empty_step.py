@@ -48,27 +48,35 @@ class Updates:
         self._draws: dict[int, tuple[Any, int]] = {}
 
     def record(self, optimizer: Any, make_step: Callable[[], Step]) -> None:
-        """Record an update, in place of an earlier one by the same optimizer.
+        """Record the update of an optimizer, so that `run_empty_step` can repeat it.
+
+        Keras makes a last step without data at the end of data of unknown length:
+        `run_empty_step` runs the parts of the update that need no gradients. It
+        replaces an earlier record of the same optimizer.
 
         Args:
             optimizer: Keras optimizer.
-            make_step: Callable that creates its `Step`, in replica context.
+            make_step: Callable that creates the optimizer's `Step` (settings and state
+                of an update), called on each replica.
         """
         self._steps[id(optimizer)] = make_step
         self._function = None
 
     def record_left_out(self, name: str) -> None:
-        """Record a change that Keras makes in an empty step and replicas do not.
+        """Record a change that Keras makes in its step without data, but tfdp does not.
 
-        Only the first is kept.
+        `run_empty_step` warns of it. Only the first such change is recorded.
 
         Args:
-            name: String, name of the variable or generator, for a warning.
+            name: String, name of the variable or generator, for the warning.
         """
         self._left_out = self._left_out or name
 
     def record_draws(self, generator: Any, num_draws: int) -> None:
         """Record how often a step draws from a `SeedGenerator`, whatever its batch.
+
+        `run_empty_step` advances the generator by that number, as Keras does in its
+        step without data.
 
         Args:
             generator: `SeedGenerator` of Keras.
@@ -77,9 +85,11 @@ class Updates:
         self._draws[id(generator)] = generator, num_draws
 
     def run_empty_step(self, strategy: Any) -> None:
-        """Run the empty step, an update without data, of all recorded optimizers.
+        """Make the changes of Keras's last step, which has no data, on all replicas.
 
-        Warn if Keras would also make a change that is left out.
+        Recorded generators advance, and recorded optimizers run the parts of an update
+        that need no gradients, such as weight decay. A warning names a change that
+        Keras would also make, but tfdp does not.
 
         Args:
             strategy: A tfdp strategy, or `None` on one device.
@@ -103,7 +113,7 @@ class Updates:
 
             @tf.function(autograph=False)
             def on_replicas() -> None:
-                """Run the empty step on every replica."""
+                """Run the step without data of recorded optimizers on every replica."""
                 # The strategy's own `run` would divide a batch, and an empty step has
                 # none.
                 tf.distribute.Strategy.run(strategy, self._on_replica)
@@ -112,7 +122,7 @@ class Updates:
         self._function()
 
     def _on_replica(self) -> None:
-        """Run the empty step of each recorded update on the calling replica."""
+        """Run the step without data of recorded optimizers on the calling replica."""
         for make_step in self._steps.values():
             take_empty_step(make_step())
 
@@ -121,7 +131,7 @@ _recorded: ThreadStack[Updates] = ThreadStack("updates")
 
 
 def recording(updates: Updates) -> contextlib.AbstractContextManager[None]:
-    """Return a context that records the optimizer updates that are traced inside.
+    """Return a context manager that records optimizer updates that are traced inside.
 
     Args:
         updates: `Updates` to record them in.
@@ -130,13 +140,15 @@ def recording(updates: Updates) -> contextlib.AbstractContextManager[None]:
 
 
 def record_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
-    """Record an update that is being traced, in the innermost `recording`.
+    """Record an update that is being traced, for Keras's step without data.
 
-    An update in a branch or a loop is not recorded.
+    It is recorded in the innermost `recording`. Nothing is recorded in eager mode, or
+    for an update in a branch or a loop.
 
     Args:
         optimizer: Keras optimizer.
-        make_step: Callable that creates its `Step`, in replica context.
+        make_step: Callable that creates the optimizer's `Step` (settings and state of
+            an update), called on each replica.
     """
     updates = _recorded.innermost
     if updates is None or tf.executing_eagerly():
@@ -148,11 +160,12 @@ def record_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
 def record_changes_without_data(model: Any, operations: list, data: list) -> None:
     """Record the state that a step changes independently of its batch.
 
-    Variables are assigned a value that depends neither on the batch nor on variables
-    that depend on it: the states of `SeedGenerator`s, and others such as a counter of
-    steps. TensorFlow's random operations advance a state of theirs. The
-    `SeedGenerator`s, and the first of the others, are recorded in the innermost
-    `recording`, whose empty step advances the generators and warns of the other one.
+    Keras changes it also in its step without data, at the end of data of unknown
+    length. It is the state of `SeedGenerator`s, other variables whose new value depends
+    neither on the batch nor on variables that depend on it, such as a counter of steps,
+    and the state of TensorFlow's random operations. The innermost `recording` records
+    the `SeedGenerator`s, which `run_empty_step` advances, and the first of the others,
+    of which it warns.
 
     Args:
         model: The Keras model.

@@ -60,16 +60,19 @@ class FlatParameter:
         return self._tensor
 
     def assign(self, value: Any) -> None:
-        """Set the value of all variables together; they change in `write_back`."""
+        """Set the value of all variables together; they change in `write_back`.
+
+        `value` is a flat tensor `[sum of sizes]`.
+        """
         self._tensor, self._subtrahend = tf.cast(value, self.dtype), None
         self._is_changed = True
 
     def assign_add(self, value: Any) -> None:
-        """Add to the value; the variables change in `write_back`."""
+        """Add a flat tensor to the value; variables change in `write_back`."""
         self.assign(self.read_value() + tf.cast(value, self.dtype))
 
     def assign_sub(self, value: Any) -> None:
-        """Subtract from the value; the variables change in `write_back`."""
+        """Subtract a flat tensor from the value; variables change in `write_back`."""
         value = tf.cast(value, self.dtype)
         if self._tensor is None and self._subtrahend is None:
             self._subtrahend = value
@@ -77,7 +80,7 @@ class FlatParameter:
             self.assign(self.read_value() - value)
 
     def write_back(self) -> None:
-        """Assign a changed value to the variables, each its part."""
+        """Assign a changed value to the variables, to each its part."""
         if self._subtrahend is not None:
             for variable, part in self._parts_of(self._subtrahend):
                 variable.assign_sub(part, read_value=False)
@@ -121,12 +124,12 @@ class TensorView(FlatParameter):
 
 
 class FlatParameterRange(TensorView):
-    """Range of a flat variable that an optimizer updates; it is written back once.
+    """Range of a flat variable that an optimizer updates; `write_back` assigns it.
 
     Args:
         variable: `tf.Variable` of one dimension.
-        start: Int, the first element.
-        stop: Int, one after the last.
+        start: Int, index of the first element.
+        stop: Int, one more than the index of the last element.
     """
 
     def __init__(self, variable: tf.Variable, start: int, stop: int) -> None:
@@ -156,7 +159,7 @@ def _scattered(
 
 
 def _operator(name: str) -> Callable:
-    """Return an operator of flat parameters that works on their current values.
+    """Return a Python operator for flat parameters, which acts on their current values.
 
     Args:
         name: String, name of the operator's method, such as `"__add__"`.

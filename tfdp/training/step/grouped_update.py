@@ -38,11 +38,13 @@ MIN_FOR_XLA = 2**13
 def decay_and_update(
     optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], rate: Any
 ) -> None:
-    """Run weight decay and the optimizer's own update on variables.
+    """Run weight decay and the optimizer's own update on variables of this replica.
+
+    Small variables are updated together, as one flat tensor, see `plan_groups`.
 
     Args:
         optimizer: Keras optimizer without inner optimizers.
-        gradients: Sequence of tensors and `tf.IndexedSlices`.
+        gradients: Sequence of tensors and `tf.IndexedSlices`, one for each variable.
         variables: Sequence of Keras variables.
         rate: Scalar tensor, the learning rate, or `None` for the optimizer's own.
     """
@@ -146,7 +148,9 @@ def gains_from_xla(gradients: Sequence[Any]) -> bool:
 def plan_groups(
     optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
 ) -> list[list[int]]:
-    """Group small variables with dense gradients and the same dtypes and weight decay.
+    """Choose small variables that are updated together, as one flat tensor.
+
+    The variables of a group have dense gradients, and the same dtypes and weight decay.
 
     Args:
         optimizer: Keras optimizer without inner optimizers.
@@ -154,8 +158,9 @@ def plan_groups(
         variables: Sequence of Keras variables.
 
     Returns:
-        List of lists of positions, each of at least two variables and at most
-        `LARGEST_GROUP` elements.
+        List of lists of positions in `variables`, each of at least two variables and at
+        most `LARGEST_GROUP` elements. It is empty if the optimizer does not gain from
+        groups.
     """
     if not gains_from_groups(optimizer):
         return []

@@ -30,7 +30,7 @@ class LossScaling:
         min_scale: Float, the smallest scale that halving may reach. Defaults to 1.
 
     Raises:
-        ValueError: If a value is not positive.
+        ValueError: If a value is not positive, or `min_scale` is above `initial_scale`.
 
     Example:
 
@@ -65,7 +65,7 @@ class LossScaling:
 
 
 class LossScale:
-    """Loss scale with its counters, as variables.
+    """Loss scale of an optimizer with its counters, stored as variables.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
@@ -123,12 +123,15 @@ class LossScale:
     def record_skip(
         self, non_finite: Sequence[tf.Tensor], positions: Sequence[int]
     ) -> None:
-        """Count a skipped step; halve the scale, but not below `min_scale`.
+        """Count a step skipped for an overflow; halve the scale if it is dynamic.
+
+        It does not fall below `min_scale`.
 
         Args:
-            non_finite: Sequence of scalar bool tensors, whether a reduced gradient
-                has infinite or NaN elements.
-            positions: Sequence of ints, the position of each gradient's variable.
+            non_finite: Sequence of scalar bool tensors, whether a reduced gradient has
+                infinite or NaN elements.
+            positions: Sequence of ints, the position of each gradient's variable among
+                all trained variables.
         """
         scale = self.read()
         is_least = True
@@ -174,7 +177,7 @@ class LossScale:
 def _in_replica_row(variable: Any, num_replicas: int) -> tf.Tensor:
     """Return float64 zeros `[num_replicas, ...]`, with a variable's value in one row.
 
-    The row is that of the calling replica, the value its own.
+    The row and the value are those of the calling replica.
     """
     context = replica_context()
     replica = 0 if context is None else context.replica_id_in_sync_group

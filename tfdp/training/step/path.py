@@ -48,8 +48,11 @@ from tfdp.training.step.step import Step, active
 def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
     """Take a step with the gradients of one micro-batch of this replica.
 
+    The gradients are accumulated. If that completes an update, they are reduced over
+    replicas, and the variables updated.
+
     Args:
-        step: `Step`.
+        step: `Step`, settings and state of the optimizer's step.
         gradients: Sequence of tensors and `tf.IndexedSlices`, one for each of the
             step's variables, or `None` to update with the accumulated gradients.
     """
@@ -62,10 +65,13 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
 
 
 def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
-    """Take a step that no feature has refused by its hook `admit`: stages 1 to 9.
+    """Take a step that no feature has refused by its hook `admit`.
+
+    It runs stages 1 to 9 of the module's docstring: from the accumulation of gradients
+    to the counters of the optimizers.
 
     Args:
-        step: `Step`.
+        step: `Step`, settings and state of the optimizer's step.
         gradients: Sequence of tensors and `tf.IndexedSlices`, one for each of the
             step's variables, or `None` to update with the accumulated gradients.
     """
@@ -78,7 +84,7 @@ def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
     micro_batch_residuals.assign_finite()
 
     def update() -> tf.Tensor:
-        """Run stages 2 to 6 of the update that is due.
+        """Make the update that is due: reduce, check, clip and apply gradients.
 
         Returns:
             Scalar bool tensor, or bool: false if the update was skipped, for an
@@ -96,7 +102,7 @@ def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
         is_made = functools.reduce(tf.logical_and, conditions, is_finite)
 
         def apply() -> None:
-            """Clip, update variables (stages 5, 6), and keep compressors' residuals."""
+            """Clip gradients, update variables, keep the residuals of compression."""
             clipped = _clip(step, sums, statistics)
             _decay_and_update(step, clipped)
             residuals.assign_all()
@@ -132,7 +138,7 @@ def take_empty_step(step: Step) -> None:
     `tfdp.training.step.empty_step`.
 
     Args:
-        step: `Step`.
+        step: `Step`, settings and state of the optimizer's step.
     """
     if step.scale is not None or step.has_independent_groups:
         # With a loss scale Keras updates only if the gradients are finite, which it
@@ -155,7 +161,11 @@ def take_empty_step(step: Step) -> None:
 def _reduce(step: Step, totals: Totals) -> list:
     """Stage 2: return the gradients of each parameter group, summed over all replicas.
 
-    If sums are accumulated, they are reduced already: the result is `totals.sums`.
+    If the accumulator has reduced them already, the result is `totals.sums`.
+
+    Args:
+        step: `Step`.
+        totals: `Totals`, the accumulated gradients of this replica.
 
     Returns:
         List of reduced gradients, one item of `StateLayout.reduce` for each group.
@@ -185,7 +195,10 @@ def _unscale(step: Step, sums: list, totals: Totals) -> list:
 
 
 def _divisor(step: Step, totals: Totals) -> tf.Tensor | None:
-    """Return the number of micro-batches times loss scale: float64; `None` for 1."""
+    """Return the number of micro-batches times the loss scale; `None` if both are 1.
+
+    It is a scalar float64 tensor, by which summed gradients are divided.
+    """
     factors = [totals.count, _scale_of(step)]
     known = [tf.cast(factor, tf.float64) for factor in factors if factor is not None]
     return tf.reduce_prod(known) if known else None
@@ -201,7 +214,9 @@ def _scale_of(step: Step) -> tf.Tensor | None:
 def _examine(
     step: Step, sums: list, totals: Totals, loss: CarriedScalar | None
 ) -> tuple[GradientStatistics, list[tf.Tensor]]:
-    """Compute the norms and finite flags of the sums that the step needs.
+    """Compute statistics of the reduced gradients, and ask features whether to update.
+
+    Statistics are norms, and whether gradients are finite, as far as they are needed.
 
     Args:
         step: `Step`.
@@ -210,8 +225,8 @@ def _examine(
         loss: `CarriedScalar`, the loss, if a feature reads it; or `None`.
 
     Returns:
-        Tuple of the statistics, and a list of the conditions of features: scalar bool
-        tensors, all of which must be true for the update to be made.
+        Tuple of the `GradientStatistics`, and a list of the conditions of features:
+        scalar bool tensors, all of which must be true for the update to be made.
     """
     features = step.features
     statistics = step.layout.examine(
@@ -233,20 +248,23 @@ def _examine(
 
 
 def _is_finite(step: Step, statistics: GradientStatistics) -> tf.Tensor | bool:
-    """Stage 4: return whether all sums are finite; `True` without a loss scale."""
+    """Stage 4: return whether all reduced gradients are finite: scalar bool tensor.
+
+    It is `True`, without a check, if there is no loss scale.
+    """
     return True if step.scale is None else statistics.is_finite()
 
 
 def _skip(
     step: Step, statistics: GradientStatistics, is_finite: tf.Tensor | bool
 ) -> None:
-    """Record in the loss scale a step that was skipped for non-finite gradients.
+    """Record in the loss scale that a step was skipped for non-finite gradients.
 
     Args:
         step: `Step`.
         statistics: `GradientStatistics` of the reduced gradients.
-        is_finite: Scalar bool tensor, or bool, whether all gradients are finite: then a
-            feature has skipped the step, and nothing is recorded.
+        is_finite: Scalar bool tensor, or bool, whether all gradients are finite. If
+            true, a feature has skipped the step, and nothing is recorded.
     """
     scale = step.scale
     if scale is None:
@@ -289,7 +307,8 @@ def _average(step: Step, is_kept: tf.Tensor | bool) -> None:
 
     Args:
         step: `Step`.
-        is_kept: Scalar bool tensor, or bool, false if an update was skipped.
+        is_kept: Scalar bool tensor, or bool; if false, an update was skipped, and the
+            averages stay.
     """
     for group in step.param_groups:
         if group.optimizer.use_ema:
@@ -297,7 +316,10 @@ def _average(step: Step, is_kept: tf.Tensor | bool) -> None:
 
 
 def _average_group(layout: StateLayout, group: ParamGroup) -> None:
-    """Move the averages of a group, and overwrite its variables with them if due."""
+    """Update the moving averages of a group's variables once.
+
+    Every `ema_overwrite_frequency` updates, overwrite the variables with them.
+    """
     layout.average(group)
     optimizer = group.optimizer
     if optimizer.ema_overwrite_frequency:
@@ -306,11 +328,12 @@ def _average_group(layout: StateLayout, group: ParamGroup) -> None:
 
 
 def _constrain(step: Step, is_kept: tf.Tensor | bool) -> None:
-    """Stage 8: apply constraints after every micro-batch, as Keras does, if kept.
+    """Stage 8: apply constraints after every micro-batch, as Keras does.
 
     Args:
         step: `Step`.
-        is_kept: Scalar bool tensor, or bool, false if an update was skipped.
+        is_kept: Scalar bool tensor, or bool; if false, an update was skipped, and
+            constraints are not applied.
     """
     for variable in step.variables:
         if variable.constraint is not None:
@@ -346,7 +369,8 @@ def _update_if(
         update: Callable that makes an update, and returns whether it was not skipped.
 
     Returns:
-        Tuple of whether an update was made, and whether no update was skipped.
+        Tuple of two bools or scalar bool tensors: whether an update was made, and
+        whether no update was skipped, which is true if none is due.
     """
     if is_due is None:
         is_updated = update()
@@ -355,7 +379,7 @@ def _update_if(
     def run() -> tuple[tf.Tensor, tf.Tensor]:
         """Run the update; return both results of `_update_if`, as tensors.
 
-        They are equal: an update that is due was made if it was not skipped.
+        They are equal, since an update is due: it was made, or it was skipped.
         """
         is_updated = tf.convert_to_tensor(update())
         return is_updated, is_updated

@@ -26,8 +26,8 @@ def reduce_groups(
     """Sum the gradients of each parameter group over all replicas.
 
     Args:
-        layout: `StateLayout`.
-        param_groups: Sequence of `ParamGroup`.
+        layout: `StateLayout`, which reduces the gradients of a group.
+        param_groups: Sequence of `ParamGroup`, the variables of one optimizer each.
         variables: List of the Keras variables of the gradients.
         gradients: List of this replica's tensors and `tf.IndexedSlices`.
         weight: Scalar tensor, a factor of the gradients, or `None` for 1. Defaults to
@@ -72,7 +72,7 @@ class StateLayout:
         may_sum: bool,
         weight: tf.Tensor | None,
     ) -> Any:
-        """Sum the gradients of a group over all replicas, bucket by bucket.
+        """Sum the gradients of a parameter group over all replicas, bucket by bucket.
 
         Args:
             group: `ParamGroup`.
@@ -100,7 +100,10 @@ class StateLayout:
         measures: bool,
         loss: CarriedScalar | None = None,
     ) -> GradientStatistics:
-        """Compute norms and finite flags of the reduced gradients of all groups.
+        """Return norms and finite flags of the reduced gradients of all groups.
+
+        Here they are computed when they are read, whatever `checks` and `measures` say.
+        A subclass may compute them at once.
 
         Args:
             groups: Sequence of `ParamGroup`.
@@ -115,7 +118,8 @@ class StateLayout:
     def _total_of(self, loss: CarriedScalar | None) -> tf.Tensor | None:
         """Return the sum of the loss over replicas, or `None` without a loss.
 
-        It is summed here only if no bucket of gradients has carried the loss.
+        A bucket of gradients may have carried the loss to other replicas; the sum is
+        then known. Otherwise it takes a reduction here.
         """
         if loss is None or loss.total is not None:
             return None if loss is None else loss.total
@@ -170,7 +174,7 @@ class StateLayout:
     def update(
         self, group: ParamGroup, gradients: Any, variables: list, rate: Any
     ) -> None:
-        """Decay and update `variables` by reduced gradients, small ones in groups."""
+        """Decay and update `variables` by reduced gradients, small ones together."""
         decay_and_update(group.optimizer, gradients, variables, rate)
 
     def update_without_gradients(
@@ -198,12 +202,13 @@ class StateLayout:
 
 
 class GradientStatistics:
-    """Norms and finite flags of reduced gradients, equal on all replicas.
+    """Norms and finiteness of reduced gradients, equal on all replicas.
 
     They are computed on demand: a norm that no caller reads costs nothing.
 
     Args:
-        sums: List of reduced gradients, as `StateLayout.reduce` returns.
+        sums: List of reduced gradients, as `StateLayout.reduce` returns, one item for
+            each parameter group.
         loss: Scalar tensor, the loss of the global batch, or `None`. Defaults to
             `None`.
     """
@@ -213,11 +218,11 @@ class GradientStatistics:
         self.loss = loss
 
     def is_finite(self) -> tf.Tensor:
-        """Return a scalar bool tensor, whether no element is infinite or NaN."""
+        """Return a scalar bool tensor: whether no gradient has infinity or NaN."""
         return tf.reduce_all([item.all_finite() for item in self.sums])
 
     def squared_norm(self) -> tf.Tensor:
-        """Return a scalar tensor, the sum of the squares of all elements."""
+        """Return the sum of the squares of all gradients' elements: scalar, float32."""
         return squared_norm(self._gradients())
 
     def squared_norm_of_each(self) -> list[tf.Tensor]:
@@ -234,7 +239,7 @@ class GradientStatistics:
 
 
 def squared_norm(gradients: Sequence[Any]) -> tf.Tensor:
-    """Return the sum of the squares of all elements, a scalar float32 tensor.
+    """Return the sum of the squares of all gradients' elements: scalar, float32.
 
     Args:
         gradients: Sequence of tensors and `tf.IndexedSlices`; rows with the same index

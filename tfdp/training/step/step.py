@@ -35,8 +35,9 @@ class Schedule(NamedTuple):
 
     Args:
         rate: Scalar tensor, or `None` for the optimizer's own.
-        momentum_factor: Scalar tensor, the rate divided by that of the last update, for
-            momentum that contains the rate; or `None`.
+        momentum_factor: Scalar tensor, the rate divided by that of the last update.
+            Momentum slots that contain the rate are multiplied by it. Or `None` to
+            leave them.
     """
 
     rate: tf.Tensor | None = None
@@ -44,7 +45,7 @@ class Schedule(NamedTuple):
 
 
 class StepFeature:
-    """Extension of a step. By default its hooks do nothing.
+    """Extension of an optimizer's step. By default its hooks do nothing.
 
     Attributes:
         label: String, name of the feature in messages; needed with
@@ -87,7 +88,11 @@ class StepFeature:
         return {}
 
     def build(self, trained: Sequence[Any]) -> None:
-        """Create state for the trained variables, once known; by default none."""
+        """Create state for the trained variables, once they are known; by default none.
+
+        Args:
+            trained: Sequence of the trained Keras variables.
+        """
 
     def reset(self) -> None:
         """End the feature's part in the steps of a `fit`; its variables are kept.
@@ -140,7 +145,7 @@ class StepFeature:
         return True
 
     def begin(self, *, has_batch: bool) -> None:
-        """Run before the first stage of a step.
+        """Run before an optimizer's step accumulates this replica's gradients.
 
         Args:
             has_batch: Bool, false in an update with the accumulated gradients alone,
@@ -171,7 +176,7 @@ class StepFeature:
         return None
 
     def end(self, step: Step, is_due: Any, is_kept: Any) -> None:
-        """Run after the last stage of a step.
+        """Run at the end of an optimizer's step, after its counters were increased.
 
         Args:
             step: `Step`.
@@ -181,7 +186,9 @@ class StepFeature:
         """
 
     def around_step(self, model: Any) -> Callable[[], None] | None:
-        """Run before a replica's step of a loop of Keras, forward pass included.
+        """Run before a replica's step in a Keras loop, and choose what to run after it.
+
+        The step includes the forward pass.
 
         Args:
             model: The Keras model.
@@ -229,17 +236,18 @@ class RowDivider(StepFeature, abc.ABC):
 class IndependentGroups(StepFeature, abc.ABC):
     """Feature with which groups of replicas update independently of each other.
 
-    An update is counted even if a replica skips it, since others may have made it.
+    The optimizers' counters count an update even if a replica's group skips it, since
+    other groups may have made it.
     """
 
     def check_update(self, optimizer: Any) -> None:
-        """Check an update in a loop that trains with these groups.
+        """Check that an optimizer may update independently in each group of replicas.
 
         Args:
-            optimizer: The Keras optimizer that updates.
+            optimizer: The Keras optimizer that updates in a loop with these groups.
 
         Raises:
-            ValueError: If it must not update independently in each group.
+            ValueError: If it may not.
         """
 
     @abc.abstractmethod
@@ -288,7 +296,7 @@ class LoopFeature(StepFeature):
         return []
 
     def take_sum(self, total: tf.Tensor) -> None:
-        """Receive the sum of `values_to_sum` over all replicas."""
+        """Receive the sum of `values_to_sum` over all replicas, after a step."""
 
     def regroup(self, group: TrainingGroup) -> TrainingGroup:
         """Return the group with which the running replica's step is built.
@@ -315,7 +323,7 @@ class Step:
         param_groups: List of `ParamGroup`, the variables of each inner optimizer.
         variables: List of Keras variables that have gradients.
         positions: List of ints, positions of `variables` among all trained variables.
-        accumulator: `Accumulator`, stage 1.
+        accumulator: `Accumulator`, which sums gradients until an update is due.
         reducer: `GradientReducer`, which sums over replicas.
         layout: `StateLayout` of gradients, variables and slots.
         schedules: List of `Schedule`, one for each parameter group.
@@ -352,9 +360,10 @@ class Step:
 
     @property
     def grouped_positions(self) -> list[int]:
-        """List of `positions` by parameter group, one group after another.
+        """List of the positions of the step's variables among all trained variables.
 
-        `GradientStatistics` lists the gradients in this order.
+        They are ordered by parameter group, one group after another, as
+        `GradientStatistics` lists the gradients.
         """
         return [
             item for group in self.param_groups for item in group.of(self.positions)
@@ -364,9 +373,9 @@ class Step:
         """Add the loss of a micro-batch to `loss_sum`, if a feature reads the loss.
 
         Args:
-            is_due: Scalar bool tensor, whether an update follows; its value changes
-                nothing here, since `take_loss` reads and resets the sum. `None` if
-                every micro-batch has an update: nothing is added then.
+            is_due: Scalar bool tensor, whether an update follows. Its value has no
+                effect here, since `take_loss` reads and resets the sum. `None` if every
+                micro-batch has an update: nothing is added then.
         """
         if self.loss is not None and is_due is not None:
             total = tf_distribute.local_part(self.loss_sum)
@@ -393,7 +402,7 @@ class Step:
 
     @property
     def optimizers(self) -> list[Any]:
-        """List of the Keras optimizers that count updates, each once."""
+        """List of the Keras optimizers whose counters count updates, each once."""
         candidates = [
             self.optimizer,
             *(group.optimizer for group in self.param_groups),

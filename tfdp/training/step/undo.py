@@ -33,17 +33,18 @@ def undo_after(
 
     Args:
         variables: Sequence of Keras variables.
-        is_undone: Callable that returns a scalar bool tensor after the step, whether
-            the variables get back their values.
+        is_undone: Callable that is called after the step, and returns a scalar bool
+            tensor: whether to restore the variables.
 
     Returns:
-        Callable for the end of the step, which restores the variables if `is_undone`.
+        Callable for the end of the step, which restores the variables if `is_undone`
+        returns true.
     """
     parts = [tf_distribute.local_part(variable) for variable in variables]
     before = [part.read_value() for part in parts]
 
     def restore() -> None:
-        """Assign the values from before the step."""
+        """Assign to the variables their values from before the step."""
         for part, value in zip(parts, before, strict=True):
             part.assign(value, read_value=False)
 

@@ -74,8 +74,7 @@ def _rows_by_value(index: int) -> Callable[[View], Size | None]:
 
 
 def _rows_of_first_input(view: View) -> Size | None:
-    """Return the number of rows of the first input as a `Size`, or `None` if unknown.
-    """
+    """Return the number of rows of the first input as a `Size`, or `None`."""
     shape = view.facts[0].sizes
     return shape[0] if shape else None
 

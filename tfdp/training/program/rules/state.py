@@ -231,8 +231,7 @@ def decide_stateful_random(view: View) -> Decision | None:
 
 
 def _build_on_first(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build an operation whose outputs count on the first replica; others return zeros.
-    """
+    """Build outputs that count on the first replica only; others return zeros."""
     return [
         builder.replica.only_on_first(tensor)
         for tensor in builder.copy(op, replica_inputs)

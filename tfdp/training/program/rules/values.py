@@ -37,15 +37,13 @@ def _scalar(size: Size) -> np.ndarray:
 
 
 def _size(view: View) -> np.ndarray | None:
-    """Return the result of `tf.size` as an array of one `Size`, or `None` if not known.
-    """
+    """Return the result of `tf.size` as an array of one `Size`; `None` if unknown."""
     shape = view.facts[0].sizes
     return None if shape is None else _scalar(product(shape))
 
 
 def _rank(view: View) -> np.ndarray | None:
-    """Return the result of `tf.rank` as an array of one `Size`, or `None` if not known.
-    """
+    """Return the result of `tf.rank` as an array of one `Size`; `None` if unknown."""
     rank = view.facts[0].rank
     return None if rank is None else _scalar(sizes.number(rank))
 
