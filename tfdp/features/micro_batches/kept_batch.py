@@ -17,8 +17,9 @@ class KeptBatch:
     """
 
     def __init__(self) -> None:
-        # A queue has fixed dtypes, so arguments with other dtypes have another queue.
-        # By dtypes: the queue, and the arguments with which a step was last traced.
+        # A queue has fixed dtypes, so arguments with other dtypes need another queue.
+        # The keys are dtypes, the values pairs of a queue and the arguments of the
+        # latest traced step.
         self._queues_and_args: dict[tuple, tuple[tf.queue.FIFOQueue, tuple]] = {}
 
     def keep(self, args: tuple, rows: tf.Tensor) -> tuple:

@@ -176,7 +176,8 @@ def _double(model: Any, division: MicroBatches, error: Exception) -> None:
     is_own = not isinstance(error, PeerStepFailed)
     reason = _why_not_repeatable(model, division, rows, is_own=is_own)
     # Once all replicas have computed their rows, another worker may complete the step.
-    # Such a worker takes no part in a vote, which would wait for it.
+    # It would take no part in a vote, which would wait for it, so there is no vote
+    # then.
     can_agree = _can_agree(model) and not division.has_computed()
     if can_agree and _any_worker(model.distribute_strategy, bool(reason)):
         reason = reason or "another worker could not make it again: see its message."

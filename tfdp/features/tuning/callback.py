@@ -201,7 +201,7 @@ class BucketTuning(keras.callbacks.Callback):
             return
         model = self.model
         if model.train_function is not self._active_function:
-            # Another callback has replaced the model's `train_function`, so that all
+            # Another callback has replaced the model's `train_function`, so all
             # functions that were traced before are outdated.
             self._functions.clear()
         self._functions[self._plan] = model.train_function
@@ -399,8 +399,9 @@ def update_steps(model: Any) -> int:
     optimizer: Any = model.optimizer
     plan = getattr(getattr(optimizer, "features", None), "plan", None)
     if isinstance(plan, dict):
-        # `plan` maps epochs to the micro-batches of an update from that epoch on. A
-        # trial must have whole updates in any epoch, so the most micro-batches count.
+        # `plan` maps an epoch to the number of micro-batches of an update from that
+        # epoch on. A trial must have whole updates in any epoch, so the largest number
+        # counts.
         accumulated = max(plan.values())
     else:
         accumulated = batches_per_update(optimizer)

@@ -61,8 +61,9 @@ class PlanChoice:
         """
         size = self.bucket_bytes / _MB
         if size == DEFAULT_BUCKET_MB:
-            # A strategy reduces buckets of the default size for small models. The next
-            # larger float counts as an explicit size, which is not reduced.
+            # For a small model, a strategy makes buckets of the default size smaller.
+            # The next larger float counts as a size that the user has chosen, which
+            # stays.
             size = math.nextafter(size, math.inf)
         return dataclasses.replace(
             base,

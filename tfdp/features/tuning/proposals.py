@@ -1,7 +1,7 @@
 """Proposals: plans of a step that are worth a trial, ranked by the cost model.
 
 The cost model predicts the time of a collective on a link well, but not how buckets
-overlap, so that its first plan may not be the fastest. It therefore proposes different
+overlap, so its first plan may not be the fastest. It therefore proposes different
 plans, whose measured times decide.
 """
 
@@ -15,8 +15,9 @@ from tfdp.ground.plans.buckets import BucketPlan, plan_buckets
 from tfdp.ground.plans.prediction import BucketPrediction, StepPrediction
 from tfdp.training.compression.algorithm_choice import AlgorithmChoice
 
-# The algorithm of a bucket depends on its size and on the choice (`None` for the
-# default), so a `RoutesOf` takes both, and returns the algorithm of each bucket.
+# Type of a function that returns the algorithm of each bucket of a plan. The algorithm
+# depends on the bucket's size and on the choice (`None` for the default), so the
+# function takes both.
 RoutesOf = Callable[[PlanChoice | None, BucketPlan], Sequence[AlgorithmChoice]]
 
 # Largest number of proposals of a trial: each one is measured, which takes many steps.
@@ -24,11 +25,11 @@ MAX_PROPOSALS = 5
 # The bucket sizes to try are the size of all gradients divided by these numbers: from
 # one bucket for all gradients to 32, since only a trial shows how buckets overlap.
 _PARTS = (1, 2, 4, 8, 16, 32)
-# Smaller buckets, in bytes, are not tried, because each bucket is a collective with a
-# latency of its own.
+# Smallest size of a bucket to try, in bytes: each bucket is a collective with a latency
+# of its own, so small ones are slow.
 _MIN_BUCKET_BYTES = 2**14
-# A first bucket of this smaller size, in bytes, is exchanged earlier in the backward
-# pass, so it is tried in addition to a first bucket of the full size.
+# Size of a first bucket, in bytes, that is tried in addition to a first bucket as large
+# as the others: a smaller one is exchanged earlier in the backward pass.
 _FIRST_BUCKET_BYTES = 2**20
 # This number of halvings narrows the interval of a bisection to a millionth, which is
 # far less than the noise of measured times.

@@ -116,7 +116,9 @@ class Rebalance(TimedSteps):
             return None
         seconds = statistics.median(sample.compute_seconds for sample in samples)
         rows = statistics.median_high(sample.samples for sample in samples)
-        # On GPUs compute time is unknown (NaN) until a step has been profiled.
+        # On GPUs only a profiled step shows which part of the time is communication.
+        # Until then `exposed_seconds` is NaN, and `compute_seconds` is the time of the
+        # whole step, which is the same on all workers, so it is not used.
         unknown = any(math.isnan(sample.exposed_seconds) for sample in samples)
         if unknown or not math.isfinite(rows):
             return None

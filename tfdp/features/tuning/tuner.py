@@ -94,8 +94,9 @@ class Trial:
 
     def __init__(self, num_candidates: int) -> None:
         self._candidates = list(range(1, num_candidates + 1))
-        # For each candidate, one ratio for each round of this stage: its speed divided
-        # by that of the default in the same round, since a slower machine affects both.
+        # For each candidate, one ratio for each round since candidates were last
+        # dropped: its speed divided by that of the default in the same round, since a
+        # slower machine affects both.
         self._ratios: dict[int, list[float]] = {}
         self._num_rounds = 0
         self._is_last = num_candidates == 1
@@ -376,8 +377,9 @@ def max_trial_steps(update_steps: int) -> int:
     (789, 936)
     """
     each = _updates_of_block(update_steps) + _SKIPPED
-    # The default plan is measured in one block before the first round, and the first
-    # block of each plan skips more updates than its later ones.
+    # The default plan is measured in one block before the first round, so there is one
+    # block more. The first block of each plan skips more updates than its later ones,
+    # which adds steps.
     blocks = 1 + max_blocks(MAX_PROPOSALS)
     more = (_SKIPPED_AT_FIRST - _SKIPPED) * (1 + MAX_PROPOSALS)
     return update_steps * (blocks * each + more)

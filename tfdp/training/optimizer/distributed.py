@@ -409,7 +409,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
     def forget_traces(self) -> None:
         """Drop the functions that were traced to run on all replicas.
 
-        The step is traced again, too. Call it after a change of the replicas.
+        A step that was traced before is traced again. Call it after a change of the
+        replicas.
         """
         self._traces.drop()
 
@@ -507,9 +508,9 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         """
         weight, num_groups = reducer.gradient_weight(), 1
         groups = self.features.independent_groups
-        # Gradients are divided by the number of groups of replicas that update
-        # independently, but only in Keras's loops: in a custom loop the loss is a part
-        # of the global mean already.
+        # Groups of replicas may update independently. Gradients are then divided by the
+        # number of groups, but only in Keras's loops: in a custom loop each replica's
+        # loss is a part of the global mean already.
         if groups and batch_weight.is_part_of_sum():
             num_groups = len(groups.groups_of_ranks(tf.distribute.get_strategy()))
         state = self.features.accumulation

@@ -235,7 +235,8 @@ class Features:
         if self._trained is None:
             return
         # Keras may build an optimizer inside the first step, whose trace later epochs
-        # use too: accumulators have to exist if any epoch of the plan needs them.
+        # use as well. `self.plan` may give these more micro-batches, so accumulators
+        # have to exist if any epoch of the plan needs them.
         plan = self.plan.values() if isinstance(self.plan, Mapping) else ()
         accumulates = any(steps > 1 for steps in (self.steps, *plan))
         if accumulates and self.accumulation is None:

@@ -11,8 +11,8 @@ from tfdp.ground.base.param_groups import innermost
 from tfdp.training.optimizer import arguments
 from tfdp.training.optimizer.features import Features
 
-# Keras's constructor sets defaults for these settings on the wrapper, too. There
-# `__setattr__` ignores them, since the wrapped optimizer has the values.
+# Keras's constructor sets defaults for these settings on the wrapper, whose
+# `__setattr__` ignores them there: the wrapped optimizer has the values.
 _KERAS_SETTINGS = frozenset(
     {
         *("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema"),

@@ -297,7 +297,8 @@ class ShardableOptimizer(OptimizerSettings):
                 "of the strategy: `optimizer.build(model.trainable_variables)`."
             )
         strategy = keras_optimizer.strategy_of_optimizer(self)
-        # Slots may begin as copies of weights, which must be equal on all workers.
+        # Slots may begin as copies of weights. So the weights are made equal on all
+        # workers before the slots are created.
         synchronize_new_variables(strategy)
         model = self._model and self._model()
         return ShardedState(

@@ -192,8 +192,8 @@ def _of_sparse(part: tf.SparseTensor) -> BatchPlaceholder:
     indices = _whole_placeholder(part.indices, FREE)
     values = _whole_placeholder(part.values, FREE)
     # The plan of a step follows the number of rows in the shapes of tensors, not in
-    # values that are fed. So the dense shape begins with the size of a placeholder that
-    # has one element for each row.
+    # values that are fed. So the dense shape of the sparse tensor begins with the size
+    # of a placeholder that has one element for each row.
     one_per_row = tf.compat.v1.placeholder(tf.bool, [None])
     others = _whole_placeholder(part.dense_shape, FREE)
     shape = [tf.shape(one_per_row, tf.int64)[0]] + [

@@ -629,9 +629,9 @@ class Builder:
             fact: `Fact` of the tensor: the form in which replicas hold it.
             need: `Need`, the needed form, which differs from that of `fact`.
         """
-        # `tfdp.training.program.plan` allows only one conversion of a list: a
-        # replicated list becomes a partial sum, with zeros on all replicas but the
-        # first.
+        # No collective can carry a list or another variant, nor a resource. The only
+        # conversion that needs no collective makes a partial sum of a value that all
+        # replicas have: the first replica keeps it, and all others have zeros.
         is_whole = fact.form is Form.WHOLE and need.kind is NeededForm.PART
         assert is_whole or tensor.dtype not in (tf.variant, tf.resource), tensor
         own = self._own_value(tensor)

@@ -104,8 +104,8 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         if not same and builder.plan.is_needed(op, index)
     ]
     facts = decision.outputs
-    # `tf.while_loop` adds a counter of passes as the first variable of a loop. If the
-    # program's loop has such a counter already, the new loop leaves it out.
+    # `tf.while_loop` adds a counter of iterations as the first variable of a loop. If
+    # the program's loop has such a counter already, the new loop leaves it out.
     is_counter = changed[:1] == [0] and len(changed) > 1
     is_counter = is_counter and _counts_passes(op, body_plan.graph)
     changed = changed[1:] if is_counter else changed
@@ -150,8 +150,8 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         else builder.own_static_shape(op.outputs[index], facts[index])
         for index, value in zip(changed, initial, strict=True)
     ]
-    # Parallel passes draw random numbers in an order that may differ between replicas.
-    # So a loop that draws random numbers runs one pass at a time.
+    # Parallel iterations draw random numbers in an order that may differ between
+    # replicas. So a loop that draws random numbers runs one iteration at a time.
     is_random = any(map(_draws, (cond_plan, body_plan)))
     final = tf.while_loop(
         cond,

@@ -15,7 +15,7 @@ from tfdp.ground.base import loops
 from tfdp.training.parameters.gathers import regather_used_units
 from tfdp.training.reduction.training_group import TrainingGroup
 
-# The all-reduce of replicas can only sum. For these reductions the replicas' results
+# The all-reduce of replicas can only sum. So for these reductions the replicas' results
 # are gathered, and the function combines them.
 _REDUCE = {
     "All": tf.reduce_all,
@@ -80,8 +80,8 @@ class Replica:
         self._group = group
         self._exchange = loops.exchange()
         # Whether the running micro-batch is the first one: a scalar bool tensor, or
-        # `None` without micro-batches. A whole tensor counts in the first one only,
-        # because partial sums of all micro-batches are added.
+        # `None` without micro-batches. Partial sums of all micro-batches are added up,
+        # so a value that each of them has whole must count in the first one only.
         self.is_first_part: tf.Tensor | None = None
 
     def for_micro_batch(self, rows: Rows, index: tf.Tensor) -> Replica:
@@ -203,7 +203,7 @@ class Replica:
         return result
 
     def only_on_first(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return this replica's part of a whole tensor, so that all parts add up to it.
+        """Return this replica's part of a whole tensor; all parts add up to the tensor.
 
         The part is the whole tensor in the first replica's first micro-batch, and zeros
         elsewhere. With a `GradientExchange`, whose sums may lack replicas, the part of

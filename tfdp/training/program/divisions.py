@@ -1,7 +1,7 @@
 """Warning of a loss that the user's code divides by the number of replicas.
 
 In a loop of Keras the step is that of one device: `num_replicas_in_sync` is 1 in it. A
-script that reads the number before the loop divides by more than 1, so that its loss
+script that reads the number before the loop divides by more than 1, so its loss
 becomes too small.
 """
 
@@ -17,8 +17,8 @@ from tfdp.ground.base.program_trace import ProgramTrace
 from tfdp.training.program.gathers import user_line_of
 from tfdp.training.program.view import operations
 
-# These operations are linear, so the division of an input divides the loss, too: the
-# search for a division of the loss continues to their inputs.
+# The search for a division of the loss continues to the inputs of these operations.
+# They are linear: if an input is divided, so is the loss.
 _LINEAR = operations(
     """
     Add AddN AddV2 Cast DivNoNan ExpandDims Identity Mean Mul Neg Pack RealDiv Reshape

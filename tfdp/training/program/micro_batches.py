@@ -180,7 +180,8 @@ class _Planner:
                 return True
             if tensor.dtype == tf.resource and tensor.op in self._micro.inside:
                 # This handle of a variable is an output of a loop in the program. That
-                # loop runs on the rows of a micro-batch, so its readers do, too.
+                # loop runs on the rows of a micro-batch, so operations that read the
+                # handle run on them as well.
                 return True
         return False
 

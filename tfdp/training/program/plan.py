@@ -2,7 +2,7 @@
 
     traced program -> facts of its inputs -> a `Decision` for each operation, in order
 
-The plan is a pure function of the program, so that it is the same on all workers.
+The plan is a pure function of the program, so it is the same on all workers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from tfdp.training.program.view import (
 )
 
 _BRANCHES = frozenset(("If", "StatelessIf", "Case", "StatelessCase"))
-# The body of a loop is planned again until the `Form` of each loop variable stops
-# changing. If one still changes after this number of passes, the step is refused.
+# The body of a loop is planned again until it returns each loop variable in the `Form`
+# in which it receives it. If a form still changes after planning the body this number
+# of times, the step is refused.
 _MAX_PASSES = 8
 
 
@@ -315,8 +316,9 @@ def _run_whole(view: View) -> Decision:
         AS_IS if tensor.dtype == tf.resource or fact.form is Form.EMPTY else WHOLE
         for fact, tensor in inputs
     ]
-    # A loop may add partial sums to a variable, such as a metric's state. Its initial
-    # value must be a partial sum, too: a whole one would count on every replica.
+    # A loop may add partial sums to a variable, such as a metric's state. So its
+    # initial value must be a partial sum as well as the addends: a whole one would
+    # count on every replica.
     needs = [
         PART if inner_need is PART else need
         for inner_need, need in zip(decision.needs, needs, strict=True)
@@ -383,7 +385,8 @@ def _plan_marker(view: View, marker: str) -> Decision:
         assert shape is not None
         return Decision([AS_IS], [Fact(Form.ROWS, 0, (sizes.rows(1), *shape[1:]))])
     # A partial sum with the marker "part of a replica" must not be summed over
-    # replicas, so it becomes a local value. Other markers are not for the plan.
+    # replicas, so it becomes a local value. With any other marker the input keeps its
+    # form.
     is_part = fact.form is Form.PART
     return Decision([AS_IS], [Fact(Form.LOCAL) if is_part else fact])
 
@@ -492,8 +495,8 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
         CannotDivideError: If the forms still change after planning the body
             `_MAX_PASSES` times.
     """
-    # `replace` copies references to the sets, not the sets, so that what the loop adds
-    # to them counts for the whole program.
+    # `replace` copies references to the sets, not the sets. So what the loop adds to
+    # them counts for the whole program.
     scope = dataclasses.replace(view.scope, num_loops=view.scope.num_loops + 1)
     cond, body = programs.loop_graphs(view.op)
     is_same = [
@@ -621,9 +624,9 @@ def _loop_variable_fact(before: Fact, after: Fact, *, is_list: bool) -> Fact:
     first = (before.sizes or (sizes.UNKNOWN,) * (after.axis + 1))[after.axis]
     is_whole_first = before.form is Form.WHOLE and not is_list
     if is_whole_first and after.is_rows and first.kind == "rows":
-        # The initial value of the loop variable, such as zeros, is whole, but each pass
-        # returns a replica's own rows of the variable. So each replica begins with its
-        # own rows of the initial value.
+        # The initial value of the loop variable, such as zeros, is whole, but each
+        # iteration returns a replica's own rows of the variable. So each replica begins
+        # with its own rows of the initial value.
         return Fact(Form.ROWS, after.axis, after.sizes)
     if {before.form, after.form} == {Form.WHOLE, Form.PART}:
         return Fact(Form.PART, sizes=shape)

@@ -226,8 +226,9 @@ class DividedStep:
             return builder.get(result, WHOLE)
         if (fact.is_rows and fact.axis == 0) or fact.form is Form.LOCAL:
             return builder.get(result, AS_IS)
-        # The number of rows of this result may differ from that of the batch, as in an
-        # argument with other rows. So each replica returns an equal share of the rows.
+        # The number of rows of this result may differ from that of the batch, since an
+        # argument of the step may have other rows. So each replica returns an equal
+        # share of the result's rows.
         return replica.take_equal_share(builder.get(result, WHOLE))
 
     @staticmethod

@@ -40,12 +40,14 @@ def table(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
     return {name: entry for names, entry in entries.items() for name in names.split()}
 
 
-# The input with this index is the shape of the output. Its elements may be multiples of
-# the number of rows, which TensorFlow's static shape cannot express.
+# The input with this index is the shape of the output, so the output has the sizes that
+# the plan knows of its elements. These may be multiples of the number of rows, which
+# TensorFlow's static shape cannot express.
 _SHAPE_INPUT = {"BroadcastTo": 1, "Fill": 0, "Reshape": 1}
 
 # The output of these operations has the shape of the first input. The plan may know
-# that shape better than TensorFlow, as multiples of the rows.
+# that shape better than TensorFlow, as multiples of the number of rows, so the output
+# takes its sizes from the plan's fact of that input.
 _LIKE_FIRST = operations("Cumprod Cumsum LogSoftmax ReverseV2 Roll Softmax")
 
 # The output shape of these operations follows from the values of an input, so it may
@@ -222,8 +224,8 @@ class View:
         """Return what is known of the outputs if every replica has the whole inputs.
 
         Returns:
-            List of `Fact`, one for each output: it is whole, too, and has the sizes
-            that follow from the inputs or that TensorFlow knows.
+            List of `Fact`, one for each output: it is whole like the inputs, and has
+            the sizes that follow from them or that TensorFlow knows.
         """
         shape = self._shape_from_input()
         if shape is not None:

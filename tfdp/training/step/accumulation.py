@@ -65,7 +65,8 @@ class Accumulator:
         """
         if gradients is None:
             return self._release, None
-        # The rows of sparse gradients differ between micro-batches, so sums are dense.
+        # The rows of sparse gradients differ between micro-batches, so their sums are
+        # dense tensors.
         added = [tf.convert_to_tensor(gradient) for gradient in gradients]
         if self._weight is not None:
             added = [weighted(gradient, self._weight) for gradient in added]
@@ -175,11 +176,11 @@ class AccumulationState:
         return read(self.count) >= read(self.steps)
 
     def release(self, positions: Sequence[int]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Return sums and the number of micro-batches; reset the state.
+        """Return sums and the number of micro-batches; reset the state on this replica.
 
         Args:
             positions: Sequence of ints, the positions of the sums to return. All other
-                sums are reset, too.
+                sums are reset without being returned.
 
         Returns:
             Tuple of the list of sums and a scalar int tensor.

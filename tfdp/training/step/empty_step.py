@@ -43,8 +43,9 @@ class Updates:
         self._steps: dict[int, Callable[[], Step]] = {}
         self._function: Any = None
         self._left_out: str | None = None
-        # By the id of a `SeedGenerator`: the generator, and how often a step draws from
-        # it. The empty step advances the generator by the same number of draws.
+        # The generators that a step draws from: by the id of a `SeedGenerator`, the
+        # generator and its number of draws. The empty step advances it by the same
+        # number.
         self._draws: dict[int, tuple[Any, int]] = {}
 
     def record(self, optimizer: Any, make_step: Callable[[], Step]) -> None:
@@ -160,12 +161,12 @@ def record_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
 def record_changes_without_data(model: Any, operations: list, data: list) -> None:
     """Record the state that a step changes independently of its batch.
 
-    Keras changes it also in its step without data, at the end of data of unknown
-    length. It is the state of `SeedGenerator`s, other variables whose new value depends
-    neither on the batch nor on variables that depend on it, such as a counter of steps,
-    and the state of TensorFlow's random operations. The innermost `recording` records
-    the `SeedGenerator`s, which `run_empty_step` advances, and the first of the others,
-    of which it warns.
+    Keras also changes it in its step without data, at the end of data of unknown
+    length. It is the state of `SeedGenerator`s and of TensorFlow's random operations,
+    and other variables, such as a counter of steps, whose new value depends neither on
+    the batch nor on variables that depend on it. The innermost `recording` records the
+    `SeedGenerator`s, for `run_empty_step` to advance them. Of the others it records the
+    first, for a warning.
 
     Args:
         model: The Keras model.

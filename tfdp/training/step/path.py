@@ -9,7 +9,7 @@ all replicas, so they give the same results and take the same branches on every 
 An overflow on any replica skips the step on all and changes the scale and its counters.
 Residuals of compression are kept for the next step only if this step is not skipped.
 Features act before 1, at 4 and after 9, see `StepFeature`. Before 1 a feature may
-refuse the gradients, so that no stage runs. At 4 it may skip the step, too, which
+refuse the gradients: then no stage runs. At 4 it may also skip the step, which
 changes neither the scale nor its counters. With `IndependentGroups`, stage 2 reduces
 only within a group of replicas, and each group skips steps on its own.
 

@@ -167,8 +167,8 @@ class StateLayout:
             for slot in slots:
                 slot.assign(slot * tf.cast(factor, slot.dtype), read_value=False)
 
-        # A factor of 1, as after the warmup, changes nothing, so that most steps can
-        # skip the multiplication of all slots.
+        # A factor of 1, as after the warmup, changes nothing. So most steps skip the
+        # multiplication of all slots.
         run_if(tf.not_equal(factor, 1.0), scale)
 
     def update(

@@ -142,8 +142,8 @@ def _may_mix_rows(input_fact: Fact, after: Size, inner: Size, size: Size) -> boo
         return True
     if not inner.number:
         return False
-    # Unknown sizes of a row can only multiply the product of its known sizes. If the
-    # product is divisible by `inner`, the number of entries of a row is divisible, too.
+    # Unknown sizes of a row can only multiply the product of its known sizes. If
+    # `inner` divides this product, it divides the number of entries of a row.
     known = [
         n.number for n in input_fact.sizes[input_fact.axis + 1 :] if n.kind == "number"
     ]
