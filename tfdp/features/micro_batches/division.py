@@ -80,7 +80,7 @@ class MicroBatches(RowDivider):
 
     @property
     def is_trial(self) -> bool:
-        """Bool, whether a search is still trying this number of micro-batches."""
+        """Bool, whether `number` is one that a search is still trying."""
         return bool(self._is_trial.numpy())
 
     def begin_memory_search(self, memory_search: MemorySearch) -> None:

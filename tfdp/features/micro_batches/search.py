@@ -265,9 +265,12 @@ def _why_not_repeatable(
 
 
 def _report(model: Any, division: MicroBatches, before: int) -> None:
-    """Log and store the number of micro-batches with which a failed step succeeded.
+    """Log and store the number of micro-batches with which a repeated step succeeded.
 
-    `before` is the number of micro-batches with which it ran out of memory.
+    Args:
+        model: The Keras model.
+        division: `MicroBatches` with that number.
+        before: Int, the number with which the step ran out of memory.
     """
     number = division.number
     _store(

@@ -155,7 +155,7 @@ class BucketTuning(keras.callbacks.Callback):
             self._end(outcome)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Return to the default plan if the trial is not finished."""
+        """If the trial is not finished, return to the default plan, with a warning."""
         if self._tuner is not None:
             self.close()
             self._keep_default("`fit` ended before a plan was found")

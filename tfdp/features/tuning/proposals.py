@@ -71,7 +71,8 @@ def propose(
         step_seconds: Float, measured time of a step with the default plan.
         algorithms: Sequence of strings or `None`, the algorithms to try, see
             `PlanChoice`.
-        routes_of: Callable, see `RoutesOf`.
+        routes_of: Callable that takes a `PlanChoice`, or `None` for the default, and a
+            `BucketPlan`, and returns the algorithm of each bucket.
 
     Returns:
         List of at most five `Proposal` that differ from the default and each other.
@@ -160,7 +161,7 @@ def _compute_seconds(
 def _predict(
     plan: BucketPlan, routes: Sequence[AlgorithmChoice], compute_seconds: float
 ) -> StepPrediction:
-    """Predict a step of a plan by the cost model.
+    """Predict the times of a step with a plan, by the cost model.
 
     Args:
         plan: `BucketPlan`.

@@ -135,7 +135,7 @@ class Trial:
         return plans[::-1] if self._num_rounds % 2 else plans
 
     def _halve(self) -> None:
-        """Keep the faster half of the candidates; none if none beats the default."""
+        """Drop the slower half of the candidates; all if none beats the default."""
         medians = {r: statistics.median(ratios) for r, ratios in self._ratios.items()}
         ranked = sorted(self._candidates, key=lambda candidate: -medians[candidate])
         kept = ranked[: max(1, len(ranked) // 2)]
@@ -344,6 +344,8 @@ class _Block:
 
     def add(self, seconds: float, num_steps: int) -> bool:
         """Add the time of an execution, and return whether the block is over.
+
+        An execution is one call of the traced function, of one or several steps.
 
         Args:
             seconds: Float, time of all steps of the execution.

@@ -347,7 +347,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
                 keras_optimizer.finalize_averages(part, var_list)
 
     def check_progress(self) -> None:
-        """Raise if every step overflows, whatever the loss scale.
+        """Check that not every step overflows, whatever the loss scale.
 
         Raises:
             RuntimeError: After ten skips in a row at the smallest scale.

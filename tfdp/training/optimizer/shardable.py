@@ -105,10 +105,10 @@ class ShardableOptimizer(OptimizerSettings):
         return self.shards is not None
 
     def shard(self, options: ShardingOptions) -> None:
-        """Shard the state from now on; existing values are kept.
+        """Shard the optimizer's state from now on; existing values are kept.
 
         Args:
-            options: `ShardingOptions`.
+            options: `ShardingOptions`, what to shard and over which replicas.
 
         Raises:
             ValueError: If the state is sharded already with other options.
@@ -198,7 +198,7 @@ class ShardableOptimizer(OptimizerSettings):
         self._on_averages("swap", ShardedLayout.swap_with_average)
 
     def restart_averages(self) -> None:
-        """Restart moving averages of sharded state at the weights, outside a step."""
+        """Set the moving averages of sharded state to the weights, outside a step."""
         self._on_averages("restart", ShardedLayout.restart_average)
 
     def overwrite_with_averages(self, variables: Sequence[Any]) -> None:

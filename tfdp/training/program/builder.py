@@ -187,7 +187,7 @@ class Builder:
         return self._multiples[id(tensor)]
 
     def entries(self, tensor: Any) -> tf.Tensor:
-        """Return the size of a tensor's axis of rows over all replicas.
+        """Return the size of a tensor's axis of rows, summed over all replicas.
 
         It is a scalar int32 tensor.
         """
@@ -254,11 +254,14 @@ class Builder:
         return tensor
 
     def own_static_shape(self, source: Any, fact: Fact) -> tf.TensorShape:
-        """Return the static shape of a tensor of the program on this replica.
+        """Return the static shape that a tensor of the program has on this replica.
+
+        The size of the axis of rows is this replica's, or `None` if it is not static.
 
         Args:
             source: Tensor of the program.
-            fact: `Fact` of `source`.
+            fact: `Fact` of `source`, which says whether and along which axis it has
+                rows.
         """
         if source.shape.rank is None:
             return tf.TensorShape(None)

@@ -33,7 +33,7 @@ class Rows:
     Args:
         own: Int or scalar int32 tensor, number of rows of the replica.
         first: Int or scalar int32 tensor, number of rows of the replicas before it.
-        total: Int or scalar int32 tensor, number of rows of its whole group.
+        total: Int or scalar int32 tensor, number of rows of all replicas of its group.
         may_be_empty: Bool, whether the replica may have no rows.
         total_may_be_zero: Bool, whether its whole group may have no rows. Defaults to
             `False`.

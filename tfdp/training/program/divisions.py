@@ -88,7 +88,7 @@ def _find_division(
 def _constant_number(tensor: Any) -> float | None:
     """Return the value of a constant scalar, or `None` for another tensor.
 
-    A cast of a constant returns the value before the cast.
+    For a cast of a constant, it is the value before the cast.
     """
     while tensor.op.type in ("Cast", "Identity"):
         tensor = tensor.op.inputs[0]

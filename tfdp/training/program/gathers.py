@@ -187,7 +187,10 @@ def _live_operations(plan: Plan) -> Iterator[tuple[Plan, Any]]:
 
 
 def fingerprint_of(conversions: list[Conversion]) -> list[list[str]]:
-    """Return a step's conversions as strings, which workers compare.
+    """Return the tensors that a step gathers or sums as strings, which workers compare.
+
+    Args:
+        conversions: List of `Conversion`, one for each of these tensors.
 
     Returns:
         List of pairs of strings: the converted tensor; the operation and its line.

@@ -182,7 +182,8 @@ class MicroBatchBuilder(Builder):
     Args:
         micro: `MicroPlan` of the program.
         around: `StagedBuilder`, which has the tensors outside of the loop.
-        begin: Scalar int32 tensor, number of the replica's rows before these.
+        begin: Scalar int32 tensor, number of the replica's rows before this
+            micro-batch.
     """
 
     micro: MicroPlan

@@ -83,7 +83,7 @@ class Plan:
         return decision is None or decision.needs[index] is not NOTHING
 
     def is_loop(self, op: Any) -> bool:
-        """Return whether an operation is a loop whose graphs have their own plans."""
+        """Return whether an operation is a loop, with a plan of its body."""
         return op.type in LOOPS and bool(self.decisions[op].plans)
 
     def needs(self, op: Any) -> list[tuple[Any, Need]]:
@@ -121,8 +121,8 @@ class ProgramProperties:
             `tfdp.ground.base.program_trace`.
         is_shared: Callable of an operation, which returns whether its state is shared
             by the replicas of a worker and written by the program. Defaults to never.
-        whole: Set of operations that run on the whole batch, since another operation
-            needs their lists whole.
+        whole: Set of operations that run on the whole batch: those whose lists another
+            operation needs whole, and loops that would otherwise contain a collective.
         unread: Set of operations whose values no result depends on; each replica
             computes them from its own rows.
         num_loops: Int, number of loops around the graph that is being planned.
@@ -426,7 +426,10 @@ def _plan_call(view: View) -> Decision:
 
 
 def _plan_branches(view: View) -> Decision:
-    """Decide how to build an `If` or a `Case`: each branch has its own plan."""
+    """Decide how to build an `If` or a `Case`: each branch gets a plan of its own.
+
+    Replicas hold each result in a form that all branches can return.
+    """
     graphs = programs.branch_graphs(view.op)
     plans = [_plan_inside(graph, view.facts[1:], view.scope) for graph in graphs]
     outputs, needs = [], []
@@ -584,6 +587,9 @@ def converts(plan: Plan, effects: Mapping[Any, Sequence[Any]]) -> bool:
 
 def is_conversion(fact: Fact, need: Need) -> bool:
     """Return whether the needed form of a tensor requires other replicas' data.
+
+    If so, a replica gathers or sums it. A whole tensor never does: a replica can slice
+    it.
 
     Args:
         fact: `Fact` with the form in which replicas hold the tensor.

@@ -328,7 +328,7 @@ class KerasAccumulation(Accumulator):
             total.assign_add(tf.cast(added, total.dtype), read_value=False)
 
     def _is_due(self) -> tf.Tensor:
-        """Return whether this micro-batch is the last one, by Keras's counter."""
+        """Return whether this micro-batch completes an update, by Keras's counter."""
         return tf.equal((read(self._counter) + 1) % self._steps, 0)
 
     def _release(self) -> Totals:

@@ -285,7 +285,7 @@ def _clip(step: Step, sums: list, statistics: GradientStatistics) -> list:
 
 
 def _decay_and_update(step: Step, gradients: list) -> None:
-    """Stage 6: decay weights and update variables; count it in the loss scale.
+    """Stage 6: decay weights and update variables; count the update in the loss scale.
 
     Args:
         step: `Step`.

@@ -150,7 +150,7 @@ class StateLayout:
         return keras_optimizer.clip_gradients(group.optimizer, sums.gradients())
 
     def scale_momentum(self, group: ParamGroup, factor: Any) -> None:
-        """Multiply the momentum slots of a group, which contain the learning rate.
+        """Multiply the momentum slots of a group, since they contain the learning rate.
 
         Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, remark 2.
 

@@ -113,7 +113,7 @@ class StepFeature:
         """
 
     def schedule(self, group: ParamGroup) -> Schedule | None:
-        """Return the learning rate of a parameter group in this update.
+        """Return the learning rate of a parameter group in the update that is traced.
 
         Returns:
             `Schedule` with the rate and a factor of momentum, or `None` if the feature

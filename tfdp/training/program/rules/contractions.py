@@ -131,7 +131,7 @@ def _decide_from_labels(
 def _output_sizes(
     inputs: Sequence[str], output: str, facts: Sequence[Fact]
 ) -> tuple[Size, ...]:
-    """Return the sizes of the output from those of the inputs.
+    """Return the shape of a contraction's output from the shapes of its inputs.
 
     Args:
         inputs: Sequence of strings, the labels of the axes of each input.

@@ -89,8 +89,9 @@ _NOT_BROADCASTING = frozenset(("AddN", *_UPSTREAM_INPUT))
 def decide_zeros(view: View) -> Decision | None:
     """Decide how replicas build `OnesLike` or `ZerosLike` without the input's value.
 
-    It applies if each size of the input is a number or a known multiple of the number
-    of rows. A loop then does not keep the input for its gradient.
+    A loop then does not keep the input for its gradient. The decision is `None` for
+    another operation, or unless each size of the input is a number or a known multiple
+    of the number of rows.
     """
     if view.type not in ("OnesLike", "ZerosLike") or view.op.outputs[0].dtype in (
         tf.variant,

@@ -339,7 +339,7 @@ def _concat_offset(view: View) -> Decision | None:
 
 
 def _one_hot(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas build one-hot vectors of row-sharded indices."""
+    """Decide how replicas build one-hot vectors: each of its own rows of indices."""
     depth, place = view.facts[1].value, view.attribute("axis")
     size = depth[()] if depth is not None else sizes.FREE
     return Decision(

@@ -85,7 +85,12 @@ def _need_of_item(listed: Fact, item: Fact) -> tuple[Need, Fact]:
 
 
 def _with_sizes_of(listed: Fact, item: Fact) -> Fact:
-    """Return a list's `Fact` with the sizes that it has in common with a new item's."""
+    """Return a list's `Fact` after a new item: with the sizes common to all items.
+
+    Args:
+        listed: `Fact` of the list without the item.
+        item: `Fact` of the item.
+    """
     if listed.sizes == item.sizes or None in (listed.sizes, item.sizes):
         return listed
     shape = sizes.common([listed.sizes, item.sizes])
@@ -101,7 +106,11 @@ def _add_item(view: View) -> Decision:
 
 
 def _get_item(view: View) -> Decision | None:
-    """Decide how replicas build a read of an item; `None` for a list without items."""
+    """Decide how replicas build a read of an item of a list.
+
+    The item has the form of the list's items, such as own rows. The decision is `None`
+    for a list without items.
+    """
     listed = view.facts[0]
     if listed.form is Form.EMPTY:
         return None
@@ -119,7 +128,11 @@ def _shape_need(listed: Fact) -> Need:
 
 
 def _pop(view: View) -> Decision | None:
-    """Decide how replicas remove the last item; `None` for a list without items."""
+    """Decide how replicas remove the last item of a list, and return both.
+
+    The item has the form of the list's items, such as own rows. The decision is `None`
+    for a list without items.
+    """
     listed = view.facts[0]
     if listed.form is Form.EMPTY:
         return None

@@ -142,8 +142,8 @@ def _reduced_shape(
 def _build_mean(builder: Any, op: Any, replica_inputs: list, others: list[int]) -> list:
     """Build a partial mean: this replica's sum divided by the global number of entries.
 
-    They are counted along the axis of rows and `others`, the other axes of the
-    reduction.
+    Entries are counted along the axis of rows and `others`, the other axes of the
+    reduction. The partial means of all replicas add up to the mean.
     """
     total = builder.copy(op, replica_inputs, kind="Sum")[0]
     shape = builder.fact(op.inputs[0]).sizes

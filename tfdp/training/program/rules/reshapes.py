@@ -43,7 +43,8 @@ def _reshaped(input_fact: Fact, target: list[Size]) -> tuple[Shape, int] | None:
 
     Args:
         input_fact: `Fact` of the tensor before the reshape.
-        target: List of `Size`, the shape input of the reshape; -1 is unknown.
+        target: List of `Size`, the shape input of the reshape; a -1 stands for a size
+            that TensorFlow computes.
     """
     assert input_fact.sizes is not None
     before = product(input_fact.sizes[: input_fact.axis])

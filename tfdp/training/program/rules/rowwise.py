@@ -118,10 +118,11 @@ _SHAPED_LIKE_FIRST = table(
 
 
 def decide_row_by_row(view: View) -> Decision | None:
-    """Decide how to build an operation that treats each row alone, as a convolution.
+    """Decide how to build an operation that treats each row alone.
 
-    Each replica runs it on its own rows; gradients of weights are partial sums. The
-    decision is `None` for another operation, or if it would combine rows.
+    An example is a convolution. Each replica runs it on its own rows; gradients of
+    weights are partial sums. The decision is `None` for another operation, or if it
+    would combine rows.
     """
     if view.type not in _INPUTS_WITH_ROWS:
         return None

@@ -115,7 +115,11 @@ def _equals(values: np.ndarray | None, index: int, size: Size) -> bool:
 
 
 def decide_strided_slice_grad(view: View) -> Decision | None:
-    """Decide how replicas build the gradient of a slice; `None` if it drops rows."""
+    """Decide how replicas build the gradient of a slice: each that of its own rows.
+
+    The decision is `None` if the slice drops rows, or if its shape or the gradient has
+    no rows.
+    """
     shape, gradient = view.facts[0].value, view.facts[4]
     axis = None if shape is None else sizes.axis_of_rows(shape)
     if axis is None or not gradient.is_rows:
@@ -128,7 +132,11 @@ def decide_strided_slice_grad(view: View) -> Decision | None:
 
 
 def decide_slice(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas build a `tf.slice` of their rows; `None` if it drops rows."""
+    """Decide how replicas build a `tf.slice` of their own rows.
+
+    The decision is `None` if the slice drops rows, if a bound is not known, or if a
+    bound of another axis depends on the number of rows.
+    """
     begin, size = view.facts[1].value, view.facts[2].value
     if begin is None or size is None or begin[input_fact.axis] != sizes.ZERO:
         return None

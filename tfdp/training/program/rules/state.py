@@ -239,7 +239,7 @@ def _build_on_first(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _build_rows_of_first(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build the first replica's numbers, and slice this replica's rows of them.
+    """Draw random numbers for all rows on the first replica, and slice own rows.
 
     Later operations then stay divided by rows.
     """

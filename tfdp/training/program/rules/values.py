@@ -334,7 +334,7 @@ def decide_values(view: View) -> Decision | None:
 def _can_follow(value: np.ndarray) -> bool:
     """Return whether an array of `Size` is small, and known well enough for a plan.
 
-    It is with at most `_MAX_ELEMENTS` elements, none of the kind `"unknown"`, and not
+    It must have at most `_MAX_ELEMENTS` elements, none of the kind `"unknown"`, and not
     both of the kinds `"rows"` and `"splits"`.
     """
     kinds = {size.kind for size in value.ravel()}
