@@ -47,7 +47,7 @@ _SHAPE_INPUT = {"BroadcastTo": 1, "Fill": 0, "Reshape": 1}
 
 # The output of these operations has the shape of the first input. The plan may know
 # that shape better than TensorFlow, as multiples of the number of rows, so the output
-# takes its sizes from the plan's fact of that input.
+# takes its sizes from the plan.
 _LIKE_FIRST = operations("Cumprod Cumsum LogSoftmax ReverseV2 Roll Softmax")
 
 # The output shape of these operations follows from the values of an input, so it may

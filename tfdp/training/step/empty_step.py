@@ -43,9 +43,8 @@ class Updates:
         self._steps: dict[int, Callable[[], Step]] = {}
         self._function: Any = None
         self._left_out: str | None = None
-        # The generators that a step draws from: by the id of a `SeedGenerator`, the
-        # generator and its number of draws. The empty step advances it by the same
-        # number.
+        # For each `SeedGenerator`, by its id: the generator, and how often a step draws
+        # from it. The empty step advances the generator by the same number of draws.
         self._draws: dict[int, tuple[Any, int]] = {}
 
     def record(self, optimizer: Any, make_step: Callable[[], Step]) -> None:

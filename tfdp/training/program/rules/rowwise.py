@@ -107,8 +107,8 @@ _RECURRENT = {
     "CudnnRNNBackpropV3": (0, 1, 2, 5, 6, 7, 8, 9, 10),
 }
 _SEQUENCE_LENGTHS = 4
-# The output with this index has the shape of the first input, so the `Fact` of that
-# input describes it. TensorFlow may not know the shape of the output.
+# The output with this index has the shape and the rows of the first input. TensorFlow
+# may not know that shape, so the `Fact` of the input is used for the output.
 _SHAPED_LIKE_FIRST = table(
     {
         "LogSoftmax Softmax": 0,
