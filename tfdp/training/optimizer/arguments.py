@@ -66,7 +66,9 @@ def resolve_accumulation_steps(accumulation_steps: Any, own_steps: int) -> int:
 
 
 def check_accumulation(optimizer: Any) -> None:
-    """Check that a built optimizer does not accumulate gradients, as the wrapper does.
+    """Check that a built, wrapped optimizer does not accumulate gradients itself.
+
+    Only the wrapper should accumulate them.
 
     Args:
         optimizer: Keras optimizer that a `DistributedOptimizer` wraps.

@@ -325,8 +325,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         """Run a function on every replica, outside a step.
 
         Args:
-            name: String, which identifies the function: it is traced once for each
-                name.
+            name: String, which identifies the function, so that a later call reuses its
+                trace.
             function: Callable without arguments, called in replica context.
         """
         self._traces.run(self, name, function)

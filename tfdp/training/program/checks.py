@@ -39,8 +39,7 @@ def check_step(
 ) -> None:
     """Compare a loop's first step between workers, and check what a step gathers.
 
-    What it gathers is stored in `extended.step_gathers`, and large gathers are warned
-    of.
+    What it gathers is stored in `extended.step_gathers`. A warning names large gathers.
 
     Args:
         strategy: A tfdp strategy.
