@@ -43,6 +43,9 @@ class ArrayPart:
             accepts.
 
     Attributes:
+        num_rows: Int, number of rows of the array; 1 for a scalar.
+        num_bytes: Int, size of all rows; an estimate for strings and objects.
+        is_stored: Bool, whether the array is in a file, and not in memory.
         num_read: Int, number of rows that are read: all, until `choose_rows` lowers it.
     """
 
@@ -58,8 +61,8 @@ class ArrayPart:
         """Lower `num_read` if the array has more bytes than may be read of it.
 
         Args:
-            budget: Int, bytes to read of an array in memory; one in a file has a fixed
-                limit.
+            budget: Int, maximum number of bytes to read of an array in memory. It does
+                not apply to an array in a file, which has a fixed maximum.
         """
         most = _SAMPLED_ROWS
         row_bytes = max(self.num_bytes // max(self.num_rows, 1), 1)
@@ -94,9 +97,9 @@ class ArrayPart:
             digest: String, digest of the values, returned for types without rounding.
 
         Returns:
-            List with, for each block, its dot product with random weights that are the
-            same on all workers, its norm, and its number of non-finite values; or
-            `digest`.
+            List with a list of three numbers for each block: its dot product with
+            random weights that are the same on all workers, its norm, and its number of
+            non-finite values. For types without rounding, `digest`.
         """
         values = self.read()
         # NumPy's kind V includes bfloat16 and float8, which are floats, and records,
@@ -133,7 +136,11 @@ class ArrayPart:
 
 
 def split_into_parts(array: Any) -> list[ArrayPart]:
-    """Return an array's parts, such as a table's columns; `[]` for unknown classes."""
+    """Return an `ArrayPart` for each column or component of an array.
+
+    Most arrays have one part. The list is empty for `None`, and for an array of an
+    unknown class.
+    """
     if array is None:
         return []
     try:
@@ -171,7 +178,7 @@ def is_scipy_sparse(array: Any) -> bool:
 
 
 def _item_bytes(array: Any) -> int:
-    """Return the number of bytes per item of an array; 256 for Python objects."""
+    """Return the bytes per item of an array; 256 for objects and unknown dtypes."""
     # NumPy does not know the dtypes of torch, but a torch tensor has `element_size`.
     if hasattr(array, "element_size"):
         return array.element_size()
@@ -196,9 +203,9 @@ def bytes_of(values: np.ndarray, *, only_names: bool) -> Any:
     """Return an array's values as bytes, the same for equal values on any machine.
 
     Args:
-        values: Array of NumPy.
-        only_names: Bool, whether only the part of each object after its last slash is
-            encoded, because paths may name other folders on another machine.
+        values: NumPy array.
+        only_names: Bool, whether only the part of each string after its last slash is
+            encoded: the file name of a path, whose folders may differ by machine.
     """
     # Records are encoded item by item, because the padding bytes between their fields
     # are random, and would make the bytes of equal records differ.

@@ -99,7 +99,8 @@ def change_for_replicas(then: BatchSettings, now: BatchSettings) -> BatchChange 
 
     Raises:
         ValueError: If the new batch size does not keep the batch size of each replica,
-            or if a batch size is unknown.
+            if a batch size is unknown, or if an epoch would have another number of
+            samples.
 
     Example:
 
@@ -142,8 +143,9 @@ def change_for_updates(
         update has another number of samples.
 
     Raises:
-        ValueError: If the waiting batches are not a whole number of new batches, or if
-            an epoch would have another number of samples.
+        ValueError: If some of the waiting batches are from the previous epoch, and all
+            of them are not a whole number of new batches; or if an epoch would have
+            another number of samples.
 
     Example:
 
@@ -198,7 +200,8 @@ def convert_position(
         snapshot: Dict that `DataPosition.snapshot` returned when the epoch began.
         num_batches: Int, old batches taken since the epoch began.
         change: `BatchChange`.
-        keeps_iterator: Bool, whether one iterator supplies all epochs.
+        keeps_iterator: Bool, whether one iterator supplies all epochs, and not a new
+            one each epoch.
         group: Int, `steps_per_execution`. The number of new batches that is returned
             is rounded down to a multiple of it.
 

@@ -39,7 +39,10 @@ class LabelRecord:
         self._labels: dict[int, dict[str, np.ndarray]] = {}
 
     def watch(self, batches: Iterable) -> Iterator[Any]:
-        """Yield the batches of a new pass; record their labels while `is_active`."""
+        """Yield the batches of a new pass; record their labels while `is_active`.
+
+        The labels of the previous pass are forgotten.
+        """
         # Each pass has a new dict, because the iterator of the previous pass may still
         # read ahead, and would mix its labels with those of the new pass.
         kept: dict[int, dict[str, np.ndarray]] = {}

@@ -51,8 +51,8 @@ def weigh_batches(
 def have_equal_rows(local_batches: list, host_group: ProcessGroup) -> bool:
     """Return whether all replicas are known to have the same number of rows.
 
-    It is known from static shapes, on a single worker only. The arguments are those of
-    `weigh_batches`.
+    The numbers are known only on a single worker, and from static shapes. The arguments
+    are those of `weigh_batches`.
     """
     firsts = [first_tensor(batch) for batch in local_batches]
     static = {None if first is None else first.shape[0] for first in firsts}
@@ -75,13 +75,14 @@ class CountedBatch(NamedTuple):
 
 
 def unpack_counted(args: tuple) -> tuple[tuple, tf.Tensor | None]:
-    """Unpack a `CountedBatch` among the arguments of a step.
+    """Replace a `CountedBatch` among a step's arguments by the batch inside it.
 
     Args:
         args: Tuple, one item may be a `CountedBatch`.
 
     Returns:
-        Tuple of plain arguments, and the number of rows of the global batch or `None`.
+        Tuple of the plain arguments, and the number of rows of the global batch;
+        `None` without a `CountedBatch`.
     """
     plain = tuple(a.batch if isinstance(a, CountedBatch) else a for a in args)
     totals = [a.num_rows for a in args if isinstance(a, CountedBatch)]

@@ -38,8 +38,8 @@ def check_arrays(model: Any, arguments: dict[str, Any]) -> None:
 
     Args:
         model: The Keras model.
-        arguments: Dict, the arguments of the call by name. Data other than nests of
-            arrays is not checked.
+        arguments: Dict, the arguments of the call by name, including `validation_data`.
+            Data other than nests of arrays is not checked.
 
     Raises:
         ValueError: If there is no array, or if an array is a scalar, or if arrays have
@@ -95,7 +95,7 @@ def describe_arrays(given: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def named_arrays(given: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the arrays of nests by their paths.
+    """Return the arrays of nests by their paths, such as "x['a']".
 
     Args:
         given: Dict of nests of arrays by name.

@@ -87,7 +87,7 @@ def batch_dependence_of(source: Any, *, shuffles_batches: bool) -> str | None:
 
     Args:
         source: The user's data: a dataset, arrays, a `PyDataset` or other.
-        shuffles_batches: Bool, whether arrays are shuffled in batches.
+        shuffles_batches: Bool, whether `fit` shuffles arrays with `shuffle="batch"`.
 
     Returns:
         String, the reason, or `None` if the order does not depend on the batch size.

@@ -56,8 +56,9 @@ REBALANCE_REASON = (
 # refused in any other.
 _generations: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _POLICY = tf.data.experimental.AutoShardPolicy
-# The check whether there are enough files reads one record, without these stages, which
-# read no files: `map` would prepare elements, and `shuffle` would fill its buffer.
+# To check that there are enough files, one record is read from the pipeline without
+# these stages. They read no files, but `map` would prepare elements, and `shuffle`
+# would fill its buffer.
 _STAGES_AFTER_READING = {
     *(
         *BATCHES,
@@ -112,6 +113,9 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
 def _check_order(strategy: Any, dataset: Any) -> None:
     """Raise if a shuffle's order depends on reads before the workers changed.
 
+    Each `shuffle` with a new order in each iteration is recorded with the cluster for
+    which it is first distributed.
+
     Args:
         strategy: A tfdp strategy, whose workers may have changed.
         dataset: `tf.data.Dataset`.
@@ -165,8 +169,8 @@ def _distribute_by_policy(
 
     With `FILE` stock tf.distribute shards the files; too few of them are a warning, and
     the dataset is divided by rows. With `OFF` each worker reads its own data in global
-    batches. A step takes one worker's share of rows from such a batch, so that a batch
-    supplies as many steps as there are workers, as TensorFlow defines it.
+    batches. A step takes one worker's share of rows from such a batch, so a batch
+    supplies as many steps as the job has workers, as TensorFlow defines it.
 
     Args:
         strategy: A tfdp strategy.
@@ -184,7 +188,8 @@ def _distribute_by_policy(
     if policy == _POLICY.OFF:
         return _distribute_local_batches(strategy, dataset, options)
     warn_of_shards(shards)
-    # Records may have different shapes, so that only a batch of one never fails.
+    # Records may have different shapes, which a batch of several would reject. So each
+    # batch has one record.
     records = _records_of(dataset).batch(1)
     probe = stock.experimental_distribute_dataset(records, options)
     if not worker_group.any("sharding by file", not _can_read(probe)):
@@ -262,8 +267,8 @@ def _check_shards(
             the pipeline cannot be rebatched.
 
     Returns:
-        List with the number of batches of each worker, as `tf.data.Dataset.cardinality`
-        returns it, or `None` if the worker could not rebatch its rows.
+        List with an item for each worker: the cardinality of its `local_batches`, or
+        `None` if it has none.
     """
     group = strategy.extended.worker_group
     policy = dataset.options().experimental_distribute.auto_shard_policy
@@ -369,8 +374,8 @@ def warn_not_split_early(strategy: Any, obstacle: str) -> None:
     """
     extended = strategy.extended
     num_workers = extended.worker_group.num_workers
-    # Workers read the same data, mostly with the same obstacle, so that one warning, of
-    # the first worker, is enough.
+    # All workers read the same data, so mostly the same obstacle keeps each of them
+    # from preparing only its own rows. One warning, by the first worker, is enough.
     if obstacle and extended.worker_group.is_chief:
         user_code.warn(
             f"Each of the {num_workers} workers prepares all rows of this dataset, and "
@@ -380,9 +385,10 @@ def warn_not_split_early(strategy: Any, obstacle: str) -> None:
 
 
 def part_in_training() -> JobPart | None:
-    """Return this process's `JobPart` while `fit` prepares training data, or `None`.
+    """Return the `JobPart` of this process while `fit` prepares its training data.
 
-    It is `None`, too, in a job without parts that train separately.
+    A `JobPart` is a part of a job, such as a DiLoCo island, that trains on its rows of
+    each batch. The result is `None` in a job without such parts, and at other times.
     """
     return None if loops.awaiting_training_data() is None else job_part()
 
@@ -414,7 +420,7 @@ def check_batch_size(strategy: Any, batch_size: int | None, what: str) -> None:
     Args:
         strategy: A tfdp strategy.
         batch_size: Int, rows of a global batch, or `None` if unknown.
-        what: String, the name of the batch size in the message.
+        what: String, the subject of the message, such as "The dataset's batch size".
 
     Raises:
         ValueError: If `batch_size` is known and smaller than the number of

@@ -48,8 +48,8 @@ from tfdp.training.data.stages import (
 _STATELESS_RANDOM = (
     "`tf.random.stateless_uniform` and its like, seeded by the element's index"
 )
-# A stateful operation keeps a `map` from running for a worker's own rows only. The
-# warning about it names the remedy for the operation.
+# A `map` with a stateful operation cannot run for a worker's own rows only, because its
+# results may depend on earlier rows. A warning names the remedy for each operation.
 _ADVICE = {
     "PyFunc": "give `tf.numpy_function` `stateful=False` if its function is pure",
     "EagerPyFunc": "use `tf.numpy_function` with `stateful=False` if it is pure",
@@ -130,8 +130,8 @@ def divide_early(
         return Division(obstacle=obstacle)
     for each in after:
         local_rows = each.rebuild_on_pairs(local_rows)
-    # `batch` has allocated the rows, so that they share no memory with the user's
-    # arrays and need no copy.
+    # `batch` has allocated the rows, so they share no memory with the user's arrays and
+    # need no copy.
     local_rows = divide_local_rows(
         local_rows, ranks, num_replicas, static, is_shared=False
     )
@@ -187,10 +187,11 @@ def _batch_local_rows(
         num_replicas: Int, on all workers.
 
     Returns:
-        Tuple of a `tf.data.Dataset` of pairs, this worker's rows of a batch and the
-        number of all its rows, or `None` if no stage before `batch` can be limited to
-        this worker's rows; the static number of rows of each global batch or `None`;
-        and why each worker prepares all rows, or `""`.
+        Tuple of three items: a `tf.data.Dataset` of pairs, this worker's rows of a
+        batch and the number of all its rows, or `None` if no stage before `batch` can
+        be limited to this worker's rows; the number of rows of every global batch, or
+        `None` if the last one may be smaller; and a string, why each worker prepares
+        all rows, or `""`.
     """
     elements = elements_of(*tf_data.dataset_sources(stage))
     size = tf_data.size_of_batch_stage(stage)
@@ -283,7 +284,8 @@ def divide_local_rows(
         part = LocalRowRange(total, static, ranks[0], is_shared)
         parts = tuple(rows_of_rank(rows, rank, num_replicas, part) for rank in ranks)
         # `DeepCopy` is stateful, which keeps TensorFlow from making the `map` parallel.
-        # Parallel calls would read ahead in a Python generator, which loses batches.
+        # Parallel calls would read ahead from a Python generator, and batches that are
+        # read ahead, but not used, would be lost.
         return parts, tf.raw_ops.DeepCopy(x=tf.cast(total, tf.float32))
 
     return batches.map(divide)
@@ -371,8 +373,8 @@ def _elements_of_zip(dataset: tf.data.Dataset) -> Elements:
 
     Returns:
         `Elements`. The elements of an input without maps of single elements are not
-        mapped; if no input has any, the whole `zip` is raw. `obstacle` is the first one
-        of an input.
+        mapped; if no input has such maps, the whole `zip` is raw. `obstacle` is that of
+        the first input that has one.
     """
     nest = pipelines.zipped(dataset)
     parts = [elements_of(part) for part in tf.nest.flatten(nest)]

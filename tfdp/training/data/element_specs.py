@@ -137,7 +137,8 @@ def _commonly_known_sizes(
         described: Sequence of dicts that `describe_spec` returned on each worker.
 
     Returns:
-        List of sizes, or `None` if a worker knows no shape.
+        List of sizes, or `None` if a worker knows no shape; `own_sizes` if the shapes
+        of the workers differ in rank.
     """
     others = [each[name]["shape"] for each in described if name in each]
     if own_sizes is None or None in others:

@@ -58,8 +58,8 @@ from tfdp.training.data.uneven_inputs import (
 from tfdp.training.data.value_differences import values_fact
 from tfdp.training.replicas.random_seed import stand_in_seed
 
-# Messages of the watchdog name the data that a loop reads. An epoch begins with Keras's
-# iterator alone, so that the name of its data is kept here for each iterator.
+# Messages of the watchdog name the data that a loop reads. When an epoch begins, only
+# Keras's iterator is known, so the name of its data is kept here for each iterator.
 _source_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
@@ -115,12 +115,16 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
 def _track_position(
     position: DataPosition, strategy: Any, iterator: Any, of_epoch: Callable
 ) -> None:
-    """Attach an epoch iterator of a `fit` to the position in its data.
+    """Let a `DataPosition` record what one epoch iterator of its `fit` reads.
+
+    The first iterator of a `fit` is that of the training data. If it would shuffle
+    arrays without a seed, it gets a `SeededShuffle`, whose order a rerun can repeat.
+    Every later iterator is one of the validation data.
 
     Args:
         position: `DataPosition` of that `fit`.
         strategy: Strategy of the model.
-        iterator: Epoch iterator of Keras: the first is that of the training data.
+        iterator: Epoch iterator of Keras.
         of_epoch: Callable that returns the dataset of the next epoch.
     """
     if position.iterator is not None:
@@ -256,7 +260,7 @@ def _seed_array_order(strategy: Any, iterator: Any, with_common_end: Callable) -
         "shuffling", random_seeds.random_state()
     )
     if are_seeded_alike and random_seeds.global_seed() != stand_in_seed():
-        # The user has seeded all workers alike, so that their shuffles agree.
+        # The user has seeded all workers alike, so their shuffles agree already.
         return
     if not are_seeded_alike:
         _warn_of_seeds()
@@ -445,8 +449,9 @@ class _AdapterWithLength:
 def _with_local_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Replace the data of an epoch iterator by an adapter for several workers.
 
-    The adapter reads this worker's rows only where the data allows it. For generators
-    and other `PyDataset`s it records labels of batches.
+    Where the data allows it, the adapter reads only this worker's rows. For generators,
+    and for `PyDataset`s that yield only whole batches, it records the class labels of
+    batches, which workers compare.
 
     Args:
         strategy: A tfdp strategy of several workers.
@@ -465,8 +470,8 @@ def _with_local_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]
     if not isinstance(source, keras.utils.PyDataset):
         return arguments
     if arguments.get("y") is not None or arguments.get("sample_weight") is not None:
-        # A `PyDataset` itself yields targets and weights, so that Keras raises an error
-        # for these arguments. An adapter in its place would hide the error.
+        # A `PyDataset` itself yields targets and weights, so Keras rejects `y` and
+        # `sample_weight`. An adapter in its place would hide Keras's error.
         return arguments
     reads_rows = supports_row_reads(source)
     if reads_rows and strategy.extended.balance is not None:

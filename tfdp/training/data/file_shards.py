@@ -302,9 +302,9 @@ def _check_same_files(
 
 
 def _explain_files(seen: dict[int, list], texts: Sequence[str]) -> str:
-    """Return the error that two workers see different files.
+    """Return the text of the error that two workers see different files.
 
-    It names a file that differs, if it is among the first of a long list.
+    The text names a file that differs, if it is among the first of a long list.
 
     Args:
         seen: Dict from the ranks of two workers to the list of their files, pairs of a
@@ -346,7 +346,7 @@ def _warn_of_few_files(group: WorkerGroup, num_files: int) -> None:
 def _warn_of_uneven_sizes(
     group: WorkerGroup, sizes: list[int], owners: list[int], num_workers: int
 ) -> None:
-    """Warn if one worker reads over 1.25 times as many bytes as the mean worker.
+    """Warn if one worker reads over 1.25 times the mean number of bytes per worker.
 
     Args:
         group: `WorkerGroup` of all workers. Only worker 0 warns.

@@ -52,8 +52,10 @@ class ArrayValues:
     def fingerprints(self) -> dict[str, Any]:
         """Return a fingerprint of each array, by name.
 
-        A fingerprint is a list of two items: the list of the numbers of rows read of
-        each part, and a digest of these rows, or `None` if they cannot be read.
+        A fingerprint is a list of two items. The first is a list that has, for each
+        `ArrayPart` of the array, such as a column of a table, how many of its rows are
+        read. The second is a digest of the values of all these rows, or `None` if they
+        cannot be read.
         """
         return {
             name: [[part.num_read for part in parts], self._digest(parts)]
@@ -66,8 +68,9 @@ class ArrayValues:
         Returns:
             Dict, or `None` if the array cannot be described. `"parts"` is a list with
             the result of `ArrayPart.describe` for each part of the array;
-            `"rows"` is an order-independent digest of the rows and some hashes of rows,
-            or `None`; `"paths"` is whether the values are paths.
+            `"rows"` is a list of an order-independent digest of all rows and a list of
+            some row hashes, or `None` for an array whose rows are not hashed one by
+            one; `"paths"` is whether the values are paths.
         """
         parts = self._parts[name]
         try:
@@ -85,7 +88,7 @@ class ArrayValues:
             yield from parts
 
     def _digest(self, parts: list[ArrayPart]) -> str | None:
-        """Return a SHA-256 of the values of all parts; `None` if one cannot be read."""
+        """Return a SHA-256 of the rows read of all parts; `None` if a read fails."""
         try:
             texts = [self._hash_of(part) for part in parts]
         except Exception:  # noqa: BLE001 a user's array class may raise anything

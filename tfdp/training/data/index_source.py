@@ -106,7 +106,8 @@ def _spec_of(part: Any) -> tf.TensorSpec | None:
     if array.dtype == object and not all(
         isinstance(s, (str, bytes)) for s in array.flat
     ):
-        # TensorFlow would silently convert other objects than strings to strings.
+        # Objects other than strings are rejected, because TensorFlow would silently
+        # convert them to strings.
         return None
     try:
         return tf.TensorSpec(array.shape, tf.as_dtype(array.dtype))

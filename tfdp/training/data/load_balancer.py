@@ -192,8 +192,9 @@ def rows_by_weight(num_rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     weights = tf.cast(weights, tf.int64)
     count = tf.size(weights, tf.int64)
     num_left = tf.maximum(num_rows - count, 0)
-    # Each replica is guaranteed one row. The other rows are divided by the quotas above
-    # one, here multiplied by the sum of the weights, so that they are integers.
+    # Each replica is guaranteed one row. The other rows are divided in proportion to
+    # the part of each replica's quota above one row. All quotas are multiplied by the
+    # sum of the weights, so that they are integers.
     excess = tf.maximum(weights * num_rows - tf.reduce_sum(weights), 0)
     total = tf.maximum(tf.reduce_sum(excess), 1)
     # Integer division is exact, so that all workers compute the same rows. Both results
@@ -202,7 +203,8 @@ def rows_by_weight(num_rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
         excess * num_left // total,
         excess * num_left % total,
     )
-    # The sort is stable, so that among equal remainders the lower rank gets the row.
+    # The sort is stable, so among equal remainders the lower rank gets the row, on all
+    # workers alike.
     order = tf.argsort(remainders, direction="DESCENDING", stable=True)
     position = tf.cast(tf.math.invert_permutation(order), tf.int64)
     rows = 1 + whole + tf.cast(position < num_left - tf.reduce_sum(whole), tf.int64)

@@ -34,8 +34,8 @@ _SAMPLERS = (
     "SubsetRandomSampler",
     "WeightedRandomSampler",
 )
-# Keras finds the spec of a `DataLoader` from its first two batches, so that tfdp reads
-# this worker's rows of two batches, too.
+# Keras finds the spec of a `DataLoader` from its first two batches. tfdp gives it this
+# worker's rows of as many batches.
 _BATCHES_FOR_SPEC = 2
 _RANDOM_ITEMS_REASON = (
     "its dataset draws random numbers, which each worker would draw for its own rows "
@@ -54,7 +54,7 @@ class LocalRowsSampler:
 
     Attributes:
         totals: `collections.deque` of ints, the number of rows of each global batch of
-            the latest pass. The reader of a batch removes its number.
+            the latest pass. The reader of a batch removes the number of its rows.
     """
 
     def __init__(self, batches: Any, ranks: Sequence[int], num_replicas: int) -> None:
@@ -112,8 +112,8 @@ class RandomnessWatch:
 def rows_of_loader(strategy: Any, loader: Any) -> Any:
     """Return a Keras data adapter that loads only this worker's rows of a `DataLoader`.
 
-    If workers cannot load their rows only, `loader` is returned, with a warning. All
-    workers call it.
+    If a worker cannot load only its own rows, all workers return `loader`, with a
+    warning. All workers call it.
     """
     worker_group = strategy.extended.worker_group
     _synchronize_generators(worker_group, loader)
@@ -275,7 +275,8 @@ def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
             item_of(_arrays_of(batch), local_loader.batch_sampler.totals.popleft())
         )
         draws |= is_random
-    # Deletion of a `DataLoader`'s iterator ends its worker processes.
+    # The iterator is deleted at once, because its deletion ends the worker processes of
+    # the `DataLoader`.
     del batches
     if draws:
         for generator, state in zip(generators, before, strict=True):

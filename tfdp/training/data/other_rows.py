@@ -47,7 +47,8 @@ def indices_of_other_rows(dataset: tf.data.Dataset) -> frozenset[int]:
         dataset: `tf.data.Dataset` of global batches.
 
     Returns:
-        Frozenset of ints, indices of the flattened parts of a batch.
+        Frozenset of ints, indices of the flattened parts of a batch; of dense and
+        ragged parts only.
 
     Example:
 
@@ -128,8 +129,8 @@ def _rows_by_stages(dataset: tf.data.Dataset) -> list:
 
     Returns:
         List with a description for each part: `_UNKNOWN_ROWS` after a `map` that may
-        change the number, a `_ZippedBatches` for a part of a `zip`, or the same text
-        for all parts of one other dataset.
+        change the number, a `_ZippedBatches` for a part of a `zip`, or otherwise a
+        constant text, because all parts of the dataset have the same row count.
     """
     num_parts = len(tf.nest.flatten(dataset.element_spec))
     kind = tf_data.kind_of_stage(dataset)

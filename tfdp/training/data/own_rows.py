@@ -39,7 +39,8 @@ from tfdp.training.data.stages import no_autograph
 # because each count takes a call of the user's `num_rows`.
 _COMPARED_BATCHES = 10_000
 _PARTS = ("x", "y", "sample_weight")
-# NumPy's dtype kinds of booleans, integers and floats. Keras reads all other arrays.
+# NumPy's dtype kinds of booleans, integers and floats. Only arrays of these kinds are
+# read from files row by row; Keras copies all others into memory.
 _NUMBER_KINDS = "biuf"
 
 
@@ -65,7 +66,7 @@ def distribute_local_rows(
 
     Args:
         strategy: A tfdp strategy of several workers.
-        kind: String, the kind of data, in the plural, for messages.
+        kind: String, the kind of data for messages, such as `"PyDatasets"`.
         describe: Function without arguments, which returns a `tf.data.Dataset` of dicts
             as `item_of` builds them, with this worker's rows of a batch and the number
             of rows of the whole batch; and a description, which must be the same on all
@@ -84,11 +85,12 @@ def distribute_local_rows(
     ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
     divided = divide_local_rows(pairs, ranks, num_replicas)
     if is_ahead:
-        # One batch is read ahead. Keras's prefetch was removed, because TensorFlow
-        # tunes how many batches it reads ahead, and they may differ between workers.
+        # TensorFlow tunes the read-ahead of Keras's prefetch on each worker by itself,
+        # so the user's Python code, and its random generators, would run ahead by
+        # different numbers of batches. A prefetch of one batch replaces Keras's.
         divided = divided.prefetch(1)
     # Workers have compared their numbers of batches, which are part of the description,
-    # so that no step has to synchronize the end of the data.
+    # so no step has to synchronize the end of the data.
     return distribute_divided(
         strategy, divided, None, ReadOptions(syncs_end_of_data=False)
     )
@@ -99,7 +101,7 @@ def _build_and_compare(strategy: Any, kind: str, describe: Callable[[], tuple]) 
 
     Args:
         strategy: A tfdp strategy of several workers.
-        kind: String, the kind of data, in the plural.
+        kind: String, the kind of data for messages, such as `"PyDatasets"`.
         describe: Function without arguments that returns the dataset and a description
             of its batches, which must be the same on all workers.
 
@@ -180,7 +182,7 @@ class LocalRowsDataset(keras.utils.PyDataset):
 
 
 def rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) -> Any:
-    """Return an adapter that reads a worker's rows of a `PyDataset` with `rows`.
+    """Return a Keras data adapter of this worker's rows of a `PyDataset` with `rows`.
 
     Args:
         strategy: A tfdp strategy of several workers.
@@ -215,8 +217,9 @@ def rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) ->
 def supports_row_reads(source: Any) -> bool:
     """Return whether data is a `PyDataset` with the methods `rows` and `num_rows`.
 
-    An unrelated method or attribute `rows` is recognized by its signature. The user is
-    warned of a `PyDataset` with `rows` but without `num_rows`.
+    The signature of `rows` must accept `(index, start, stop)`, which an unrelated
+    attribute of this name does not. The user is warned of a `PyDataset` with `rows` but
+    without `num_rows`.
     """
     if not isinstance(source, keras.utils.PyDataset):
         return False
@@ -345,14 +348,14 @@ class StoredArraysAdapter(keras_data.ArrayDataAdapter):
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        # Keras shuffles and batches row numbers in place of an array in a file. By the
-        # `id` of these numbers, the reader of the array is found again.
+        # Keras shuffles and batches row numbers in place of an array in a file. The
+        # keys are the `id`s of the arrays of numbers, by which readers are found again.
         self._stored_by_stand_in: dict[int, StoredRows] = {}
         shuffle = arguments.get("shuffle", False)
         self._has_class_weight = arguments.get("class_weight") is not None
 
         def stand_in(leaf: Any) -> Any:
-            """Register an array in a file, and return its row numbers.
+            """Return the row numbers of an array in a file, and register its reader.
 
             Other leaves are returned unchanged.
             """

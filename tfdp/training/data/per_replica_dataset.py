@@ -29,17 +29,17 @@ from tfdp.training.data.uneven_inputs import (
 )
 
 # The rows of this many steps are prepared ahead, so that a step need not wait for them.
-# Fewer are read of a Python generator, whose batches cannot be read again.
+# Fewer are read from a Python generator, whose batches cannot be read again.
 PREFETCHED_STEPS = 2
-# TensorFlow's autotuning can speed up only these stages. Without them it may be turned
-# off, which shortens the deletion of an iterator.
+# TensorFlow's autotuning can speed up only these stages. For a pipeline without any of
+# them it may be turned off, which shortens the deletion of an iterator.
 _AUTOTUNED_STAGES = (
     *(*MAPS, "ParallelBatchDataset"),
     *("InterleaveDataset", "ParallelInterleaveDataset"),
 )
 
 # A type spec holds the `id` of a strategy instead of the strategy, because TensorFlow
-# compares type specs by plain values. By the `id` the strategy is found here.
+# compares type specs by plain values. This dict finds the strategy by its `id`.
 _strategies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
@@ -47,8 +47,8 @@ class ReadOptions(NamedTuple):
     """Read options of a `PerReplicaDataset`, the same on all workers.
 
     Args:
-        syncs_end_of_data: Bool, whether workers may run out of data at different
-            steps, so that each step begins with an all-reduce.
+        syncs_end_of_data: Bool, whether each step begins with an all-reduce that shows
+            which workers have data, because they may run out of it at different steps.
         counts_rows: Bool, whether an element is a `CountedBatch`, with the row count of
             the global batch. Only Keras's loops can use it, because they pass a batch
             to `strategy.run` unchanged. Defaults to `False`.
@@ -59,7 +59,8 @@ class ReadOptions(NamedTuple):
             read ahead by different amounts, and would use different weights for one
             batch. Defaults to `False`.
         same_rows: Bool, whether batch i is known to have the same number of rows on all
-            workers, so that each worker can count its own batch. Defaults to `True`.
+            workers. Then each worker counts the rows of its own copy, without an
+            all-reduce. Defaults to `True`.
     """
 
     syncs_end_of_data: bool
@@ -87,7 +88,7 @@ def divide_and_prefetch(
         batches: `tf.data.Dataset` of global batches.
         ranks: List of ints, the replicas whose rows the result has.
         num_replicas: Int, on all workers.
-        checks: Bool, whether the parts of a batch must have the same number of rows.
+        checks: Bool, whether different numbers of rows of a batch's parts are an error.
             Defaults to `None`: only if there are several replicas.
         others: Collection of ints, indices of the flattened parts that are divided by
             their own number of rows. Defaults to none.
@@ -188,7 +189,7 @@ class PerReplicaDataset(tf_data.DistributedDatasetsFromFunction):
 
     @property
     def components(self) -> Any:
-        """The `tf.data.Dataset` of this worker, the composite tensor inside."""
+        """The `tf.data.Dataset` of this worker, which a `tf.function` receives."""
         return self.dataset
 
     @property
@@ -220,7 +221,7 @@ class PerReplicaIterator(StepIterator):
 
     @property
     def element_spec(self) -> Any:
-        """Spec of an element, per replica if there are several."""
+        """Spec of an element, per replica if there are several local replicas."""
         return element_spec_of(self, self._iterator)
 
     def get_next(self) -> Any:
@@ -334,7 +335,7 @@ def _spec_of(value: Any) -> PerReplicaSpec:
 
 
 def _generation_of(strategy: Any, generation: int | None) -> int:
-    """Return `generation`; for `None` that of the strategy's present cluster."""
+    """Return `generation`, a cluster's number; for `None` that of the present one."""
     return strategy.extended.generation if generation is None else generation
 
 

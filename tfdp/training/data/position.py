@@ -31,7 +31,7 @@ from tfdp.training.data.file_shards import FileShard
 # Loops may be nested, for example if a callback of `fit` calls `evaluate`. The last
 # position is that of the innermost loop, or `None` if that loop is not tracked.
 _positions: ThreadStack[DataPosition | None] = ThreadStack("data positions")
-# Error texts show the keys of a description of the data, so that each key is a phrase.
+# Error texts show the keys of a description of the data, so each key is a phrase.
 _NUM_BATCHES = "the number of batches"
 
 
@@ -58,10 +58,10 @@ class DataPosition:
         reshuffles = is_dataset and tf_data.reshuffles(validation)
         self._validation = validation if reshuffles else None
         self._validation_steps = validation_steps
-        # Shuffles of the validation data may draw the same seeds as those of the
-        # training data. So a restored run creates both kinds of iterators in their old
-        # order. A pair has the number of iterators of the training data before one of
-        # the validation data, and whether batches of the latter were read.
+        # Shuffles of the validation data may share seeds with those of the training
+        # data. So a restored run creates both kinds of iterators in their old order. A
+        # pair stands for an iterator of the validation data: the number of iterators of
+        # the training data before it, and whether its batches were read.
         self._validations: list[list] = []
         self.exit_stack = contextlib.ExitStack()
         self.last_logs: dict[str, Any] | None = None
@@ -70,8 +70,8 @@ class DataPosition:
         self.iterator: Any = None
         self._make: Callable = iter
         self._order: SeededShuffle | None = None
-        # A restored run skips the batches that were taken from each iterator, so that
-        # each has an entry with their number.
+        # An entry for each iterator, the number of batches taken from it: a restored
+        # run skips as many.
         self._taken: list[int] = []
         self._skipped = 0
         self._stand_in_seed: int | None = None
@@ -83,6 +83,8 @@ class DataPosition:
         worker_group: WorkerGroup | None = None,
     ) -> None:
         """Begin to count the batches of one of Keras's epoch iterators.
+
+        All workers call it, and exchange descriptions of their data.
 
         Args:
             iterator: `TFEpochIterator` that has not begun an epoch.
@@ -171,7 +173,14 @@ class DataPosition:
         return batch_size
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the position between two epochs as a dict for JSON."""
+        """Return the position between two epochs as a dict for JSON.
+
+        Returns:
+            Dict of the result of `epoch_progress` of Keras's iterator, and of `"taken"`
+            and `"validations"`, the arguments of `_recreate_iterators`; `"order"`, the
+            first seed of a `SeededShuffle` or `None`; and `"description"`, the
+            properties of the data, or a list of them if workers differ.
+        """
         return {
             **keras_data.epoch_progress(self.iterator),
             "taken": list(self._taken),
@@ -293,9 +302,8 @@ class DataPosition:
             elif reshuffles and taken[number]:
                 tf_data.begin_shuffles(source)
             elif reshuffles:
-                # Keras created the epoch's iterator, but read no batch, so that of
-                # several shuffles only the last one drew a seed. `iter(source)` draws
-                # that seed again.
+                # Keras created the epoch's iterator, but read no batch. So only the
+                # last of several shuffles drew a seed. `iter(source)` draws it again.
                 iter(source)
         self._taken = list(taken)
         self._recreate_validations(validations, len(taken))
@@ -304,11 +312,13 @@ class DataPosition:
         return None
 
     def _recreate_validations(self, validations: list[list], number: int) -> None:
-        """Repeat the shuffle seed draws of the validation data at a point of training.
+        """Draw the shuffle seeds of the validation data again, as at a former point.
 
         Args:
-            validations: List of pairs, as for `_recreate_iterators`.
-            number: Int, number of iterators of the training data before that point.
+            validations: List of pairs, as for `_recreate_iterators`. Those with another
+                number than `number` are ignored.
+            number: Int, the point in training: how many iterators of the training data
+                had been created.
         """
         for after, is_read in validations:
             if self._validation is None or after != number:

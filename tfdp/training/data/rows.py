@@ -63,7 +63,7 @@ def divide_batches(
         dataset: `tf.data.Dataset` of global batches.
         ranks: List of ints, the replicas whose rows the result has.
         num_replicas: Int, on all workers.
-        checks: Bool, whether the parts of a batch must have the same number of rows.
+        checks: Bool, whether different numbers of rows of a batch's parts are an error.
             Dense parts with another static number of rows are exempt if both numbers
             are multiples of `num_replicas`. Defaults to `None`: only if there are
             several replicas.
@@ -96,7 +96,8 @@ def divide_batches(
             for rank in ranks
         )
         # `DeepCopy` is stateful, which keeps TensorFlow from making the `map` parallel.
-        # Parallel calls would read ahead in a Python generator, which loses batches.
+        # Parallel calls would read ahead from a Python generator, and batches that are
+        # read ahead, but not used, would be lost.
         return parts, tf.raw_ops.DeepCopy(x=num_rows(first_tensor(element)))
 
     return dataset.map(as_map_function(dataset, divide))
@@ -278,8 +279,8 @@ def _parts_of_equal_rows(
             since they are divided by their own number of rows.
 
     Returns:
-        Dict of type specs by their paths, such as "batch[0]['a']", with that of the
-        first part that has rows.
+        Dict of type specs by their paths, such as "batch[0]['a']", including that of
+        the first part that has rows.
     """
     without_rows = tf.TensorSpec([])
     flat = [
@@ -315,7 +316,7 @@ def _assert_equal_rows(parts: dict[str, Any]) -> None:
     static = {part.shape[0] for part in parts.values()}
     if len(parts) < 2 or (len(static) == 1 and None not in static):
         return
-    counts = tf.stack([count_of(part) for part in parts.values()])  # shape [num_parts]
+    counts = tf.stack([count_of(part) for part in parts.values()])
     text = f"{UNEQUAL_ROWS} Received: {BETWEEN_NAMES.join(parts)} with"
     are_equal = tf.reduce_all(counts == counts[0])
     tf.debugging.Assert(are_equal, [text, counts], summarize=len(parts))

@@ -136,8 +136,8 @@ def _check_same_shuffle(seeds: list) -> None:
 def warn_of_shards(shards: Sequence[list]) -> None:
     """Warn if the workers have different `Dataset.shard`s in their datasets.
 
-    Each worker takes its rows of each batch, so that the other rows of its shard would
-    never be read.
+    Each worker takes its rows of each batch, so the other rows of its shard would never
+    be read.
 
     Args:
         shards: Sequence of lists, for each worker the number of shards and the index
@@ -188,7 +188,7 @@ def _lengths_differ(strategy: Any, lengths: list[int]) -> bool:
     """
     same = len(set(lengths)) == 1
     # If an epoch ends with the shortest dataset, `tfdp.training.data.epochs` warns of
-    # the dropped batches, so that a second warning here would be noise.
+    # the dropped batches, so a second warning here would be noise.
     if not same and not stops_at_shortest(strategy):
         listed = list_by_worker(map(Length.of_cardinality, lengths))
         user_code.warn(

@@ -41,8 +41,8 @@ def has_next_step(strategy: Any, has_data: tf.Tensor, *, stops: bool) -> tf.Tens
     """
     group = strategy.extended.host_group
     with tf.device(group.devices[0]):
-        has_data_here = tf.cast(has_data, tf.int32)[tf.newaxis]  # shape [1]
-        num_with_data = Member(group, 0).all_reduce(has_data_here)[0]  # scalar int32
+        has_data_here = tf.cast(has_data, tf.int32)[tf.newaxis]
+        num_with_data = Member(group, 0).all_reduce(has_data_here)[0]
         return num_with_data == group.size if stops else num_with_data > 0
 
 
@@ -89,7 +89,7 @@ class StepIterator(tf_data.DistributedIteratorInterface, tf_data.CompositeTensor
     """
 
     def __init__(self, iterator: Any, strategy: Any) -> None:
-        # The list holds the only reference to the iterator, so that emptying the list
+        # The list holds the only reference to the iterator, so emptying the list
         # deletes the iterator, see `delete_in_background`.
         self._kept = [iterator]
         self.strategy = strategy
@@ -169,7 +169,7 @@ class StockIterator(StepIterator):
 
     @property
     def element_spec(self) -> Any:
-        """Spec of an element, per replica if there are several."""
+        """Spec of an element, per replica if there are several local replicas."""
         return self._iterator.element_spec
 
     @property
@@ -338,8 +338,8 @@ def _read_counts() -> ReadCounts:
     """Return how many batches this process has requested and received."""
     return ReadCounts(
         *(
-            # `ReadVariableOp` costs less than the call of a traced function, and wakes
-            # no other thread.
+            # `ReadVariableOp` reads a counter at less cost than a call of a traced
+            # function, and wakes no other thread.
             int(tf.raw_ops.ReadVariableOp(resource=count.handle, dtype=tf.int64))
             for count in _counts
         )

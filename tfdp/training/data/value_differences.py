@@ -96,7 +96,7 @@ def find_difference(
     ]
     if not names:
         return ""
-    # Workers with equal values would send the same description, so that only the first
+    # Workers with equal values would send the same description, so only the first
     # worker of each such group describes its values.
     ranks: dict[str, list[int]] = {}
     for rank, of_worker in enumerate(fingerprints):
@@ -143,7 +143,7 @@ def _is_different(first: dict | None, other: dict | None) -> bool:
         return True
     if first["paths"] and other["paths"] and first["rows"] and other["rows"]:
         # Lists of paths without a common name may be copies of one data set under other
-        # names, so that they do not count as different. Lists that share some names do.
+        # names, so they do not count as different. Lists that share some names do.
         return bool(set(first["rows"][1]) & set(other["rows"][1]))
     if len(first["parts"]) != len(other["parts"]):
         return True
@@ -161,7 +161,9 @@ def _parts_differ(first: Any, other: Any) -> bool:
         return first != other
     if len(first) != len(other):
         return True
-    blocks, others = np.array(first), np.array(other)  # each of shape [num_blocks, 3]
+    # A block has three numbers: a projection, the norm, and how many values are not
+    # finite. Rounding may change the first two, in proportion to the norm.
+    blocks, others = np.array(first), np.array(other)
     most = _ROUNDING * np.maximum(blocks[:, 1], others[:, 1])
     differences = np.abs(blocks - others)
     is_rounding = (differences[:, :2] <= most[:, np.newaxis]).all()
