@@ -20,9 +20,9 @@ _BATCHES_BETWEEN_CHECKS = 10
 
 
 class TensorBoardParticipant(keras.callbacks.Callback):
-    """On another worker, take part when worker 0's `TensorBoard` saves weights.
+    """Callback of workers other than 0, for the saves of worker 0's `TensorBoard`.
 
-    A save of sharded state needs all workers; only worker 0 writes the file.
+    A save of weights with sharded state needs all workers; only worker 0 writes a file.
 
     Args:
         every: Int, number of epochs between saves.

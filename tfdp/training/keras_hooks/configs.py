@@ -178,7 +178,7 @@ def _connections(model: Any) -> dict[str, Any]:
 def by_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a dict of pairs, with names renumbered independently of the process.
 
-    Keras counts layers of one class in each process, so that the counters differ.
+    Keras counts layers of one class in each process, so the counters differ.
 
     Example:
 
@@ -217,10 +217,11 @@ def _layer_config(layer: Any) -> dict[str, Any]:
 
 
 def _config(thing: Any) -> Any:
-    """Return a form of an object that workers can compare.
+    """Return a description of an object that workers can compare.
 
-    It is the name of a function or class; a dict of the class and the config of an
-    object with `get_config`, without the config if that fails; otherwise the value.
+    It is the name of a function or class; a dict of the class name and the config of an
+    object with `get_config`, without the config if `get_config` raises; otherwise the
+    result of `comparable`.
     """
     if callable(thing) and hasattr(thing, "__name__"):
         return comparable(thing.__name__)

@@ -161,7 +161,9 @@ def _check_file_on_all_workers(optimizer: Any, path: Any) -> None:
 
 @contextlib.contextmanager
 def plain_optimizer(model: Any, full_state: FullState | None = None) -> Iterator[None]:
-    """Replace the model's `DistributedOptimizer` by a Keras view of it in a context.
+    """Open a context in which the model has a Keras view of its `DistributedOptimizer`.
+
+    Any other optimizer stays in place.
 
     Args:
         model: Keras model.
@@ -177,7 +179,10 @@ def plain_optimizer(model: Any, full_state: FullState | None = None) -> Iterator
 
 
 def save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
-    """Save an optimizer's variables to `store`; sum accumulators over replicas."""
+    """Save an optimizer's variables to `store`, Keras's dict-like store in a file.
+
+    Gradients that each replica accumulates are saved as their sum over replicas.
+    """
     sums = _accumulators_of_replicas(optimizer)
     if not sums:
         original(optimizer, store)
@@ -194,7 +199,10 @@ def save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
 
 
 def load_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
-    """Load an optimizer's variables from `store`; split accumulators over replicas."""
+    """Load an optimizer's variables from `store`, Keras's dict-like store in a file.
+
+    Each of N replicas receives an N-th of a saved sum of accumulated gradients.
+    """
     original(optimizer, store)
     for variable in _accumulators_of_replicas(optimizer):
         variable.assign(variable.numpy() / num_replicas_of(optimizer))

@@ -222,7 +222,7 @@ class AccumulatedGradients:
         count = self.accumulation.count
 
         def read() -> np.ndarray:
-            """Return the number of micro-batches of all updates so far."""
+            """Return the number of all micro-batches so far, not only of updates."""
             updates = int(iterations.numpy())
             return np.asarray(updates * self.steps + int(count.numpy()))
 
@@ -314,6 +314,9 @@ def move_accumulated_gradients(
     scale: float,
 ) -> None:
     """Move a Keras optimizer's accumulated gradients to `accumulation`; free its own.
+
+    The optimizer's `iterations`, which counted micro-batches, counts updates from now
+    on.
 
     Args:
         optimizer: Keras optimizer, maybe built with `gradient_accumulation_steps`.

@@ -35,8 +35,8 @@ _TENSORFLOW_ISSUE = "https://github.com/tensorflow/tensorflow/issues"
 
 
 REPLACEMENTS = (
-    # `compile`, `fit`, `evaluate`, `predict` and `save`: Keras does not coordinate the
-    # workers.
+    # `compile`, `fit`, `evaluate`, `predict` and `save` are replaced, because Keras
+    # does not coordinate the workers.
     Replacement(
         owners.BaseTrainer,
         "compile",
@@ -135,8 +135,8 @@ REPLACEMENTS = (
             ("_finalize_ema_values", "restart_averages"),
         )
     ),
-    # Iteration over batches: all workers need the same number of batches and one order,
-    # and a resumed run needs its position.
+    # The iteration over batches is replaced, because all workers need the same number
+    # of batches in the same order, and a resumed run continues at its old position.
     Replacement(
         owners.EpochIterator,
         "__init__",
@@ -163,8 +163,8 @@ REPLACEMENTS = (
         "A resumed run has to continue with the batch after the last completed one.",
         "https://github.com/keras-team/keras-hub/issues/204",
     ),
-    # Losses and gradients: Keras averages over the rows of each replica, and one device
-    # over those of the global batch.
+    # Functions of losses and gradients are replaced, because Keras averages over the
+    # rows of each replica, and a single device over those of the global batch.
     Replacement(
         owners.keras_loss,
         "reduce_values",
@@ -205,8 +205,9 @@ REPLACEMENTS = (
         runtime_hooks.replica_id,
         "A step is traced as the program of one device, the same on every worker.",
     ),
-    # Layers: a replica has a part of the rows or none, which changes batch statistics,
-    # and its random numbers must differ from those of other replicas.
+    # Functions of layers are replaced, because a replica has only a part of the rows or
+    # none, which changes batch statistics, and must draw other random numbers than the
+    # other replicas.
     Replacement(
         owners.keras_nn,
         "_compute_moments_sync",
@@ -262,8 +263,8 @@ REPLACEMENTS = (
         "`RematScope` with keyword arguments, which `tf.recompute_grad` rejects in a "
         "graph.",
     ),
-    # Updates by a Keras optimizer without `DistributedOptimizer`: Keras clips and
-    # checks each replica's gradients, but one device their sum.
+    # Updates by a Keras optimizer without `DistributedOptimizer` are replaced, because
+    # Keras clips and checks each replica's gradients, and a single device their sum.
     Replacement(
         owners.BaseOptimizer,
         "build",
@@ -293,8 +294,8 @@ REPLACEMENTS = (
         "other replicas run.",
         f"{_KERAS_ISSUE}/18666",
     ),
-    # Saving and loading: files hold the user's own optimizer, so that plain Keras opens
-    # them.
+    # Saving and loading are replaced, so that files hold the user's own optimizer and
+    # plain Keras can open them.
     *(
         Replacement(
             module,
@@ -335,8 +336,8 @@ REPLACEMENTS = (
         "each other's temporary files.",
         f"{_TENSORFLOW_ISSUE}/38635",
     ),
-    # TensorFlow's runtime: its traced functions, caches and seeds know nothing of the
-    # other workers that run the same step.
+    # Functions of TensorFlow's runtime are replaced, because its traced functions,
+    # caches and seeds do not allow for other workers that run the same step.
     Replacement(
         owners.FunctionType,
         "__hash__",

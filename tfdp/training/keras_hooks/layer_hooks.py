@@ -37,8 +37,8 @@ def reduce_values(
 ) -> Any:
     """Reduce loss values, and scale a scalar mean as Keras scales its own means.
 
-    Keras does not scale the scalar mean that a loss function returns, so that the sum
-    over replicas would be too large.
+    Keras does not scale the scalar mean that a loss function returns, so the sum over
+    replicas would be too large.
 
     Args:
         original: Callable, the `reduce_values` of Keras.
@@ -232,8 +232,8 @@ def pad_empty_batch(original: Callable, inputs: Any, *args: Any, **kwargs: Any) 
         return tf.pad(inputs, [[1, 0], *[[0, 0]] * (len(inputs.shape) - 1)])
 
     padded = tf.cond(is_empty, one_row, lambda: tf.identity(inputs))
-    # If the inputs have a static number of rows, it is 0, but the padded batch has one
-    # row. So the static number is removed.
+    # Inputs that may be empty have the static number of rows 0, or none. An empty batch
+    # is padded to one row, so a static number of 0 would be wrong and is removed.
     padded = tf.ensure_shape(padded, [None, *inputs.shape[1:]])
     result = original(padded, *args, **kwargs)
     unpadded = tf.cond(is_empty, lambda: result[:0], lambda: tf.identity(result))

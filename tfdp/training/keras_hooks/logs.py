@@ -44,8 +44,9 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
 def _logs_of_eager_step(strategy: Any, model: Any, outputs: Any) -> Any:
     """Return the logs of an eager step, which has run on the rows of all replicas.
 
-    Where groups of replicas update independently, they are weighted means of the logs
-    of the replicas.
+    Where groups of replicas update independently, each log becomes a mean of the
+    replicas' logs, weighted by their rows. Otherwise the step has computed the logs of
+    the global batch already.
 
     Args:
         strategy: A tfdp strategy.
@@ -101,7 +102,8 @@ def metric_states(model: Any) -> list[Any]:
 def _sum_over_replicas(strategy: Any, model: Any, states: list) -> list[tf.Tensor]:
     """Sum states over all replicas, and values of features in the same all-reduce.
 
-    Each active feature receives the sum of its values by its `take_sum`.
+    A feature is an active `LoopFeature`, which takes part in the step. It gives its
+    values by `values_to_sum`, and receives their sum by `take_sum`.
 
     Args:
         strategy: A tfdp strategy.

@@ -43,15 +43,17 @@ _DATA_ARGUMENTS = ("x", "y", "sample_weight")
 # Workers compare the batch size that Keras will use, which is 32 for arrays if
 # `batch_size` is `None`.
 _KERAS_BATCH_SIZE = 32
-# `verbose` and `return_dict` only affect what a worker prints and returns, so that they
-# may differ between workers. Callbacks are compared separately.
+# These arguments of a loop may differ between workers. `verbose` and `return_dict` only
+# affect what a worker prints and returns, callbacks are compared separately, and
+# `kwargs` only serve Keras internally.
 _WORKER_ARGUMENTS = ("verbose", "return_dict", "callbacks", "kwargs")
 # Data and the batch size are not compared as settings, because the description of the
 # arrays contains them.
 _NOT_SETTINGS = (*_WORKER_ARGUMENTS, *_DATA_ARGUMENTS, "validation_data", "batch_size")
 _MODEL_ATTRIBUTES = ("steps_per_execution", "run_eagerly", "jit_compile")
-# A setting of a process affects the steps of all its models, so that workers compare
-# these settings, too. Each is read by a function.
+# These settings of a process affect the steps of all its models, so workers compare
+# them together with the settings of the model. Each value is the function that reads
+# the setting.
 _PROCESS_SETTINGS = {
     "tf.config.functions_run_eagerly": tf.config.functions_run_eagerly,
     "keras.config.max_epochs": keras.config.max_epochs,
@@ -233,6 +235,9 @@ def _compare_workers(
 ) -> list[dict[str, Any]]:
     """Compare facts about a call between workers, and raise on all if they differ.
 
+    In the same exchange, new variables get worker 0's values, and workers compare the
+    weights that scripts have assigned since the last comparison.
+
     Args:
         strategy: A tfdp strategy of several workers.
         name: String, name of the loop or of the method for a batch.
@@ -355,7 +360,7 @@ def _weights_of(name: str, model: Any) -> dict[str, Any]:
 
 
 def _digest_of_assigned(weights: dict[str, Any]) -> str:
-    """Return a digest of weights assigned outside of steps since a comparison.
+    """Return a digest of the weights assigned outside of steps since last compared.
 
     The digest is of their values; it is `""` if this worker has assigned none.
 
@@ -367,12 +372,18 @@ def _digest_of_assigned(weights: dict[str, Any]) -> str:
 
 
 def _assigned_names(weights: dict[str, Any]) -> list[str]:
-    """Return the names of weights assigned outside of steps since a comparison."""
+    """Return the names of weights assigned outside of steps since last compared.
+
+    The records of assignments are not reset.
+
+    Args:
+        weights: Dict from a name to a variable, the result of `_weights_of`.
+    """
     return [name for name, weight in weights.items() if weight.was_assigned]
 
 
 def _values_of_weights(weights: dict[str, Any], names: Iterable[str]) -> ArrayValues:
-    """Return the values of the weights with some names, for a comparison."""
+    """Return the values of those `weights` that `names` lists, for a comparison."""
     return ArrayValues({name: tf.convert_to_tensor(weights[name]) for name in names})
 
 

@@ -18,9 +18,10 @@ from tfdp.training.keras_hooks.step_functions import FUNCTION_OF_LOOP
 def checking_own_function(model: Any, loop_name: str) -> Iterator[None]:
     """Open a context in which a model's own function of a step must use all replicas.
 
-    Its first step raises a `ValueError` unless it calls `strategy.run`. A function that
-    calls `train_step` itself computes the rows of one worker, and returns the results
-    as if they were those of the global batch.
+    An own function is made by the model's override of `make_train_function` or a
+    similar method. Its first step raises a `ValueError` unless it calls `strategy.run`:
+    a function that calls `train_step` itself computes the rows of one worker, and
+    returns the results as if they were those of the global batch.
 
     Args:
         model: Keras model of a tfdp strategy.
@@ -56,7 +57,7 @@ def checking_own_function(model: Any, loop_name: str) -> Iterator[None]:
 
 
 def _checked(model: Any, method: str, function: Callable) -> Callable:
-    """Wrap a function of a step, to raise at its first step if it uses one replica.
+    """Wrap a function of a step: raise at the first step without `strategy.run`.
 
     Later steps are not checked: a traced function calls `strategy.run` only once.
 

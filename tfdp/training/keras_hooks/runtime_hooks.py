@@ -57,8 +57,9 @@ def gradient(
 ) -> Any:
     """Compute gradients; mark the backward pass, which regathers sharded parameters.
 
-    A symbolic call, in which a model is built, gets zeros for variables. Some of them
-    have no value yet, and outside of replicas TensorFlow finds no gradients of others.
+    While Keras builds a model symbolically, gradients with respect to variables are
+    zeros: some variables have no value yet, and outside of replicas TensorFlow finds no
+    gradients of others.
     """
     variables = (keras.Variable, tf.Variable)
     if keras_model.is_built_symbolically() and any(
@@ -104,8 +105,8 @@ def call_flat(original: Callable, function: Any, *args: Any) -> Any:
 def check_destinations(original: Callable, destinations: Any) -> bool:
     """Return whether a reduction has destinations, such as a variable or a device.
 
-    A string counts as a device, also the empty one, which is the current device: an
-    argument of a `tf.function` has it.
+    A string counts as a device. The empty string counts, too: it stands for the current
+    device, and is the device of an argument of a `tf.function`.
     """
     kinds = (tf.distribute.DistributedValues, str)
     return isinstance(destinations, kinds) or original(destinations)
@@ -116,7 +117,7 @@ def cache(
 ) -> Any:
     """Cache a dataset, on several workers in a separate file for each worker.
 
-    TensorFlow locks a cache file, so that a second worker would fail.
+    TensorFlow locks a cache file, so a second worker would fail.
     """
     group = latest_group()
     is_path = isinstance(filename, (str, os.PathLike))

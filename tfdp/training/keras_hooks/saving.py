@@ -43,6 +43,9 @@ def save_atomically(
 ) -> Any:
     """Save by a function of Keras to a temporary path, and move the file to `path`.
 
+    Into an object store, or as several files, `original` saves directly, on worker 0
+    only, unless other workers have to send it sharded state.
+
     Args:
         original: Callable, a saving function such as `keras.Model.save`.
         model: The Keras model.
@@ -51,7 +54,7 @@ def save_atomically(
         **options: Keyword arguments.
 
     Returns:
-        The result of `original`.
+        The result of `original`, or `None` on a worker that does not call it.
     """
     _thread_state.is_saving = True
     try:
@@ -149,7 +152,8 @@ def _is_sharded_save(arguments: dict) -> bool:
 def _is_replaceable(target: str) -> bool:
     """Return whether a target can be replaced by an atomic move.
 
-    False for a folder, a device, a pipe, and a file in a folder without write access.
+    False for a URL, a name without an ending of Keras's file formats, a folder, a
+    device, a pipe, and a file in a folder without write access.
     """
     return (
         "://" not in target

@@ -74,7 +74,8 @@ def bring_weights_into_scope(model: Any) -> None:
     """Create weights that are on one device again in the scope of the model's strategy.
 
     Layers create their weights in their first call, which may be outside the scope of
-    the model. The weights keep their values; workers get those of the first one.
+    the model. The weights keep their values; workers get those of the first worker. The
+    model's functions of steps are dropped, and the user is warned.
 
     Args:
         model: Keras model of a tfdp strategy, before it trains or is evaluated. All
@@ -99,9 +100,9 @@ def bring_optimizer_into_scope(optimizer: Any) -> None:
     """Move an optimizer that was created outside the active scope into it, in place.
 
     It then belongs to the active strategy, and its counter and learning rate are
-    created again in the scope. Inner optimizers are moved as well. Outside of a scope
-    nothing is moved. A `LossScaleOptimizer` from the scope stays there, but its inner
-    optimizer is moved if it is from outside.
+    created again in the scope. Its inner optimizers are moved with it. Outside of a
+    scope nothing is moved. A `LossScaleOptimizer` from the scope stays there, but its
+    inner optimizer is moved if it is from outside.
 
     Args:
         optimizer: Keras optimizer, or `None`.

@@ -53,14 +53,17 @@ from tfdp.training.step.step import active
 def run_loop(
     name: str, original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `fit`, `evaluate` or `predict`; run it again if a feature can recover."""
+    """Run `fit`, `evaluate` or `predict`; run it again after an error that is handled.
+
+    An error is handled if the hook `recover` of a feature returns true for it.
+    """
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     arguments = bound.arguments
     with contextlib.ExitStack() as stack:
         while True:
             try:
-                # An attempt changes its arguments in place, so that each gets a copy of
-                # the user's.
+                # An attempt changes its arguments in place, so each attempt gets a copy
+                # of the user's arguments.
                 attempt = inspect.BoundArguments(bound.signature, arguments.copy())
                 return _begin_loop(name, original, model, attempt)
             except Exception as error:
@@ -112,10 +115,10 @@ def _begin_loop(
 
 
 def _check_process(model: Any, name: str) -> None:
-    """Raise a `RuntimeError` in a forked process or, on several workers, beside a loop.
+    """Raise a `RuntimeError` in a forked process, or if another thread runs a loop.
 
-    Another thread that runs a loop would exchange messages with other workers in an
-    order that they do not share.
+    The second is an error only with several workers: two threads would exchange
+    messages with other workers in an order that differs by worker.
 
     Args:
         model: A Keras model of a strategy.
