@@ -93,11 +93,11 @@ class AssignedValues:
         self._digest = hashlib.sha256(text.encode()).hexdigest()
 
     def clear_after_comparison(self, *, are_alike: bool) -> None:
-        """Clear the record after the workers have compared this parameter.
+        """Clear the record after the workers have compared this weight.
 
         Args:
             are_alike: Bool, whether all workers had made the same assignments. If not,
-                the parameter counts as mixed until all workers replace it.
+                `is_mixed` is true until an assignment replaces the weight.
         """
         self.is_mixed |= not are_alike
         self._count, self._digest = 0, ""

@@ -85,13 +85,13 @@ def _tensor_checksum(value: tf.Tensor, factors: Sequence[tf.Tensor]) -> tf.Tenso
     Returns:
         Scalar tensor, int64.
     """
-    words = _words(value)  # shape [num_words]
+    words = _words(value)
     sums: list[tf.Tensor] = []
     for begin in range(0, words.shape[0], _CHUNK):
         with tf.control_dependencies(sums[-1:]):
             chunk = tf.cast(words[begin : begin + _CHUNK], tf.int64)
         rows = _sums_of_rows(chunk, factors[_ELEMENTS])
-        sums.append(_sums_of_rows(rows, factors[_ROWS]))  # shape [1]
+        sums.append(_sums_of_rows(rows, factors[_ROWS]))
     if not sums:
         return tf.zeros([], tf.int64)
     return tf.reduce_sum(_sums_of_rows(tf.concat(sums, 0), factors[_CHUNKS]))

@@ -92,7 +92,7 @@ def describe_drift(
         replicas: Sequence of strings, the names of the replicas.
 
     Returns:
-        String.
+        String with the replicas, the first weight that differs, and how many differ.
 
     Example:
 

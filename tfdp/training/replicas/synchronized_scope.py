@@ -211,10 +211,10 @@ def synchronize_new_variables(
 
     Args:
         strategy: A tfdp strategy.
-        line: String, file and line of the scope that is left, or `""`. Defaults to
-            `""`.
-        is_called_by_all: Bool, whether all workers make this call, including those
-            without new variables. Defaults to `False`.
+        line: String, file and line of the scope that is left, for error messages; or
+            `""`. Defaults to `""`.
+        is_called_by_all: Bool, whether all workers make this call, and so take part in
+            the comparison even without new variables. Defaults to `False`.
 
     Raises:
         ValueError: On every worker, if some have created other variables; on workers
@@ -275,7 +275,7 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
     is_inside = context is not None and not tf.executing_eagerly()
     if is_inside and tensor_reads.step_graph() is None:
         # A replica that creates variables inside of a `tf.function` waits for the other
-        # replicas, which wait for it.
+        # replicas, which wait for it: the step would hang.
         raise ValueError(
             f"The optimizer {optimizer.name!r} would be built by an update inside of a "
             "`tf.function` that `strategy.run` calls. Build it before, in the scope: "

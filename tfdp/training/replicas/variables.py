@@ -15,7 +15,7 @@ from tfdp.training.replicas.assigned_values import AssignedValues
 
 _MERGE_OPS = {"Maximum": "max", "Minimum": "min", "LogicalAnd": "min"}
 # Moving statistics of BatchNormalization, and of layers modelled on it, are recognized
-# by name. Replicas update them from different rows, so that they need an average.
+# by name. Replicas update them from different rows, so they need an average.
 _STATISTICS = ("moving_mean", "moving_variance")
 
 
