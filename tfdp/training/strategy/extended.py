@@ -97,8 +97,9 @@ class ReplicaExtended:
     # For each model and loop, the tensors that its step gathers, kept for reports of
     # the communication that they cost, see `tfdp.training.program.checks`.
     step_gathers: weakref.WeakKeyDictionary[Any, dict[str, Any]]
-    # Names that the user's script gives to the number of replicas, by which a loss that
-    # is wrongly divided by it is found, see `tfdp.training.program.divisions`.
+    # Names that the user's script gives to the number of replicas. By these names a
+    # loss that is wrongly divided by the number is recognized, see
+    # `tfdp.training.program.divisions`.
     replica_count_names: set[str]
     # True in a scope with `init="deferred"`: parameters are sharded when they are
     # created, because the model may be too large for one replica.
@@ -314,7 +315,8 @@ class ReplicaExtended:
         assertion that the workers have not changed is added to the graph.
         """
         self.assert_same_workers()
-        # Sparse tensors have the attribute `values` too, so that the class decides.
+        # The class is checked, because the attribute `values` of a per-replica value is
+        # also one of sparse tensors.
         is_per_replica = isinstance(value, tf.distribute.DistributedValues)
         num_local = len(value.values) if is_per_replica else 1
         if num_local == len(self.group.devices):
@@ -376,8 +378,8 @@ class ReplicaExtended:
         kinds = [v.merge for v in variables]
         group = self.host_group
         if not tf.executing_eagerly():
-            # Groups of workers may train independently of each other, so that a traced
-            # step merges only the metrics of its own group.
+            # Groups of workers may train independently of each other, so a traced step
+            # merges only the metrics of its own group.
             group = merging_group(self._container_strategy())  # type: ignore[attr-defined]
         return merge_states(locals_, kinds, group)
 
@@ -414,20 +416,20 @@ def next_stock_key_base() -> int:
 
 
 def _nodes(topology: Topology, positions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the positions in the group of the replicas of each node.
+    """Return, for each node, the positions of its replicas in their `ProcessGroup`.
 
     Args:
         topology: `Topology`, which has the ranks of the replicas of each node.
-        positions: Sequence of ints, the position in the group of each replica by rank.
+        positions: Sequence of ints, the position of each replica, by rank.
     """
     return tuple(tuple(positions[rank] for rank in node) for node in topology.nodes)
 
 
 def _worker_ranks(positions: Sequence[int], num_local: int) -> list[int]:
-    """Return the rank of the worker at each position of the group.
+    """Return the rank of the worker at each position of a `ProcessGroup`.
 
     Args:
-        positions: Sequence of ints, the position in the group of each replica by rank.
+        positions: Sequence of ints, the position of each replica, by rank.
         num_local: Int, number of replicas of a worker.
     """
     ranks = sorted(range(len(positions)), key=positions.__getitem__)

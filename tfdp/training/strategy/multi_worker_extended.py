@@ -187,8 +187,8 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
         else:
             self.worker = self._next_worker(self.worker, change)
         while self.worker.membership is not None and self.worker.membership.absent:
-            # Some workers were lost while the cluster was formed, so that the remaining
-            # ones form another one.
+            # Some workers were lost while the cluster was formed, so the remaining ones
+            # form another cluster.
             self.worker = self._next_worker(self.worker, ClusterChanges())
         self._is_current.assign(False)
         tf_distribute.forget_functions_of_replicas(self._container_strategy())
@@ -272,7 +272,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
             return initial_value
 
         def first_workers_value() -> tf.Tensor:
-            """Return the initial value of the first worker."""
+            """Broadcast the first worker's initial value, and return it."""
             value = initial_value() if callable(initial_value) else initial_value
             own = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
             return Member(self.host_group, 0).broadcast(own)

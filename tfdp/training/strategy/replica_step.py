@@ -161,7 +161,8 @@ def _divided_step(
         total: Scalar tensor, the number of rows of the global batch, or `None`.
         others: Frozen set of ints, flat positions of the arguments whose number of rows
             differs from that of the batch.
-        divider: `RowDivider` that divides a replica's rows, or `None`.
+        divider: `RowDivider` that divides a replica's rows into micro-batches, or
+            `None`.
     """
     if strategy.extended.balance is not None:
         # The load balancer divides rows unevenly, so a replica's rows do not follow
@@ -215,8 +216,8 @@ def _divided_step(
         else:
             result = run(args, part)
         if strategy.num_replicas_in_sync == 1 and divided.tail is not None:
-            # Keras merges logs only if there are several replicas, so that the logs of
-            # a single replica are computed here.
+            # Keras merges logs only if there are several replicas, so the logs of a
+            # single replica are computed here.
             return divided.tail.compute(
                 [[own] for own in result], lambda values: [own for (own,) in values]
             )
@@ -229,7 +230,7 @@ def _divided_step(
 def _divider_of_rows(
     strategy: Any, loop: loops.Loop | None, args: tuple
 ) -> RowDivider | None:
-    """Return the `RowDivider` that divides the rows of a step, or `None`.
+    """Return the `RowDivider` that divides a step's rows into micro-batches, or `None`.
 
     Args:
         strategy: A tfdp strategy.

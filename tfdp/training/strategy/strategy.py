@@ -127,7 +127,7 @@ class _Strategy:
             )
         if loops.current() is None:
             # Keras's loops synchronize new variables when they begin. A custom loop has
-            # no such point, so that each call of `run` synchronizes them.
+            # no such point, so each call of `run` synchronizes them.
             synchronized_scope.synchronize_new_variables(self)
             # The assertion that the workers have not changed runs before `fn`.
             # Otherwise a collective of the former workers would fail first.
@@ -261,7 +261,7 @@ def _prepare_process(communication: Any) -> CommunicationOptions:
     """Install tfdp's hooks; return the options of a strategy, or the defaults.
 
     Raises:
-        RuntimeError: If TensorFlow has been forked.
+        RuntimeError: In a process that was forked after TensorFlow had started.
         ValueError: If `communication` has another type.
     """
     user_code.check_process_of_tensorflow("A strategy")
@@ -347,6 +347,6 @@ def auto_strategy(
         create_default_cpus(cluster.devices_per_worker if cluster else None)
     strategy = MirroredStrategy(local_devices(), communication=communication)
     # A script for any number of workers reads its task from the strategy's cluster
-    # resolver, so that this strategy of one worker needs one, too.
+    # resolver, so a strategy of one worker needs a resolver, too.
     tf_distribute.set_cluster_resolver(strategy, resolver_of_environment(cluster))
     return strategy

@@ -37,8 +37,8 @@ from tfdp.ground.options import CommunicationOptions
 _DEFAULT_CONNECT_SECONDS = 300.0
 # The direct transport uses socket features that only Linux has.
 _HAS_DIRECT = sys.platform == "linux"
-# Strategies of a process share a mesh. All workers must choose the same mesh, so that
-# the key has what all know: the store of the cluster and all workers' interfaces.
+# Strategies of a process share a mesh. All workers must choose the same mesh, so the
+# key has only what all of them know: the cluster's store and the workers' interfaces.
 _meshes: dict[tuple[Store, tuple[str | None, ...]], Mesh] = {}
 _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
 # Communicators of `connect_workers` belong to no transport. They are kept here, so that
