@@ -71,7 +71,7 @@ class ArrayPart:
         if self.num_bytes <= budget:
             return
         if self.is_stored and getattr(self._array, "chunks", None):
-            # HDF5 reads the whole chunk of a row, so that a row costs a chunk's bytes.
+            # HDF5 reads the whole chunk of a row, so a row costs a chunk's bytes.
             row_bytes *= self._array.chunks[0]
         self.num_read = min(max(budget // row_bytes, 2), most, self.num_rows)
 

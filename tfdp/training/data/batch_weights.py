@@ -62,8 +62,8 @@ def have_equal_rows(local_batches: list, host_group: ProcessGroup) -> bool:
 class CountedBatch(NamedTuple):
     """Rows of the local replicas, and the number of rows of their global batch.
 
-    Every worker reads the whole global batch before it takes its rows, so that no
-    all-reduce is needed for the number.
+    Every worker reads the whole global batch before it takes its rows, so the number
+    needs no all-reduce.
 
     Args:
         batch: Per-replica value, the rows of the local replicas.

@@ -19,8 +19,8 @@ RANDOM_OPS = (
     *("RandomShuffle", "Multinomial", "RandomGamma", "RandomPoissonV2"),
 )
 # Names of operations that change a variable begin with these words. A variable in a
-# pipeline, such as the seed of a layer, has its first value again after a restart, so
-# that a resumed run reads other batches.
+# pipeline, such as the seed of a layer, has its first value again after a restart, so a
+# resumed run reads other batches.
 _ASSIGNING_OPS = ("Assign", "ResourceScatter", "Rng")
 # A shuffle draws new seeds for each iterator over it. Datasets of these kinds create
 # one iterator over each input in a pass, so a shuffle before them draws seeds once.
@@ -111,8 +111,8 @@ def _nondeterminism_of_dataset(
 
     Args:
         dataset: `tf.data.Dataset` whose seeds and functions are inspected.
-        stand_in_seed: Int, a global seed that tfdp drew for this run only, so that
-            stages and operations with this seed differ in a rerun; or `None`.
+        stand_in_seed: Int, a global seed that tfdp drew for this run only, or `None`.
+            Stages and operations with this seed differ in a rerun.
     """
     unseeded = tf_data.unseeded_stages(dataset)
     if "ShuffleDataset" in unseeded:

@@ -272,8 +272,8 @@ def _check_shards(
     """
     group = strategy.extended.worker_group
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    # Policies other than `AUTO` and `OFF` would divide this worker's files among the
-    # workers again.
+    # Policies other than `AUTO` and `OFF` are errors: they would divide this worker's
+    # files among the workers again.
     conflicting_policy = "" if policy in (_POLICY.AUTO, _POLICY.OFF) else str(policy)
     length = None if local_batches is None else int(local_batches.cardinality())
     extra = [shard.name, conflicting_policy, length]

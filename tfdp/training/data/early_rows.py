@@ -270,8 +270,8 @@ def divide_local_rows(
         num_replicas: Int, on all workers.
         static: Int, number of rows of every global batch, or `None` if it varies.
             Defaults to `None`.
-        is_shared: Bool, whether the rows may share memory with a user's array, so that
-            they are copied. Defaults to `True`.
+        is_shared: Bool, whether the rows are copied, because they may share memory with
+            a user's array. Defaults to `True`.
 
     Returns:
         `tf.data.Dataset` of pairs: a tuple with the rows of each rank, and the number

@@ -64,7 +64,7 @@ def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
         )
 
     def load(index: np.ndarray) -> list[np.ndarray]:
-        """Load an element as a flat list of arrays; raise if its specs differ."""
+        """Load an element as a flat list of arrays; raise unless it is like `first`."""
         return _checked_parts(source[int(index)], int(index), first, specs)
 
     @no_autograph

@@ -11,11 +11,11 @@ import tensorflow as tf
 from tfdp.ground._compat import runtime
 from tfdp.training.data.rows import count_of, has_rows, take_rows
 
-# Weights are integers, so that all workers compute the same rows. They average to this
-# value, which is the weight of each worker in an equal division.
+# Weights are integers, so that all workers compute the same rows. This is the weight of
+# each worker in an equal division, and about the mean of the weights in any other.
 EQUAL = 1000
-# The step times of equally fast workers vary by a few percent, so that times within
-# this percentage count as equal.
+# The step times of equally fast workers vary by a few percent, so times within this
+# percentage count as equal.
 _NEGLIGIBLE_PERCENT = 5
 # The search reverts a change that made steps slower. It tries again after at most this
 # many measurements, because the speed of a host may change during a run.
@@ -159,7 +159,7 @@ def next_weights(
 
 
 def _is_close(longer: int, shorter: int) -> bool:
-    """Return whether two times differ by at most `_NEGLIGIBLE_PERCENT`."""
+    """Return whether two times differ by at most `_NEGLIGIBLE_PERCENT` percent."""
     return 100 * longer <= (100 + _NEGLIGIBLE_PERCENT) * max(1, shorter)
 
 
@@ -197,8 +197,7 @@ def rows_by_weight(num_rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     # sum of the weights, so that they are integers.
     excess = tf.maximum(weights * num_rows - tf.reduce_sum(weights), 0)
     total = tf.maximum(tf.reduce_sum(excess), 1)
-    # Integer division is exact, so that all workers compute the same rows. Both results
-    # have the shape [num_replicas].
+    # Integer division is exact, so all workers compute the same rows.
     whole, remainders = (
         excess * num_left // total,
         excess * num_left % total,

@@ -257,7 +257,8 @@ def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
     def collate(pairs: list[tuple]) -> tuple:
         """Return a batch of items, and whether reading them drew random numbers.
 
-        `pairs` are what `RandomnessWatch` returns: each an item and that fact.
+        `pairs` are from a `RandomnessWatch`: each has an item of the batch, and a bool,
+        whether reading the batch drew random numbers.
         """
         items, is_random = zip(*pairs, strict=True)
         return torch.utils.data.default_collate(list(items)), any(is_random)

@@ -2,7 +2,7 @@
 
 A seeded pipeline gives the same batches in every run. So the position is the number of
 batches taken, and skipping them restores it. A seeded shuffle has another order for
-each iterator of the dataset, so that the position also has the number of iterators.
+each iterator of the dataset, so the position also has the number of iterators.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ class DataPosition:
     def fit_arguments(self) -> dict[str, Any]:
         """Return `batch_size`, `steps_per_epoch` and `steps_per_execution`, by name.
 
-        A run that resumes this `fit` must have the same ones.
+        A run that resumes this `fit` must have the same ones, unless a `BatchChange`
+        converts its position.
         """
         return {
             "batch_size": self._first_batch_size,
@@ -379,7 +380,7 @@ def enumerate_batches(original: Callable, iterator: Any) -> Iterator:
 
 
 def _describe_files(dataset: tf.data.Dataset) -> dict[str, Any]:
-    """Return the properties of the files of `shard_files`; empty for other data."""
+    """Return properties of the files of `shard_files` by name; empty for other data."""
     shard = FileShard.of_dataset(dataset)
     if shard is None:
         return {}

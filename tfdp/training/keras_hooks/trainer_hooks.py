@@ -420,9 +420,9 @@ def save(
 ) -> Any:
     """Save or export a model; all workers call it.
 
-    Each worker writes a temporary file in the folder of `filepath`, which then replaces
-    `filepath`, so that it is whole at any time. Into an object store, or as several
-    files, only worker 0 writes.
+    Each worker writes a temporary file in the folder of `filepath`. The complete file
+    then replaces `filepath`, which is whole at any time. Into an object store, or as
+    several files, only worker 0 writes.
     """
     strategy = strategy_of(model)
     if strategy is None:

@@ -2,8 +2,8 @@
 
 With several workers, the global seed of TensorFlow becomes a stand-in seed, unless the
 user has set the same one on all workers. TensorFlow combines a global seed with an
-operation's own seed, so that a stand-in seed would change the numbers of operations
-that have one.
+operation's own seed, so a stand-in seed would change the numbers of operations that
+have one.
 `tfdp.training.keras_hooks.runtime_hooks.seeds_of_operation` keeps their numbers.
 """
 

@@ -136,7 +136,7 @@ class CreatedVariables:
         """Return the live variables, except for some.
 
         Args:
-            gone: Set of ints, the positions of the variables to leave out.
+            gone: Set of ints, positions in `signatures` of the variables to leave out.
         """
         return [
             v for i, v in enumerate(self._variables) if v is not None and i not in gone

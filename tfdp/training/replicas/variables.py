@@ -51,8 +51,8 @@ class MirroredVariable(_Array, tf_distribute.MirroredVariable):
     It has the name of TensorFlow's class because Keras's own tests look for that name.
     """
 
-    # True for a sharded parameter: each replica holds a part of its elements, so that
-    # no copies can be broadcast or compared.
+    # True for a sharded parameter: each replica holds a part of its elements, so no
+    # copies can be broadcast or compared.
     has_parts = False
     # A script may assign different values on different workers. True after an
     # assignment outside of a step, until workers have compared the value.
