@@ -147,6 +147,9 @@ def _distribute_rows(
         dataset: `tf.data.Dataset` of global batches.
         options: The user's `tf.distribute.InputOptions`, or `None`.
         read_options: `ReadOptions`, the result of `compare_datasets`.
+
+    Returns:
+        A distributed dataset.
     """
     ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
     divided = _divide_early(strategy, dataset, ranks)
@@ -167,10 +170,11 @@ def _distribute_by_policy(
 ) -> Any:
     """Distribute a dataset with the auto-shard policy `FILE` or `OFF`.
 
-    With `FILE` stock tf.distribute shards the files; too few of them are a warning, and
-    the dataset is divided by rows. With `OFF` each worker reads its own data in global
-    batches. A step takes one worker's share of rows from such a batch, so a batch
-    supplies as many steps as the job has workers, as TensorFlow defines it.
+    With `FILE` stock tf.distribute shards the files; if they are fewer than workers,
+    the user is warned, and the dataset is divided by rows. With `OFF` each worker reads
+    its own data in global batches. A step takes one worker's share of rows from such a
+    batch, so a batch supplies as many steps as the job has workers, as TensorFlow
+    defines it.
 
     Args:
         strategy: A tfdp strategy.

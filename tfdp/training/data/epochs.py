@@ -182,7 +182,10 @@ def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
 def _agree_on_end(
     strategy: Any, iterator: Any, *, stops: bool, by_weight: bool
 ) -> None:
-    """Give an iterator's epochs the same last step and order on all workers.
+    """Give an iterator's epochs the same last step on all workers.
+
+    Arrays that Keras shuffles also get the same order on all workers. The user is
+    warned of batches that are dropped.
 
     Args:
         strategy: A tfdp strategy of several workers.

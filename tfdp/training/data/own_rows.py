@@ -134,7 +134,10 @@ def _build_and_compare(strategy: Any, kind: str, describe: Callable[[], tuple]) 
 
 
 def item_of(rows: Any, total: int) -> dict[str, Any]:
-    """Return a dict of `rows`, a worker's rows, and `total`, the rows of the batch."""
+    """Return a dict of a worker's `rows`, and of `total` as an int64 array of one item.
+
+    `total` is the number of rows of the global batch.
+    """
     return {"rows": rows, "total": np.array([total], "int64")}
 
 

@@ -214,7 +214,12 @@ they can be divided among the replicas. Received: x with 8 rows, y with 6
 
 
 def describe_unequal_rows(names: list[str], rows: list[int]) -> str:
-    """Format the error message of parts of a batch with different numbers of rows."""
+    """Format the error message of parts of a batch with different numbers of rows.
+
+    Args:
+        names: List of strings, the name of each part.
+        rows: List of ints, the number of rows of each part.
+    """
     (first, most), *others = zip(names, rows, strict=True)
     unit = "row" if most == 1 else "rows"
     listed = [f"{first} with {most} {unit}", *(f"{n} with {r}" for n, r in others)]

@@ -136,12 +136,12 @@ class OptimizerProgressCheck(keras.callbacks.Callback):
     """
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Check after every tenth batch that not all of the last steps overflow."""
+        """Check after every tenth batch; raise if all of the last steps overflow."""
         if batch % _BATCHES_BETWEEN_CHECKS == _BATCHES_BETWEEN_CHECKS - 1:
             self._check()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Check for overflows, and give all replicas the state that is to be saved."""
+        """Check for overflows, and give all replicas the same state, to be saved."""
         self._check()
         equalize_replicas(self.model)
         # A save computes the sum of accumulated gradients from local replicas alone.

@@ -342,7 +342,7 @@ def _array_facts(name: str, arrays: list[dict[str, Any] | None]) -> list[SharedF
 
 
 def _weights_of(name: str, model: Any) -> dict[str, Any]:
-    """Return the variables that a script may assign, and must assign on all workers.
+    """Return the variables that a script may assign, if it does so on all workers.
 
     Args:
         name: String, name of the loop or of the method for a batch.

@@ -53,9 +53,9 @@ from tfdp.training.step.step import active
 def run_loop(
     name: str, original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `fit`, `evaluate` or `predict`; run it again after an error that is handled.
+    """Run `fit`, `evaluate` or `predict`; repeat it after an error a feature handles.
 
-    An error is handled if the hook `recover` of a feature returns true for it.
+    The hook `recover` of a `Feature` returns true for an error that it handles.
     """
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     arguments = bound.arguments
@@ -347,10 +347,11 @@ def _agree_on_loop(
 
 @contextlib.contextmanager
 def _undo_recording_after(fit: Fit | None) -> Iterator[None]:
-    """Deactivate after `fit` the recorders and `LoopFeature`s of its callbacks.
+    """Open a context that deactivates what callbacks of `fit` have activated for steps.
 
-    A recorder measures a step's collectives; a `LoopFeature` takes part in the step. A
-    loop without a `Fit`, such as `evaluate`, suspends them if it runs within `fit`.
+    These are recorders, which measure a step's collectives, and `LoopFeature`s, which
+    take part in the step. Without a `Fit`, as for `evaluate`, they are suspended if the
+    loop runs within `fit`.
     """
     if fit is None:
         with _suspend_recording():
@@ -382,7 +383,10 @@ def _stop_recording(model: Any, recorders: Any, features: Any) -> None:
 
 @contextlib.contextmanager
 def _suspend_recording() -> Iterator[None]:
-    """Suspend recorders and `LoopFeature`s in a loop that a callback of `fit` runs."""
+    """Open a context that suspends recorders and `LoopFeature`s in a loop within `fit`.
+
+    Such a loop is an `evaluate`, for example, that a callback of `fit` calls.
+    """
     if loops.is_nested():
         with timing.recorders.suspended(), active.suspended():
             yield

@@ -31,10 +31,11 @@ def num_assigned() -> int:
 
 @contextlib.contextmanager
 def common_values() -> Iterator[None]:
-    """Record assignments in the block without their values, since all workers agree.
+    """Open a context in which assignments are recorded without their values.
 
-    Workers that restore a state have compared its identity: comparing its bytes would
-    take a third of the time of a restore from memory.
+    It is for values that are the same on all workers. Workers that restore a state have
+    compared its identity: comparing its bytes would take a third of the time of a
+    restore from memory.
 
     Example:
 

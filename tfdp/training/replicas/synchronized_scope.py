@@ -411,7 +411,7 @@ def broadcast_variables(strategy: Any, variables: Sequence[Any]) -> None:
 
 
 def _broadcast_texts(strategy: Any, variables: list[Any]) -> None:
-    """Broadcast worker 0's values of variables of strings, and assign them."""
+    """Broadcast worker 0's values of string variables, and assign them."""
     group: WorkerGroup = strategy.extended.worker_group
     values = [tf.io.serialize_tensor(v.values[0]).numpy() for v in variables]
     first, *_ = group.all_gather(_TOPIC, [value.hex() for value in values])

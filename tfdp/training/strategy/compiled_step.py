@@ -197,7 +197,7 @@ def _in_backward_order(update: Update, gradients: list) -> list:
     present = [index for index, own in enumerate(gradients) if own is not None]
 
     def position(index: int) -> tuple[int, int]:
-        """Return the sort key of a gradient: the position of its last operation."""
+        """Return the sort key: position of the gradient's last operation, `-index`."""
         traced = update.gradients[index]
         parts = tf.nest.flatten(traced, expand_composites=True)
         return max(map(graphs.op_position, parts)), -index

@@ -206,7 +206,7 @@ class ReplicaExtended:
 
     @property
     def generation(self) -> int:
-        """Int, number of earlier clusters of the job: 0 by default."""
+        """Int, number of earlier clusters of the job: here always 0."""
         return 0
 
     @property

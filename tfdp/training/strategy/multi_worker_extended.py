@@ -113,7 +113,10 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
         self._set_up_communication(worker.rank, hosts, all_devices)
 
     def add_facts(self, facts: dict[str, str]) -> None:
-        """Add facts, such as versions, that must be equal on all workers, also later.
+        """Add facts, such as versions, that must be equal on all workers.
+
+        They must be equal on workers that join later, too, which are compared with
+        them.
 
         Args:
             facts: Dict from the name of a fact, for messages, to its value.
@@ -164,7 +167,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
 
     @property
     def is_applicant(self) -> bool:
-        """Bool, whether this process is alone, and joins a running job in `fit`."""
+        """Bool, whether this process is alone until it joins a running job in `fit`."""
         return self.worker.job_to_join is not None
 
     def change_cluster(self, change: ClusterChanges) -> None:
