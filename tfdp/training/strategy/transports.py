@@ -171,7 +171,7 @@ def connect_workers(
 
 
 def host_transport(transport: Transport) -> Transport:
-    """Return the transport of host tensors: TensorFlow's for NCCL, else the same one."""
+    """Return the transport of host tensors: TensorFlow's for NCCL, else the same."""
     return TensorFlowTransport() if transport.name == "nccl" else transport
 
 
