@@ -192,9 +192,9 @@ def rows_by_weight(num_rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     weights = tf.cast(weights, tf.int64)
     count = tf.size(weights, tf.int64)
     num_left = tf.maximum(num_rows - count, 0)
-    # Each replica is guaranteed one row. The other rows are divided in proportion to
-    # the part of each replica's quota above one row. All quotas are multiplied by the
-    # sum of the weights, so that they are integers.
+    # Each replica is guaranteed one row. A replica's quota is its share of all rows by
+    # weight. The other rows are divided in proportion to the parts of the quotas above
+    # one row, which are multiplied by the sum of the weights here, to be integers.
     excess = tf.maximum(weights * num_rows - tf.reduce_sum(weights), 0)
     total = tf.maximum(tf.reduce_sum(excess), 1)
     # Integer division is exact, so all workers compute the same rows.

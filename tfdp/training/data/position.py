@@ -70,8 +70,8 @@ class DataPosition:
         self.iterator: Any = None
         self._make: Callable = iter
         self._order: SeededShuffle | None = None
-        # An entry for each iterator, the number of batches taken from it: a restored
-        # run skips as many.
+        # The list has an entry for each iterator, the number of batches taken from it.
+        # A restored run skips as many.
         self._taken: list[int] = []
         self._skipped = 0
         self._stand_in_seed: int | None = None
