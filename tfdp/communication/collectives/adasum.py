@@ -135,7 +135,7 @@ class _Groups:
             caller's pair.
         blocks: Dict from a distance to `Pairs`: for each local replica, the group of
             the replicas that hold all parts of the two gradients combined at this
-            distance, over which dot products are summed.
+            distance. Dot products are summed over this group.
     """
 
     caller: Member
@@ -164,8 +164,9 @@ def _create_groups(caller: Member, members: Partition) -> _Groups:
         firsts = range(0, core, 2 * distance)
         block_positions = [sum(members[f : f + 2 * distance], ()) for f in firsts]
         blocks[distance] = group.split(block_positions)
-    # Recursive halving needs a power of two of members. Members beyond it first send
-    # their tensors to a partner, and receive the result from it.
+    # Recursive halving needs a number of members that is a power of two. Members beyond
+    # the largest power first send their tensors to a partner, and finally receive the
+    # result from it.
     positions = _position_pairs(members, range(len(members) - core), core)
     pairs[core] = group.split(positions)
     is_swapped[core] = any(position in p and p[0] > p[1] for p in positions)
@@ -211,7 +212,8 @@ def _combine(flat: tf.Tensor, sizes: Sequence[int], groups: _Groups) -> tf.Tenso
     missing = -length % core
     if missing:
         flat = tf.pad(flat, [[0, missing]])
-    # The sizes must add up to all elements, so the padding counts as a gradient.
+    # The sizes must add up to the number of elements, so the padding counts as a
+    # gradient.
     sizes = [*sizes, flat.shape[0] - sum(sizes)]
     if groups.member >= core:
         _broadcast_in_pair(flat, groups, core, from_lower=False)

@@ -189,8 +189,8 @@ def pairs_of(algorithm: str, group: ProcessGroup) -> dict[int, Pairs]:
         for distance in powers_below(core):
             lower = [p for p in range(core) if not p & distance]
             distances[distance] = [(p, p + distance) for p in lower]
-        # Halving needs a power of two of positions. Positions beyond it send their
-        # tensors to a partner, and receive the sum from it.
+        # Halving needs a number of replicas that is a power of two. Replicas beyond the
+        # largest power send their tensors to a partner, and receive the sum from it.
         distances[core] = [(extra - core, extra) for extra in range(core, size)]
     return {distance: group.split(pairs) for distance, pairs in distances.items()}
 
@@ -246,8 +246,8 @@ def ring(
         replica: Int, index of the calling replica among the local ones.
         channel: Int; collectives of one channel run one after another. Defaults to `0`.
         is_alone: Bool, whether hardly any other collective runs at the same time.
-            TensorFlow then divides the ring's chunks in two, so that the network is not
-            idle between pieces. Defaults to `True`.
+            TensorFlow then divides the ring's chunks in two, so the network is not idle
+            between pieces. Defaults to `True`.
         wire_dtype: `tf.DType` in which elements travel, or `None` for their own.
             Defaults to `None`.
 
@@ -344,8 +344,8 @@ def hierarchical(
         replica: Int, index of the calling replica among the local ones.
         channel: Int. Collectives of one channel run one after another on a device, see
             `LaunchOrder`. Defaults to `0`.
-        is_alone: Bool, whether hardly any other collective runs at the same time.
-            Defaults to `True`.
+        is_alone: Bool, whether hardly any other collective runs at the same time. It is
+            passed to the all-reduce across nodes, see `ring`. Defaults to `True`.
         inner: `Level` inside a node.
         outer: `Level` across nodes.
 

@@ -28,8 +28,8 @@ _CLOSE_SECONDS = 2.0
 # A queue has room for two calls, so that a step can launch the next call before the
 # results of the last one are collected.
 _CAPACITY = 2
-# The results of a failed call have this number, which no call has, so that the check of
-# the number fails in the step that collects them.
+# The results of a failed call have this number in place of the call's own. No call has
+# it, so the step that collects the results finds a wrong number, and fails.
 _FAILED = tf.int64.max
 
 _backgrounds: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
@@ -40,7 +40,7 @@ Function = Callable[[list[list[tf.Tensor]]], Sequence[Sequence[tf.Tensor]]]
 
 
 class BackgroundThread:
-    """Thread that runs a function on tensors of traced steps, beside the steps.
+    """Thread that runs a function on tensors of traced steps, while steps continue.
 
     A step launches a call with its tensors, and a later step collects the results.
 
@@ -255,7 +255,7 @@ def _serve_call(
     if failure is None:
         try:
             results = function([tensors for _, *tensors in requests])
-        except Exception as error:  # noqa: BLE001 the step has to end, not the thread
+        except Exception as error:  # noqa: BLE001 any error goes to the waiting steps
             failure = Failure.of(error)
     if failure is not None:
         for each in replica_queues:

@@ -101,8 +101,8 @@ def _lock_of(inputs: Sequence[Any]) -> Any:
         inputs: Sequence of input tensors, including captured ones.
 
     Returns:
-        Lock: one for all functions on GPUs or with several workers, else a new one; or
-        `None` for a function without collectives.
+        Lock: the same for all functions on GPUs or with several workers, else a new one
+        for this function alone; or `None` for a function without collectives.
     """
     found = [tensor for tensor in inputs if id(tensor) in _handles]
     if not found:
@@ -121,9 +121,11 @@ def _has_several_workers() -> bool:
 def _refusing(lock: Any, function: Any) -> Iterator[None]:
     """Open a context that holds a lock, or raise if another thread holds it.
 
+    The call of the function inside is recorded, see `recorded`.
+
     Args:
         lock: Lock of the function.
-        function: Traced function of TensorFlow, whose call is recorded.
+        function: Traced function of TensorFlow.
 
     Raises:
         RuntimeError: If another thread holds the lock.
@@ -145,9 +147,9 @@ def recorded(
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context that records a call with collectives that TensorFlow runs.
 
-    The watchdog compares the numbers of these calls with those of other workers. Calls
-    in Keras's loops, where it compares steps, and in `beside_others`, which have no
-    common order, are not recorded.
+    The watchdog compares the numbers of these calls with those of other workers. Two
+    kinds of calls are not recorded: those in Keras's loops, where the watchdog compares
+    steps, and those in `beside_others`, which have no common order.
 
     Args:
         plan: Sequence of `TracedCollective`, those of the call in order.

@@ -36,10 +36,12 @@ _CLOSE_SECONDS = 2.0
 # have left, which must not block the next step.
 _CAPACITY = 4
 # An element of a queue has two components: the data as bytes, and a head with the
-# numbers of the traced collective and of the request, by which results are checked.
+# numbers of the traced collective and of the request. A result must have the head of
+# its request.
 _COMPONENTS = [tf.uint8, tf.int64]
-# A request's number has a count of requests in this number of lower bits, and its
-# generation above them, so that requests of an earlier generation have smaller numbers.
+# The lower bits of a request's number, this many, count requests. The bits above them
+# are the generation: how many graph calls had failed before. So requests from before a
+# failure have smaller numbers.
 _COUNT_BITS = 32
 _OUTDATED_REQUEST = (
     "An earlier step ended with an error on some replicas of a worker only"
@@ -105,23 +107,25 @@ class _Request(NamedTuple):
 
 
 def generation_of(number: int) -> int:
-    """Return the generation of a request's number.
+    """Return the generation of a request, from the request's number.
 
-    It is the number of graph calls that had ended with an error before the request.
+    The generation is the number of graph calls that had failed before the request.
     """
     return number >> _COUNT_BITS
 
 
 def end_call(inputs: Sequence[Any]) -> Failure | None:
-    """Clean up after a failed call of a graph, and return why it has failed.
+    """Clean up after a call of a traced function has failed; return why it has.
 
-    Results of collectives that the call has left in queues are discarded.
+    It is called only after calls that raised an error. Results of collectives that the
+    call has left in queues are discarded.
 
     Args:
         inputs: Sequence of the input tensors of the function, including captured ones.
 
     Returns:
-        `Failure` of a collective in the call, or `None` if none has failed.
+        `Failure` of a collective in the call; or `None` if no collective has failed, so
+        the call's error has another cause.
     """
     found = [_queues_by_handle.get(id(tensor)) for tensor in inputs]
     failures = [queues.end_call() for queues in found if queues is not None]
@@ -217,7 +221,7 @@ class CollectiveThread:
             queues.give(result, request)
 
     def _take(self) -> list[_Request]:
-        """Wait for a request of each replica; fail those of an ended graph call.
+        """Wait for a request of each replica; fail requests of calls that have ended.
 
         Returns:
             List of `_Request`, one of each replica, all sent after the same number of
@@ -235,6 +239,9 @@ class CollectiveThread:
     def _results(self, requests: list[_Request]) -> Sequence[tf.Tensor | Failure]:
         """Run a collective; return a result, or the failure, for each replica.
 
+        An error other than `StepEnded` is stored in `failure` and passed to `close`.
+        From then on no collective runs: the result is that failure.
+
         Args:
             requests: List of `_Request`, one of each local replica.
         """
@@ -244,7 +251,7 @@ class CollectiveThread:
                 return self._run_collective(requests)
             except StepEnded as error:
                 failure = Failure(str(error), ends_step_only=True)
-            except Exception as error:  # noqa: BLE001 the step has to end, not the thread
+            except Exception as error:  # noqa: BLE001 any error goes to the waiting steps
                 self.failure = failure = Failure.of(error)
                 self._close(failure.reason)
         return [failure] * len(requests)
@@ -278,8 +285,8 @@ class Queues:
         self, device: str, requests: tf.queue.FIFOQueue, results: tf.queue.FIFOQueue
     ) -> None:
         self._requests, self._results = requests, results
-        # Requests are counted, so that each result is matched with its request. Local
-        # replicas run the same program, so their counts agree.
+        # A count of requests matches each result with its request. Local replicas run
+        # the same program, so their counts agree.
         self._number = runtime.plain_variable(0, tf.int64, device)
         # TensorFlow's error says only that a collective has failed, so the failure is
         # kept here, with its reason, until the call has ended.
@@ -290,9 +297,12 @@ class Queues:
         calls.mark(self._number.handle)
 
     def end_call(self) -> Failure | None:
-        """Return the failure of a collective in a graph call that has ended, or `None`.
+        """Return why a collective has failed, after a graph call with it has failed.
 
-        Pending requests are kept: another call may have launched them.
+        Pending requests are kept, since another call may have launched them.
+
+        Returns:
+            `Failure`, or `None` if no collective has failed.
         """
         return self._failure
 
@@ -306,8 +316,8 @@ class Queues:
 class _CollectiveQueues(Queues):
     """Queues of one replica: of its requests for collectives, and of their results.
 
-    The number of a request counts from the last graph call that has failed. Its high
-    bits are the number of failed calls, its generation.
+    The lower bits of a request's number count the requests since the last graph call
+    that has failed. The bits above them are its generation, the number of failed calls.
 
     Args:
         device: String, the CPU that holds the queues.
@@ -368,15 +378,19 @@ class _CollectiveQueues(Queues):
             )
 
     def end_call(self) -> Failure | None:
-        """Clean up after a failed call: begin a new generation, drop queued results.
+        """Clean up after a graph call has failed; return why a collective has failed.
+
+        Queued results are dropped. Later requests get numbers of the next generation,
+        the number of failed calls, and earlier ones are no longer answered.
 
         Returns:
-            `Failure` of a collective in the call, or `None`.
+            `Failure` of a collective in the call, or `None` if none has failed.
         """
         with self._lock, tf.init_scope():
             self.generation += 1
             self._number.assign(self.generation << _COUNT_BITS)
-            # The call has ended, so no step waits for the results that are queued.
+            # The graph call has ended, so no step waits for results that are still in
+            # the queue: they are dropped.
             while self._results.size() > 0:
                 self._results.dequeue()
             failure, self._failure = self._failure, None

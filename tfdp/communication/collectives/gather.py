@@ -67,9 +67,9 @@ def gather_first_axis(
             tf.cast(rows, _COLLECTIVE_DTYPES.get(rows.dtype, rows.dtype)), [-1]
         )
         # TensorFlow orders the members of a group by device name, with task 10 before
-        # task 2, so ranks are gathered along with the lengths.
+        # task 2, so each replica's rank is gathered along with its length.
         own = tf.stack([rank, tf.size(flat)])[tf.newaxis]
-        table = member.all_gather(own)  # [group.size, 2]: rank and length of a replica
+        table = member.all_gather(own)
         counts = table[:, 1]
         length, size = padded_length(tf.reduce_max(counts))
         sent = tf.pad(flat, [[0, length - tf.size(flat)]])

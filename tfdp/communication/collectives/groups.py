@@ -32,7 +32,7 @@ _KEYS_PER_STRATEGY = 1 << 18
 _next_index = [0]
 
 # Partition of a group into subgroups: for each subgroup, the positions of its members.
-# It consists of tuples, since groups that are created once are found by it.
+# It consists of tuples because it is a key of the dict of existing subgroups.
 Partition = tuple[tuple[int, ...], ...]
 
 # A collective of `ProcessTransport` is a function call in a graph. `is_collective`
@@ -65,7 +65,8 @@ class CollectiveCall:
         channel: Int, index of the chain of `LaunchOrder` that the call belongs to.
         size: Scalar int32 tensor, index into `instance_keys.SIZES` of a length that is
             known only at run time, or `None`. Defaults to `None`.
-        is_alone: Bool, whether hardly any other collective runs at the same time.
+        is_alone: Bool, whether hardly any other collective runs at the same time: a
+            ring of TensorFlow then sends smaller pieces, so the network is not idle.
             Defaults to `True`.
     """
 
@@ -121,8 +122,8 @@ class Transport(Protocol):
     def sums_as_sent(self, group: ProcessGroup) -> bool:
         """Return whether a reduce-scatter adds elements in the dtype that is sent.
 
-        It does where an all-to-all, after which each replica could add in another
-        dtype, would send more bytes than a sum.
+        If not, an all-to-all can replace it with the same bytes, after which each
+        replica adds in the tensor's own dtype.
         """
 
     def run(

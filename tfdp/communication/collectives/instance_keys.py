@@ -31,7 +31,7 @@ import tensorflow as tf
 from tfdp.ground._compat import graphs
 
 # A key of a static shape has the highest bit set and 30 bits of a hash. With only 22
-# bits, two of some thousand collectives would collide, and workers that trace in
+# bits, two of a few thousand collectives would collide, and workers that trace in
 # different orders would not agree on which of the two gets the next number.
 _STATIC_BITS = 30
 _SIZE_BITS = 8
@@ -39,10 +39,10 @@ _DYNAMIC_BITS = 22
 
 
 def _sizes() -> tuple[int, ...]:
-    """Return the lengths to which tensors are padded: 1 to 16, then 8 per octave.
+    """Return the lengths that tensors are padded to, in ascending order.
 
-    They are less than 2**31. 0 is not a size, since TensorFlow rejects an empty
-    collective.
+    They are 1 to 16, then 8 up to each power of two, and less than 2**31. 0 is not a
+    size, since TensorFlow rejects an empty collective.
     """
     sizes = list(range(1, 17))
     while len(sizes) < 1 << _SIZE_BITS and sizes[-1] < 2**31 - 1:
@@ -67,7 +67,7 @@ class InstanceKeys:
 
     def __init__(self, *, is_local: bool = False) -> None:
         self._is_local = is_local
-        # Only graphs that are alive have a number, so that the number of a deleted one
+        # Only graphs that still exist have a number, so the number of a deleted graph
         # is used again.
         self._numbers: weakref.WeakKeyDictionary[Any, int]
         self._numbers = weakref.WeakKeyDictionary()
@@ -123,6 +123,8 @@ class InstanceKeys:
 
     def _number_of(self, signature: tuple, bits: int) -> int:
         """Return the number of a signature: its hash, or the next number that is free.
+
+        A signature keeps the number that it gets at the first call.
 
         Args:
             signature: Tuple of kind, dtype, shape and ordinal of a collective.

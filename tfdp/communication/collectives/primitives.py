@@ -69,8 +69,9 @@ class Member:
             tensor: Tensor, the same shape and dtype on every replica.
             size: Scalar int32 tensor from `padded_length`, where the length of
                 `tensor` is known only at run time. Defaults to `None`.
-            is_alone: Bool, whether hardly any other collective runs at the same
-                time. Defaults to `True`.
+            is_alone: Bool, whether hardly any other collective runs at the same time: a
+                ring of TensorFlow then sends smaller pieces, so the network is not
+                idle. Defaults to `True`.
 
         Returns:
             A tensor like `tensor`, identical on every replica.
@@ -143,7 +144,7 @@ class Member:
         # An all-to-all and a local sum send as many bytes as a reduce-scatter, and can
         # sum in the tensor's dtype although elements are sent in `wire_dtype`.
         sent = tf.cast(tf.reshape(tensor, _split_shape(tensor, group.size)), wire_dtype)
-        received = self.all_to_all(sent)  # [group.size, n, ...], a row of each replica
+        received = self.all_to_all(sent)
         return _sum_of_rows(received, tensor.dtype)
 
     def broadcast(self, tensor: tf.Tensor, source: int = 0) -> tf.Tensor:
@@ -177,7 +178,8 @@ class Member:
             kind: String, the kind of the collective, as in `Transport.run`.
             tensor: Tensor that is sent.
             size: Scalar int32 tensor from `padded_length`, or `None`.
-            is_alone: Bool, whether hardly any other collective runs at the same time.
+            is_alone: Bool, whether hardly any other collective runs at the same time,
+                see `all_reduce`.
             source: Int, the position of a broadcast's source.
 
         Returns:

@@ -131,9 +131,9 @@ class ProcessCollectives:
         outputs = [_new_array(len(array), array.dtype) for array in arrays]
         sent = [array.reshape(self.size, -1) for array in arrays]
         received = [array.reshape(self.size, -1) for _, array in outputs]
-        # Workers exchange one block per pair of workers, so that the number of messages
-        # does not grow with replicas. The slices in a block are ordered by sending
-        # replica, then by receiving replica.
+        # Workers exchange one block per pair of workers, so the number of messages does
+        # not grow with the number of replicas. The slices in a block are ordered by
+        # sending replica, then by receiving replica.
         parts = list(itertools.pairwise(self.starts))
         outgoing = [np.concatenate([s[a:b].ravel() for s in sent]) for a, b in parts]
         incoming = [np.empty_like(block) for block in outgoing]

@@ -164,8 +164,8 @@ class ProcessTransport:
         key_kind = f"{kind} from {source}" if kind == "broadcast" else kind
         key = dataclasses.replace(call, size=None).key(key_kind, tensor)
         dtype = np.dtype(tensor.dtype.as_numpy_dtype)
-        # The name scope shows the collective in TensorFlow's errors, and by its name
-        # `is_collective` recognizes the collective.
+        # The name scope shows the collective in TensorFlow's errors, and lets
+        # `is_collective` recognize it.
         name = f"{SCOPE}_{kind}_{dtype.name}_{call.group.key}"
         with tf.name_scope(name) as scope:
             shape = _shape_of_result(kind, tensor, call.group.size)
@@ -177,7 +177,7 @@ class ProcessTransport:
     def abort(self, reason: str) -> None:
         """Stop all waits for other workers with an error; send them `reason`.
 
-        Later collectives of the groups and channels that were used so far fail, too.
+        Later collectives of the groups and channels that were used so far also fail.
         """
         for lane in self._all_lanes():
             lane.abort(reason)
@@ -286,7 +286,7 @@ class _Lane:
     def abort(self, reason: str) -> None:
         """Stop all waits for other workers with an error; send them `reason`.
 
-        Later collectives with other workers fail, too.
+        Later collectives with other workers also fail.
         """
         self._end_reason = reason
         if self._collectives.communicator is not None:

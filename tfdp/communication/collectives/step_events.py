@@ -58,7 +58,7 @@ class StepDataWaits:
         # only by that variable; see `timing.write`.
         @tf.function(autograph=False)
         def begin() -> tf.Tensor:
-            """Return the time at which the step begins, in seconds."""
+            """Return the current time in seconds, and store it as the step's begin."""
             now = tf.timestamp()
             self._begin.assign(now, read_value=False)
             return now
@@ -178,8 +178,8 @@ def record_squared_norm(compute: Callable[[], tf.Tensor]) -> None:
         It is added to the parts of other optimizers in the same step.
         """
         squares = tf.cast(compute(), tf.float64)
-        # Another optimizer of the same step may have recorded its part of the norm, to
-        # which this part is added.
+        # If another optimizer of the same step has recorded its part of the norm, this
+        # part is added to it.
         before = tf.where(tf.equal(values[1], step), values[0], 0.0)
         values.assign(tf.stack([before + squares, step, 0.0]))
 

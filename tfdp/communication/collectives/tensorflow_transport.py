@@ -18,7 +18,7 @@ from tfdp.ground._compat import graphs
 
 # Subdivisions of a ring's chunks. TensorFlow's default, one, costs the least CPU time,
 # but leaves the network idle between pieces if no other collective runs at the same
-# time. Measured in docs/reports/performance.md.
+# time: then two are used. Measured in docs/reports/performance.md.
 _SUBDIVISIONS, _SUBDIVISIONS_ALONE = 1, 2
 # In groups of at least this size, TensorFlow's all-to-all over memory and gRPC mixes up
 # messages: it names a message by the digits of both members without a separator, so the

@@ -66,7 +66,7 @@ class BlockCode:
         # The product makes eager mode and graphs round alike: in a graph, TensorFlow
         # would replace a division by a constant with a product, and a reciprocal with
         # an approximation.
-        scales = largest * (1.0 / self._largest_code)  # shape [num_rows, num_blocks, 1]
+        scales = largest * (1.0 / self._largest_code)
         codes = blocks / tf.where(scales > _MIN_SCALE, scales, np.inf)
         if noise is None:
             codes = tf.round(codes)

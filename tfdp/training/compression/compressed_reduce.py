@@ -238,8 +238,9 @@ def _all_reduce_outer(
         flat: Tensor of shape `[bucket_size]`.
         group: `ProcessGroup` of the replicas on this level.
         caller: `CallingReplica`.
-        is_alone: Bool, whether hardly any other collective runs at the same time.
-            Defaults to `False`.
+        is_alone: Bool, whether hardly any other collective runs at the same time: a
+            ring of TensorFlow then sends smaller pieces, so the network is not idle.
+            Without effect on a compressor. Defaults to `False`.
     """
     if wire.compressor is None:
         member = caller.member(group, wire.dtype)

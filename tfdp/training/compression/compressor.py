@@ -91,8 +91,9 @@ class Compressor:
     # or in blocks. Then each level of a hierarchical reduction compresses its own
     # slices; otherwise a compressor always gets a whole bucket.
     cuts_buckets = False
-    # Whether `all_gather` compresses, too. Then a hierarchical reduction can use the
-    # same compressor on both levels; otherwise all replicas reduce in one level.
+    # Whether `all_gather` sends compressed elements. If it does, a hierarchical
+    # reduction can use the same compressor on both levels; otherwise all replicas
+    # reduce in one level.
     compresses_gathers = False
 
     def state(self, bucket: GradientBucket) -> State:

@@ -86,10 +86,10 @@ class RestoredResiduals:
 
     Args:
         positions: Dict from the `id` of a variable to its position in the model.
-        values: Dict from the identity of a state to its arrays, by name and local
-            replica.
+        values: Dict from a state's key in the checkpoint to its arrays, by name and
+            local replica.
         identify: Callable that takes the result of `ResidualState.portable_name` and
-            returns the identity of the state.
+            returns the state's key in `values`.
     """
 
     positions: dict[int, int]
@@ -99,14 +99,15 @@ class RestoredResiduals:
     def fill(self, state: ResidualState) -> bool:
         """Assign the saved values of a state to it, if there are any and they fit.
 
-        They are removed from `values`. It warns if the saved values belong to other
-        buckets or another compressor.
+        They are removed from `values`. A warning says if saved values are dropped,
+        because they belong to other buckets or another compressor.
 
         Args:
             state: `ResidualState`.
 
         Returns:
-            Bool, whether the state belongs to the model of these values.
+            Bool, whether the state belongs to the model of the saved values, even if
+            nothing was assigned.
         """
         if not self.positions.keys() >= set(state.key.variables):
             return False
@@ -151,7 +152,8 @@ class ResidualStore:
         States are not created until the view is asked for their variables.
 
         Args:
-            kind: String, name of the reduction that uses the bucket.
+            kind: String, name of the reduction that uses the bucket, such as
+                `"reduce-scatter"`.
             number: Int, index of the bucket among those of the reduction.
             variables: Sequence of Keras variables, those of the bucket in order.
             replica: Int, index among the local replicas.
@@ -211,6 +213,8 @@ class ResidualStore:
 
     def states_within(self, variables: Sequence[Any]) -> list[ResidualState]:
         """Return the states of all buckets whose variables are among the given ones.
+
+        States without values, of compressors that keep none, are left out.
 
         Args:
             variables: Sequence of Keras variables.

@@ -98,7 +98,7 @@ class BackwardGathers:
         """Trace second gathers of the parameters that operations up to an age use.
 
         They are gathered by whole units, sets of parameters that are gathered together.
-        The next units are gathered, too: their number is the option `prefetch` of the
+        The units after them are also gathered: as many as the option `prefetch` of the
         last unit that is used.
 
         Collectives of one channel run in the order in which they are traced, so a
@@ -137,7 +137,8 @@ class BackwardGathers:
             gathered, uses = self._waiting[number]
             unit = gathered.unit
             # The gather waits until the backward pass is about to use an earlier unit,
-            # or else to begin: parameters gathered too early would only take memory.
+            # or to begin if there is no such unit: parameters that are gathered too
+            # early would only take memory.
             before = number - 1 - self._prefetch(number)
             age = self._begin
             if before >= 0:
@@ -164,17 +165,17 @@ class BackwardGathers:
             self._done += 1
 
     def _take_reduced(self) -> list[tf.Operation]:
-        """Return the reductions of gradients that a new gather must wait for.
+        """Return the reductions of gradients that a new gather must wait for, once.
 
-        The latest reduction is left out, and so are those that an earlier gather waits
-        for.
+        The latest reduction is left out, and so are those that an earlier call has
+        returned, since an earlier gather waits for them.
         """
         found = self._reduced[self._num_awaited : -1]
         self._num_awaited += len(found)
         return found
 
     def _prefetch(self, position: int) -> int:
-        """Return how many units are gathered ahead of a waiting unit, by its options.
+        """Return how many units may be gathered ahead of use, by a unit's options.
 
         Args:
             position: Int, position of the unit among the waiting ones.

@@ -79,6 +79,7 @@ def shard_variables(
 ) -> None:
     """Convert variables to sharded parameters, and free the whole values.
 
+    The parameters are also divided into units, the sets that a step gathers together.
     Variables are converted one at a time, so that at most one of them is in memory
     both whole and sharded.
 
@@ -89,7 +90,7 @@ def shard_variables(
         gathers: `Gathers`, which reads the parameters.
         devices: Sequence of strings, the device of each local replica's parts.
         unit_bytes: Int, largest size in bytes of a unit of several layers.
-        options: `UnitOptions`.
+        options: `UnitOptions` of the new units.
 
     Raises:
         ValueError: If `options` names a layer that has no parameters.
@@ -175,13 +176,16 @@ def full_variables(model: Any) -> Iterator[None]:
 
 
 def _has_unit(variable: Any) -> bool:
-    """Return whether a variable is a sharded parameter that has a unit already."""
+    """Return whether a variable is a sharded parameter that has a unit already.
+
+    A unit is the set of parameters that a step gathers together.
+    """
     parameter = sharded_parameter(variable)
     return parameter is not None and parameter.unit is not None
 
 
 def _adopt(variable: Any, gathers: Gathers, devices: Sequence[str]) -> None:
-    """Move a sharded parameter to the owners and devices of an optimizer.
+    """Move the parts of a sharded parameter to the owners and devices of an optimizer.
 
     Args:
         variable: Keras variable that is sharded already.

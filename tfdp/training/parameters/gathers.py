@@ -55,6 +55,10 @@ class Gathers:
         """Add a unit of parameters that are gathered together, after earlier units.
 
         It is set as the `unit` of each parameter, which keeps it alive.
+
+        Args:
+            parameters: Sequence of `ShardedParameter`, those of the unit.
+            options: `UnitOptions`: how steps gather the unit.
         """
         unit = Unit(len(self._units), tuple(parameters), options)
         self._units.append(weakref.ref(unit))
@@ -126,7 +130,8 @@ class Gathers:
     def step(self) -> UnitGatherer | None:
         """Return the `UnitGatherer` of the replica's step being traced, or `None`.
 
-        It is `None` in eager mode and outside of replicas.
+        The first call of a step creates it. It is `None` in eager mode and outside of
+        replicas.
 
         Raises:
             ValueError: In a `tf.function` that a step calls.
@@ -254,11 +259,14 @@ def _steps_of_replica() -> list[UnitGatherer]:
 
 @contextlib.contextmanager
 def marked_backward_pass(trace: ProgramTrace) -> Iterator[None]:
-    """Run `backward_pass` on each replica around operations of a traced program.
+    """Mark the operations traced in the block as a backward pass of each replica.
 
-    The operations traced in the block are the program's. When a replica builds its step
-    from the program, it enters `backward_pass` before its copies of them, and exits it
-    after them.
+    The operations belong to a program, the step of one device that each replica later
+    rebuilds as its own. A replica enters `backward_pass` before its copies of these
+    operations, and exits it after them.
+
+    Args:
+        trace: `ProgramTrace` of the step that is being traced.
     """
     passes: list[contextlib.ExitStack] = []
 
@@ -289,7 +297,7 @@ def gathers_of(extended: Any, groups: ShardGroups) -> Gathers:
         groups: `ShardGroups`, the owners.
     """
     # `Gathers` are stored in the process group. A change of the cluster creates a new
-    # group, so that `Gathers` of the former cluster are not used.
+    # group, so `Gathers` of the former cluster are no longer used.
     found = vars(groups.group).setdefault("_parameter_gathers", {})
     key = groups.num_copies, groups.has_two_levels, groups.group.nodes
     if key not in found:
@@ -300,13 +308,15 @@ def gathers_of(extended: Any, groups: ShardGroups) -> Gathers:
 def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Tensor:
     """Record a read of a parameter in the program of a step that is being traced.
 
+    A program is the step of one device that each replica later rebuilds as its own.
+
     Returns:
         Tensor of the parameter's shape, which stands for the value on each replica.
     """
     dtype = read_dtype(parameter)
 
     def read() -> tf.Tensor:
-        """Return the parameter's value in the step that a replica builds."""
+        """Read the parameter in the step that a replica builds; return its value."""
         with tensor_reads.autocasting(dtype if parameter.casts else None):
             return parameter.reader.read(parameter)
 

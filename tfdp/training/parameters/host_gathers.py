@@ -95,8 +95,9 @@ def _messages(
             yield _columns_of_one(parameter, rank, begin, end, host_group)
         else:
             local = [_columns(part, begin, end) for part in parameter.values]
-            # There is one row for each replica, local ones before the gather and all
-            # after it, in the order of `owners`, by which the owners' rows are found.
+            # The gather extends the rows of local replicas to those of all replicas, in
+            # the order of `owners`. So an owner's position in `owners` is that of its
+            # row.
             rows = tf.stack(local)
             if host_group.size > 1:
                 rows = Member(host_group, 0).all_gather(rows)

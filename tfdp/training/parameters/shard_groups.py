@@ -142,8 +142,8 @@ class ShardGroups:
         """Sum a bucket over all replicas, and keep the calling replica's slice.
 
         Args:
-            bucket: `ShardBucket`. If it is lopsided, so that slices would be mostly
-                padding, it is all-reduced, which moves fewer bytes.
+            bucket: `ShardBucket`. If it is lopsided, which means that slices would be
+                mostly padding, it is all-reduced, which moves fewer bytes.
             flat: Tensor, the elements in the layout of `bucket.moved`: by owner, padded
                 to `slice_size`; or without padding if the bucket is lopsided.
             route: `AlgorithmChoice`; not used by an all-reduce.
@@ -182,7 +182,10 @@ class ShardGroups:
         return ring(placed, group, replica, channel=channel, is_alone=False)
 
     def all_reduce(self, tensor: tf.Tensor, replica: int) -> tf.Tensor:
-        """Sum a tensor over the owners; each slice counts once, whatever its copies.
+        """Sum a tensor over the owners of slices; return the sum to all replicas.
+
+        If several replicas hold copies of the same slice, the tensor of the first of
+        them counts.
 
         Args:
             tensor: Tensor of known shape.
@@ -197,8 +200,9 @@ class ShardGroups:
     def counted_once(self, tensor: tf.Tensor, replica: int) -> tf.Tensor:
         """Return a replica's tensor, or zeros if an earlier replica has its slices.
 
-        A sum over all replicas then counts each slice once. Separate sums of nodes
-        could be rounded differently, so that the copies would drift apart.
+        A sum over all replicas then counts each slice once. If each node summed its
+        own copy instead, the sums could be rounded differently, and the copies would
+        drift apart.
 
         Args:
             tensor: Tensor that depends on the slices of the replica.

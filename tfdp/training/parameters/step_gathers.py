@@ -203,7 +203,8 @@ class UnitGatherer:
     def _gather(self, unit: Unit) -> None:
         """Trace a gather of a unit, whose values later reads of its parameters return.
 
-        It waits until an earlier unit is about to compute, and for the last gather.
+        The gather waits for the one before it, and until an earlier unit is about to
+        compute: the option `prefetch` of `unit` says how many units earlier.
         """
         dtypes = tuple(map(read_dtype, unit.parameters))
         age = self.order.newest()
@@ -357,7 +358,7 @@ def read_dtype(parameter: ShardedParameter) -> tf.DType:
     return parameter.dtype if scope is None else tf.as_dtype(scope)
 
 
-# Types of operations that take no time to compute, so that no gather waits for them.
+# Types of operations that take no time to compute, so no gather waits for them.
 _INSTANT_OPS = frozenset(
     ("Const", "Identity", "IdentityN", "NoOp", "Rank", "Reshape", "Shape", "ShapeN")
 )

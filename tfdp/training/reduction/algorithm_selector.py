@@ -64,11 +64,11 @@ class AlgorithmSelector:
 
     @property
     def depends_on_links(self) -> bool:
-        """Bool, whether measured links would change the choice of algorithms.
+        """Bool, whether measured links could change the choice of algorithms.
 
-        They would if algorithms are chosen by predicted times. NCCL always uses default
-        links: a measurement would create a communicator for each pair of GPUs, and its
-        memory is never freed.
+        They could if algorithms are chosen by predicted times for more than two
+        replicas. NCCL always uses default links: a measurement would create a
+        communicator for each pair of GPUs, and its memory is never freed.
         """
         is_chosen = self._fixed is None and self._backend != "nccl"
         return is_chosen and self.topology.num_replicas > 2
@@ -87,13 +87,20 @@ class AlgorithmSelector:
     def is_hierarchical(self) -> bool:
         """Bool, whether buckets are reduced inside nodes first, then across nodes.
 
-        With `algorithm="auto"`, it is whether the topology allows this.
+        With `algorithm="auto"`, which selects an algorithm for each bucket, it is true
+        if the topology allows a hierarchical one.
         """
         is_flat = self._fixed is not None and not self._fixed.is_hierarchical
         return self.topology.supports_hierarchy and not is_flat
 
     def set_links(self, links: Links) -> None:
-        """Set measured `Links` for predicted times; all workers set the same ones."""
+        """Predict times from measured links from now on, in place of default ones.
+
+        Every worker must set the same links: they select the algorithms.
+
+        Args:
+            links: `Links`.
+        """
         self.links = links
         self.are_links_known = True
 
@@ -219,7 +226,8 @@ class AlgorithmSelector:
         )
         if not algorithm.is_hierarchical and inner != outer:
             # A flat algorithm has one dtype for all messages, so it cannot compress
-            # only the messages inside nodes or only those across nodes.
+            # only the messages inside nodes or only those across nodes: it sends all of
+            # them uncompressed.
             inner = outer = None
         wire_formats = WireFormat(dtype_name=inner), WireFormat(dtype_name=outer)
         return AlgorithmChoice(algorithm, *wire_formats, seconds)
@@ -227,8 +235,9 @@ class AlgorithmSelector:
     def _candidates(self) -> tuple[Algorithm, ...]:
         """Return the algorithms to choose from, in the order of preference.
 
-        That is the algorithm of the options; with `"auto"`, those that fit the
-        topology, or only the ring and the hierarchical one while links are not known.
+        The algorithm of the options is the only one. With `"auto"` all that fit the
+        topology are returned; while links are neither given nor measured, only the
+        ring and the hierarchical one.
         """
         if self._fixed is not None:
             return (self._fixed,)
@@ -261,9 +270,16 @@ def _fixed_algorithm(
 ) -> tuple[Algorithm | None, str]:
     """Return the algorithm that the options ask for, or a replacement that can run.
 
+    Args:
+        options: `CommunicationOptions`.
+        topology: `Topology` of all replicas.
+
     Returns:
-        Tuple of an `Algorithm`, or `None` if it is to be chosen for each bucket; and a
-        string, a warning of the replacement, or `""` without one.
+        Tuple of an `Algorithm`, or `None` for `"auto"`, which selects one for each
+        bucket; and a string, the warning that the algorithm is replaced, or `""`.
+
+    Raises:
+        ValueError: If Adasum cannot combine the nodes.
     """
     option = options.algorithm
     if option == "auto":

@@ -29,7 +29,10 @@ class CarriedScalar:
 
 @contextlib.contextmanager
 def carrying(value: tf.Tensor | None) -> Iterator[CarriedScalar | None]:
-    """Open a context in which one all-reduce of this thread's gradients sums a scalar.
+    """Open a context in which a bucket of this thread's gradients also sums a scalar.
+
+    The first all-reduce of unweighted gradients appends the scalar to a bucket that
+    `carrier_of` chooses, if it finds one.
 
     Args:
         value: Scalar float32 tensor of this replica, or `None` for none.
@@ -44,9 +47,9 @@ def carrying(value: tf.Tensor | None) -> Iterator[CarriedScalar | None]:
 
 
 def pending_scalar() -> CarriedScalar | None:
-    """Return the scalar of the active `carrying`, or `None` if it is summed or missing.
+    """Return the scalar that a bucket of gradients has to sum, or `None` without one.
 
-    `carrying` is a context in which a bucket of gradients also sums a scalar.
+    It is the scalar of the active context `carrying`, until a bucket has summed it.
     """
     carried: CarriedScalar | None = step_context.current().carried
     return carried if carried is not None and carried.total is None else None

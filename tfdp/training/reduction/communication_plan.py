@@ -53,8 +53,8 @@ class CommunicationPlan:
         sharding: String. `"none"`: each bucket is all-reduced. `"optimizer"` or
             `"gradients"`: each is reduce-scattered, and the updated parameters are
             all-gathered. `"parameters"`: each is reduce-scattered, and a step
-            all-gathers parameters by units, for the forward and again for the backward
-            pass. Defaults to `"none"`.
+            all-gathers parameters for the forward and again for the backward pass, by
+            units of one or several layers. Defaults to `"none"`.
         memory: `MemoryReport` of the training state, or `None` if not known. Defaults
             to `None`.
         is_compiled: Bool, whether XLA compiles the forward and backward pass of each
@@ -62,7 +62,8 @@ class CommunicationPlan:
             `False`.
         gather_ratio: Float, ratio of the bytes that a gather of parameters sends to
             those of the parameters. Defaults to 1.
-        gain: String, gain of tuned buckets over the default, or `""`. Defaults to `""`.
+        gain: String, description of the gain of tuned buckets over the default, which
+            is printed; or `""`. Defaults to `""`.
         gathers: Dict from the name of a loop, such as `"fit"`, to `StepGathers`, the
             gathers of its step for operations that need the whole batch. It has no
             entry for a loop whose step was not traced. Defaults to empty.
@@ -239,6 +240,8 @@ def _cell(tag: str, text: str, side: str) -> str:
 def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
     """Create the `CommunicationPlan` of a model's step under a tfdp strategy.
 
+    It describes the latest traced step, or a prediction if no step was traced.
+
     Raises:
         ValueError: If the model is not built.
     """
@@ -284,6 +287,10 @@ def _plan_of(
 ) -> tuple[BucketPlan, tuple[AlgorithmChoice, ...], list[str], bool]:
     """Return the buckets of a model's latest traced step, or else predicted ones.
 
+    Args:
+        reducer: `Reducer` of the strategy.
+        model: Keras model whose optimizer is not sharded.
+
     Returns:
         Tuple of the `BucketPlan`, the `AlgorithmChoice` of each bucket, the paths of
         variables whose gradients are sent as rows, and whether a step was traced.
@@ -311,7 +318,7 @@ def gradients_of_outputs(model: Any, batch: Sequence[tf.Tensor]) -> list[Any]:
         batch: Sequence of tensors, the inputs of the model in a flat order.
 
     Returns:
-        List of tensors, `tf.IndexedSlices` or `None`, by trainable variable.
+        List of tensors, `tf.IndexedSlices` or `None`, one for each trainable variable.
     """
     like = model.input if len(batch) > 1 else model.inputs[0]
     with tf.GradientTape() as tape:

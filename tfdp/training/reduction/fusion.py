@@ -105,8 +105,9 @@ def all_reduce_buckets(
             `None` for 1.
         algorithms: Sequence of callables such as `tfdp.communication.collectives.ring`,
             one for each bucket.
-        carried: `CarriedScalar` to sum as well, or `None`. Defaults to `None`.
-        carrier: Int, position of the bucket to which `carried` is appended, or `None`.
+        carried: `CarriedScalar` to sum together with a bucket, which sets its `total`;
+            or `None`. Defaults to `None`.
+        carrier: Int, position of the bucket that `carried` is appended to, or `None`.
             Defaults to `None`.
 
     Returns:

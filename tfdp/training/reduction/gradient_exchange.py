@@ -58,7 +58,8 @@ class GradientExchange:
 
         Args:
             share: Scalar float64 tensor, rows of this worker as a fraction of all. If
-                workers are left out, the sum is scaled by the shares of the others.
+                workers are left out, the sum is divided by the total share of the
+                others, so that it stands for all rows.
             tensor: Tensor of shape `[size]`, on the host, already weighted by rows.
 
         Returns:

@@ -122,7 +122,7 @@ def _initial_guesses(default: Links) -> list[Links]:
     """Return the six `Links` from which fits begin.
 
     The links inside and across nodes are both those of `default`, or one of them costs
-    nothing, so that the other one is slower. In each case the links inside a node are
+    nothing, so the other one is slower. In each case the links inside a node are
     shared or not. From a single starting point the fit may converge to a wrong answer.
     """
     levels = [
@@ -264,7 +264,7 @@ def _non_negative_least_squares(
 
 
 def _with_default(links: Links, default: Links) -> Links:
-    """Return links whose level without samples, if any, has the constants of `default`.
+    """Return fitted links, with default constants for a level without samples.
 
     Args:
         links: `Links`, fitted; a level that no sample depends on is `_ZERO_LINK`.

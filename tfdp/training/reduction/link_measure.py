@@ -25,7 +25,7 @@ from tfdp.training.reduction.cache_file import load_links, store_links
 from tfdp.training.reduction.link_fit import Sample, fit_links
 
 # Only runs of at least this number of steps measure links: a measurement takes a second
-# or two, which a shorter run would not regain.
+# or two, more than faster steps would save in a shorter run.
 LONG_RUN_STEPS = 500
 # Bytes of the tensors in timed all-reduces: small tensors show the latency of links,
 # large tensors the bandwidth.
@@ -34,7 +34,8 @@ _SIZES_BYTES = (2**12, 2**18, 2**22)
 # median of several timings is used, so that a single slow one does not count.
 _CALLS_PER_REPEAT, _REPEATS = 2, 3
 # Version of the cost model, a part of the key in the cache: links that were fitted to
-# another version are not used, since its constants may mean something else.
+# another version are not used, since the constants of that version may have another
+# meaning.
 _MODEL_VERSION = 2
 
 
@@ -176,7 +177,7 @@ def _measure_samples(
 def _measure_seconds(
     algorithm: Algorithm, num_bytes: int, group: ProcessGroup
 ) -> float:
-    """Return the median time of one all-reduce in seconds.
+    """Measure the time of one all-reduce; return the median in seconds.
 
     Args:
         algorithm: `Algorithm`.
@@ -197,7 +198,9 @@ def _measure_seconds(
 def _trace(
     all_reduce: Callable, length: int, group: ProcessGroup
 ) -> Callable[[], None]:
-    """Trace `_CALLS_PER_REPEAT` all-reduces on every local replica.
+    """Return a function that runs `_CALLS_PER_REPEAT` all-reduces on local replicas.
+
+    The all-reduces run one after another. They are traced at the first call.
 
     Args:
         all_reduce: Callable such as `tfdp.communication.collectives.ring`.
@@ -205,7 +208,7 @@ def _trace(
         group: `ProcessGroup` of all replicas.
 
     Returns:
-        Function without arguments that runs them once and waits for the end.
+        Function without arguments, which returns when all of them have ended.
     """
 
     @tf.function(autograph=False)

@@ -48,8 +48,8 @@ class Reducer:
             bucket, or `None` for the ring. Defaults to `None`.
         residuals: `ResidualStore` of compressors' residuals, or `None` to create one.
             Defaults to `None`.
-        kind: String, name of the collective in the keys of its residuals. Defaults to
-            `"all-reduce"`.
+        kind: String, name of the collective, a part of the keys that `residuals` finds
+            its residuals by. Defaults to `"all-reduce"`.
         compares: Bool, whether new variables and plans are compared between all
             workers. Defaults to `True`.
     """
@@ -314,8 +314,8 @@ class Reducer:
         Args:
             variables: Sequence of Keras variables, those of a model.
             options: `CommunicationOptions`, or `None` for the strategy's.
-            gain: String, gain of the options, to be shown to the user. Defaults to
-                `""`.
+            gain: String, description of the gain over the strategy's options, which is
+                shown to the user. Defaults to `""`.
         """
         key, selector = frozenset(map(id, variables)), self.algorithm_selector
         self._tuned.pop(key, None)

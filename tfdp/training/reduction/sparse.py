@@ -32,11 +32,12 @@ def reduce_indexed_slices(
         group: `ProcessGroup` of the replicas.
         replica: Int, index of the calling replica among the local ones.
         may_sum: Bool, whether rows with the same index may be summed. Then each
-            index is sent once, or the gradient is all-reduced as a dense table
-            if that sends fewer bytes. Defaults to `False`.
+            replica sends an index only once, or the gradient is all-reduced as a
+            dense table if that sends fewer bytes. Defaults to `False`.
 
     Returns:
-        `tf.IndexedSlices` with the rows that any replica has.
+        `tf.IndexedSlices` with the rows of all replicas, the same on each. Rows with
+        the same index, which may remain, add up.
     """
     if group.size == 1:
         return slices
@@ -80,7 +81,7 @@ def are_unique(indices: tf.Tensor) -> bool:
     """Return whether no index can occur twice in any batch.
 
     It is known for the results of some operations, and for constants, such as the
-    positions within a sample.
+    positions within a sample. The result is `False` if it is not known.
 
     Args:
         indices: Integer tensor. The result is `False` for an eager one.
@@ -203,7 +204,8 @@ def _gather_rows(
     member = Member(group, replica)
     all_values = member.all_gather(tf.pad(values, padding), size=size)
     all_indices = member.all_gather(tf.pad(indices, [[0, missing]]), size=size)
-    # Of the `length` rows of each replica, those beyond its count are padding.
+    # Each replica has sent `length` rows. Those beyond its count are padding, and are
+    # left out.
     valid = tf.reshape(tf.sequence_mask(counts, length), [-1])
     return tf.boolean_mask(all_indices, valid), tf.boolean_mask(all_values, valid)
 
@@ -217,7 +219,7 @@ def _reduce_table(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """All-reduce a sparse gradient as a dense table; return rows that any replica has.
 
-    A further column counts the rows that were added to each row of the table.
+    An additional column counts the rows that were added to each row of the table.
 
     Args:
         indices: Integer tensor of shape `[rows]`.

@@ -132,7 +132,8 @@ class Tuned:
     Args:
         options: `CommunicationOptions` that were tuned.
         algorithm_selector: `AlgorithmSelector` with these options.
-        gain: String, gain over the strategy's options, or `""` if not known (yet).
+        gain: String, description of the gain over the strategy's options, for the
+            user; or `""` if it is not known (yet).
         refs: List of weak references to the variables that the options apply to.
     """
 

@@ -76,8 +76,11 @@ def training_group(strategy: Any) -> TrainingGroup:
 def groups_of_ranks(strategy: Any) -> Sequence[Sequence[int]]:
     """Return the ranks of each group of replicas that trains together.
 
-    By default it is one group of all replicas. A loop of Keras may train with several,
-    whose replicas update independently of other groups, as in local SGD.
+    By default all replicas are one group. A loop of Keras may train with several
+    groups, each of which updates its replicas independently, as in local SGD.
+
+    Args:
+        strategy: A tfdp strategy.
     """
     if (groups := loops.independent_groups()) is None:
         return [range(strategy.num_replicas_in_sync)]

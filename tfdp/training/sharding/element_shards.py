@@ -71,7 +71,8 @@ class ElementShards(OptimizerShard):
         Weights decay first. The variables themselves are not assigned.
 
         Args:
-            optimizer: Keras optimizer, the user's or a stand-in.
+            optimizer: Keras optimizer with the settings: the user's, or a shallow copy
+                of it.
             gradients: `ShardedGradients`.
             variables: List of the Keras variables of the plan.
             rate: Scalar tensor, the learning rate.
@@ -86,8 +87,13 @@ class ElementShards(OptimizerShard):
         def kind(place: Place) -> Any:
             """Return a key that adjacent segments share if they can be updated as one.
 
-            Segments with dense gradients share `True`, segments without a gradient
-            `False`. A segment with a sparse gradient is updated alone: it is its key.
+            It is `True` for a segment with a dense gradient and `False` for one without
+            a gradient. A segment with a sparse gradient is updated alone: it is its own
+            key.
+
+            Args:
+                place: Item of `ShardBucket.places`: a `Segment`, and its begin and end
+                    in the slice.
             """
             segment, _, _ = place
             is_sparse = segment.index in gradients.sparse
@@ -277,8 +283,8 @@ def _decayed_segment(
 def _sparse_elements(rows: tf.IndexedSlices, segment: Segment) -> tf.IndexedSlices:
     """Convert a sparse gradient of a variable to the gradient of one of its segments.
 
-    Keras applies rows with the same index one after another, so elements with the same
-    index stay separate too.
+    Keras applies rows with the same index one after another, so elements of such rows
+    are not added up here.
 
     Args:
         rows: `tf.IndexedSlices`, the gradient; a row may lie in several segments.

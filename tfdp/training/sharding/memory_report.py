@@ -92,8 +92,8 @@ def _slot_bytes(optimizer: Any, variables: list[Any]) -> list[int]:
         for index, slot in enumerate(slots):
             if slot is not None:
                 totals[index] += entry_of(slot).num_bytes
-    # State that belongs to no trained variable, such as a scalar, is on every replica
-    # and is counted with the first variable.
+    # State that belongs to no trained variable, such as a scalar, is on every replica.
+    # The result has only an item for each variable, so the first item includes it.
     known = {id(slot) for slots in lists for slot in slots}
     for _, slot in slot_names(template, variables):
         if id(slot) not in known:

@@ -132,7 +132,9 @@ def shard_full_slots(tensors: Sequence[StateTensor], slots: Sequence[Any]) -> No
 def _tensor(
     name: str, shape: Any, dtype: str, shards: Sequence[tuple[bool, LocalShard]]
 ) -> StateTensor:
-    """Create a state tensor; owned shards are split, so that reads need little memory.
+    """Create a state tensor from the shards of the local replicas.
+
+    Owned shards are split into smaller ones, so that reads need little memory.
 
     Args:
         name: String, unique among all state tensors.
@@ -240,8 +242,8 @@ class _FlatBuffer:
     def __init__(self, variable: Any) -> None:
         self._variable = variable
         self._data: np.ndarray | None = None
-        # Positions where ranges begin, of all ranges and of those not written yet:
-        # after the last range is written, the buffer drops its reference to the
+        # The position at which each range begins, of all ranges and of those that are
+        # not written yet. Once all are written, the buffer drops its reference to the
         # variable's memory.
         self.begins: set[int] = set()
         self._unwritten: set[int] = set()
@@ -326,7 +328,8 @@ def _range_shard(
         if not getattr(variable, "had_slice_assigned", False):
             return tf_distribute.elements_of(variable, begin + first, begin + last)
         # After `write` has assigned a slice, TensorFlow copies the whole variable on
-        # every read. A gather copies only these elements, though one by one.
+        # every read. `tf.gather` copies only the elements that are read, but one by
+        # one.
         with tf.device(variable.device):
             places = tf.range(begin + first, begin + last, dtype=tf.int64)
             return tf.gather(variable, places).numpy()
@@ -348,8 +351,8 @@ def _range_shard(
     if buffer is not None:
         buffer.begins.add(begin)
 
-    # With a buffer, a function that reads a range saves nothing: each read is a view,
-    # or copies the whole variable.
+    # With a buffer, reading only a range saves no memory: a read is a view of the
+    # variable's memory, or copies the whole variable.
     read_range = read if buffer is None else None
     return LocalShard(
         segment.start, segment.stop, lambda: read(0, size), write, read_range

@@ -121,7 +121,7 @@ class ShardCollectives:
     def _scatter(
         self, group: ShardedParamGroup, number: int, flat: tf.Tensor
     ) -> tf.Tensor:
-        """Reduce-scatter a bucket by the algorithm that an all-reduce would take.
+        """Reduce-scatter a bucket, with the wire formats that an all-reduce would use.
 
         Args:
             group: `ShardedParamGroup`.
@@ -142,8 +142,10 @@ class ShardCollectives:
         return self.groups.scatter_bucket(bucket, flat, route, caller)
 
     def _gather_before(self, tensors: Iterable[tf.Tensor]) -> None:
-        """Trace the second gathers of sharded parameters that some gradients depend on.
+        """Trace second gathers of the sharded parameters that gradients depend on.
 
+        A parameter that was freed after the forward pass is gathered a second time for
+        the backward pass. The gather must be traced before the gradients are reduced.
         Without sharded parameters nothing is traced.
 
         Args:

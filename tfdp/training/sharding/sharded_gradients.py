@@ -40,7 +40,7 @@ class ShardedGradients:
         return self.dense | self.sparse.keys()
 
     def parts(self, plan: ShardPlan, owner: int) -> dict[int, list[tf.Tensor]]:
-        """Return the gradient elements that lie in the slices of an owner, in order.
+        """Return the elements of dense gradients in these slices, by variable.
 
         Args:
             plan: `ShardPlan`.
@@ -62,7 +62,9 @@ class ShardedGradients:
         return self.map(lambda values: divided(values, divisor))
 
     def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ShardedGradients:
-        """Return the gradients with a function applied to each slice and sparse values.
+        """Apply a function to each slice, and to the values of each sparse gradient.
+
+        The result is a new `ShardedGradients`; this one is not changed.
 
         Args:
             function: Callable from a tensor to a tensor of the same shape.
@@ -128,7 +130,7 @@ class ShardedGradients:
 
 
 class ShardedGradientStatistics(GradientStatistics):
-    """Norms and finite checks from slices, by one small collective for all groups.
+    """Norms and finite checks of sharded gradients, by one collective for all groups.
 
     The constructor runs the collective.
 

@@ -216,7 +216,7 @@ class ShardedLayout(StateLayout):
         limit = tf.constant(optimizer.global_clipnorm, norm.dtype)
         # `norm - norm` makes the factor NaN for an infinite norm, as in Keras.
         factor = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-        # In Keras, too, the product with the factor makes a sparse gradient dense, so
+        # The product with the factor makes a sparse gradient dense, as in Keras, so
         # sparse gradients are added to the slices first.
         whole = sums.without_rows(sharded_group.plan, owner)
         return whole.map(lambda values: values * tf.cast(factor, values.dtype))
@@ -226,7 +226,8 @@ class ShardedLayout(StateLayout):
     ) -> None:
         """Update the elements that this replica owns, and assign the new values.
 
-        Those of variables that are not sharded are all-gathered to every replica.
+        The new values of variables that are not sharded are all-gathered to every
+        replica.
 
         Args:
             group: `ParamGroup`.
@@ -268,8 +269,8 @@ class ShardedLayout(StateLayout):
     ) -> None:
         """Overwrite variables with their moving averages.
 
-        A replica has the averages of its own shard only: for variables that are not
-        sharded, they are all-gathered.
+        A replica has the averages of its own shard only, so the averages of variables
+        that are not sharded are all-gathered.
 
         Args:
             group: `ParamGroup`.

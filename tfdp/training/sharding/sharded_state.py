@@ -104,8 +104,9 @@ class ShardedState:
         if not was_built:
             optimizer_state.build_without_state(optimizer, variables)
         plans = {id(part): self._plan_of(part) for part in _trained_parts(optimizer)}
-        # Variables are compared first: workers with different ones would run different
-        # collectives, and wait for each other indefinitely.
+        # Workers compare their variables before they exchange values: workers with
+        # different variables would run different collectives, and wait for each other
+        # indefinitely.
         how = self._layout_fact(options, _trained_parts(optimizer), plans)
         facts = [variables_fact(every, "shards"), how]
         compare(extended.worker_group, "sharding the optimizer", facts)
@@ -184,6 +185,8 @@ class ShardedState:
 
     def state(self, part: ShardedParamGroup) -> list[StateTensor]:
         """Return the state tensors of one inner optimizer, in Keras's order.
+
+        The constructor has created them.
 
         Args:
             part: `ShardedParamGroup` of the optimizer, one of `parts`.
@@ -414,7 +417,8 @@ def plan_of_parameters(
 ) -> ShardPlan:
     """Plan shards of optimizer state with the same ranges as the sharded parameters.
 
-    If the optimizer needs whole variables, each parameter is moved to its owner first.
+    If the optimizer needs whole variables, all elements of each parameter are moved to
+    one owner first. All workers call the function then.
 
     Args:
         plan: `ShardPlan` of the optimizer's state if parameters were not sharded.

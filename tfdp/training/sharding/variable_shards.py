@@ -70,8 +70,8 @@ class VariableShards(OptimizerShard):
         if owned:
             self.clone.build(owned)
         built = _settings_of(self.clone)
-        # Of attributes that hold state or that `build` sets, the clone keeps its own
-        # values: the user's optimizer may never be built, and has `None` in place of
+        # The clone keeps its own values of attributes that hold state or that `build`
+        # sets: the user's optimizer may never be built, and has `None` in place of
         # state that was freed.
         self._kept = {
             name
@@ -141,7 +141,10 @@ class VariableShards(OptimizerShard):
         return whole
 
     def average(self, optimizer: Any, variables: list[Any]) -> None:
-        """Move the moving averages that the replica owns towards the variables."""
+        """Move the moving averages that the replica owns towards the variables.
+
+        Arguments are those of `ElementShards.average`.
+        """
         owned = self.own_values(variables)
         clone = self._clone_with_settings(optimizer, variables)
         keras_optimizer.move_averages(clone, owned)
@@ -200,10 +203,15 @@ class VariableShards(OptimizerShard):
             tf_distribute.local_part(copy).assign(value, read_value=False)
 
     def _clone_with_settings(self, optimizer: Any, variables: list[Any]) -> Any:
-        """Return a copy of the clone, with its slots and the settings of `optimizer`.
+        """Return a copy of `clone`, with its slots and the settings of `optimizer`.
 
-        `optimizer` is the user's, whose settings may have changed since the clone was
-        built. `variables` are those of the plan.
+        The counter, rate, strategy and decay exclusions of `clone` itself are set to
+        those of `optimizer`.
+
+        Args:
+            optimizer: Keras optimizer, the user's, whose settings may have changed
+                since the clone was built.
+            variables: List of the Keras variables of the plan.
         """
         optimizer_views.share_state(self.clone, optimizer)
         for index, copy in self._copies.items():
