@@ -3,8 +3,8 @@
 A function runs in one thread at a time: its collectives have one key each. Different
 functions run at once on the CPUs of a single process, whose functions have keys of
 their own, see `instance_keys`. On GPUs, where NCCL needs one order of all collectives,
-they run one at a time. On several workers, which would need it too, a call raises an
-error while another thread's call runs.
+they run one at a time. Several workers need one order, which threads cannot guarantee:
+there a call raises an error while another thread's call runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ _thread = _Thread()
 
 
 def mark(handle: Any) -> None:
-    """Mark a resource whose use as an input shows that a function has collectives.
+    """Mark a resource: functions with its handle as an input then have collectives.
+
+    `one_at_a_time` recognizes functions with collectives by such inputs.
 
     Args:
         handle: Tensor, the handle of the resource.

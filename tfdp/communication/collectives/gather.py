@@ -35,6 +35,9 @@ def gather_rows(
 
     Returns:
         The concatenation, ordered by rank.
+
+    Raises:
+        ValueError: If `axis` is static and not one of the tensor's axes.
     """
     with tf.device(group.devices[replica]):
         rows, restore = _axis_first(tensor, axis)
@@ -114,6 +117,9 @@ def _axis_first(tensor: tf.Tensor, axis: Any) -> tuple:
     Returns:
         Tuple of the transposed tensor, and a function from a gathered tensor to the
         same tensor with its first axis moved back to `axis`.
+
+    Raises:
+        ValueError: If `axis` is static and not one of the tensor's axes.
     """
     if isinstance(axis, int) and axis == 0:
         return tensor, lambda joined: joined

@@ -38,9 +38,10 @@ class Member:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Dict by name of the arguments of `ring`, except `tensor` and `is_alone`.
+        """Dict from name to value: `group`, `replica`, `channel` and `wire_dtype`.
 
-        All functions of `FLAT` have these arguments.
+        They are arguments of `ring` and of the other functions in `FLAT`, which are
+        called with them on behalf of this member.
         """
         return vars(self)
 

@@ -2,8 +2,8 @@
 
     replicas' tensors -> thread -> [sum of the local ones] -> communicator -> thread
 
-The replicas of one process are combined in its memory, so that the communicator has
-one member for each process.
+The replicas of one process are combined in its memory, so the communicator has one
+member for each process.
 
 A *lane* runs the collectives of one process group on one channel, the chain in which
 they are launched one after another. It has a thread and a communicator.

@@ -31,8 +31,8 @@ class WireFormat:
         compressor: `Compressor`, or `None`. Defaults to `None`.
         dtype_name: String, name of the dtype that elements are cast to, or `None` for
             no cast. Defaults to `None`.
-        ratio: Float, bytes that the compressor sends divided by those of an all-reduce;
-            NaN if unknown. Defaults to 1.
+        ratio: Float, bytes that the compressor sends, divided by those of an all-reduce
+            without it; NaN if unknown. Defaults to 1.
     """
 
     compressor: Compressor | None = None
@@ -50,7 +50,9 @@ class WireFormat:
         return self.dtype_name if self.compressor is None else str(self.compressor)
 
     def byte_ratio(self, itemsize: int) -> float:
-        """Return the bytes sent divided by those of an all-reduce; 1 if unknown.
+        """Return the bytes sent, divided by those of messages in the bucket's dtype.
+
+        It is 1 if a compressor does not know how many bytes it sends.
 
         Args:
             itemsize: Int, size in bytes of an element of the bucket.

@@ -107,8 +107,8 @@ class BlockQuantized(Compressor):
         words, rounded = self._code.encode(wide, noise)
         if not self.stochastic:
             state["sum_residual"] = piece - tf.cast(rounded[0], piece.dtype)
-        # `all_gather` joins the slices in the order of positions, in which the bucket
-        # was cut, so the padding of the bucket is at the end and is cut off.
+        # The bucket was cut into slices by position, and `all_gather` joins them in the
+        # same order. So the padding of the bucket is at the end, where it is cut off.
         total = self._code.decode(group.all_gather(words))
         flat = tf.reshape(total, [-1])[: bucket.size]
         return tf.cast(flat, bucket.dtype), state

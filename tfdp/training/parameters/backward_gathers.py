@@ -42,8 +42,8 @@ _REPEATED_OPS = frozenset(
         "Transpose",
     )
 )
-# Types of operations that use only the shape of a tensor, so that the tensor need not
-# be kept for them until the backward pass.
+# Types of operations that use only the shape of a tensor, so the tensor need not be
+# kept for them until the backward pass.
 _SHAPE_OPS = frozenset(("Rank", "Shape", "ShapeN", "Size"))
 
 

@@ -263,8 +263,8 @@ def _parts_of(
 def is_deferred(extended: Any, arguments: dict[str, Any]) -> bool:
     """Return whether a new variable is created as a sharded parameter, not whole.
 
-    It is if the strategy defers parameters, and the variable is trainable, floating and
-    created outside of a step.
+    It is in `strategy.scope(init="deferred")`, if the variable is trainable, floating
+    and created outside of a step.
 
     Args:
         extended: Extended object of a tfdp strategy.
@@ -283,7 +283,8 @@ def is_deferred(extended: Any, arguments: dict[str, Any]) -> bool:
 def deferred_parameter(strategy: Any, arguments: dict[str, Any]) -> ShardedParameter:
     """Create a sharded parameter from the first worker's initial value.
 
-    All workers call it.
+    It replaces the creation of a whole variable, see `is_deferred`. All workers call
+    it.
 
     Args:
         strategy: A tfdp strategy of several replicas.

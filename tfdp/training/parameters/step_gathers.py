@@ -231,10 +231,12 @@ def gather_unit(
     *,
     label: str = timing.UNIT,
 ) -> tuple[dict[int, tf.Tensor], dict[GatherFormat, tf.Tensor]]:
-    """Gather a unit on the calling replica, by one all-gather for each format.
+    """Trace a gather of a unit's parameters, by one all-gather for each format.
+
+    A format is the dtype of the parameters, and whether they are sent in 8 bits.
 
     Args:
-        step: `UnitGatherer`.
+        step: `UnitGatherer` of the calling replica.
         unit: `Unit`.
         dtypes: Sequence of `tf.DType`, the dtype in which each parameter is read.
         gate: Sequence of operations that the gather waits for.

@@ -144,8 +144,8 @@ class CommunicationPlan:
         factor += outer * route.outer.byte_ratio(itemsize)
         if not self._sharding.shards_state:
             return 2 * factor * bucket.num_bytes
-        # A reduce-scatter of gradients sends half the bytes of an all-reduce, which
-        # Adasum still needs. Wire formats do not apply to the gathers of parameters.
+        # A reduce-scatter of gradients sends half the bytes of an all-reduce, but Adasum
+        # needs an all-reduce. Wire formats do not apply to the gathers of parameters.
         scatter = factor * (2 if route.algorithm.is_adasum else 1)
         gathers = num_gathers * self.gather_ratio * (inner + outer)
         return (scatter + gathers) * bucket.num_bytes
@@ -311,7 +311,7 @@ def _plan_of(
 
 
 def gradients_of_outputs(model: Any, batch: Sequence[tf.Tensor]) -> list[Any]:
-    """Return the gradients of the sum of a model's outputs.
+    """Return the gradients of the sum of a model's outputs by its variables.
 
     Args:
         model: Keras model with symbolic inputs.

@@ -14,8 +14,8 @@ from tfdp.ground.plans.cost_model import num_serial_messages, predict_seconds
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm, transfers_of
 
-# The number of rounds is limited: each round fits constants for the slower links and
-# the weights of the previous fit, and the fits may never repeat exactly.
+# Limit on the rounds of a fit: each round begins with the result of the last one, and
+# the rounds end when a result recurs exactly, which may never happen.
 _MAX_ROUNDS = 20
 # Fits whose losses differ by less, relatively or absolutely, count as equally good:
 # noise decides between them, so the more plausible fit is chosen.

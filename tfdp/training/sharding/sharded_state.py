@@ -449,6 +449,8 @@ def _buckets(
 ) -> list[ShardBucket]:
     """Return the buckets of a unit: one for each dtype of its trained parameters.
 
+    A unit is a set of parameters that a step gathers together.
+
     Args:
         unit: Tuple of the `ShardedParameter`s of the unit.
         parameters: List of the `ShardedParameter`s of the optimizer; their positions

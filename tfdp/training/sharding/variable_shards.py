@@ -49,7 +49,7 @@ class VariableShards(OptimizerShard):
         # variables that are on another device. The keys are positions in the plan.
         self._copies: dict[int, Any] = {}
         # The owner of a sharded parameter holds all its elements, so the update changes
-        # this part itself. The keys are positions in the plan.
+        # the owner's part, and needs no copy. The keys are positions in the plan.
         self._parts: dict[int, Any] = {}
         values = (variables[i] for i in self.owned)
         owned = [optimizer_views.with_local_value(v, replica) for v in values]
