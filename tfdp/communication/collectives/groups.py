@@ -151,7 +151,7 @@ class SplitId:
     """Identity of a group among all groups that the same series of splits creates.
 
     Args:
-        path: Tuple, the key of the first group and the partitions after it.
+        path: Tuple, the key of the first group, then the partition of each split.
         index: Int, index of the group among all groups of that path.
         count: Int, number of groups of that path, on all workers.
     """
@@ -369,7 +369,7 @@ class ProcessGroup:
 
     @property
     def local_positions(self) -> Sequence[int | None]:
-        """Sequence, the position of each local replica, `None` if in another group."""
+        """Sequence: each local replica's position in this group, or `None` outside it."""
         return self._positions or [None] * len(self.devices)
 
     def position(self, replica: int) -> int:

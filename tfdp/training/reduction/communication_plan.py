@@ -144,8 +144,8 @@ class CommunicationPlan:
         factor += outer * route.outer.byte_ratio(itemsize)
         if not self._sharding.shards_state:
             return 2 * factor * bucket.num_bytes
-        # A reduce-scatter of gradients sends half the bytes of an all-reduce, but Adasum
-        # needs an all-reduce. Wire formats do not apply to the gathers of parameters.
+        # A reduce-scatter of gradients sends half the bytes of an all-reduce, but
+        # Adasum needs an all-reduce. Wire formats do not apply to gathers of parameters.
         scatter = factor * (2 if route.algorithm.is_adasum else 1)
         gathers = num_gathers * self.gather_ratio * (inner + outer)
         return (scatter + gathers) * bucket.num_bytes

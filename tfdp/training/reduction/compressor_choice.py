@@ -150,7 +150,7 @@ def _choice_of(
 
     Args:
         levels: `LevelFormats`, wire formats inside and across nodes.
-        algorithm: `Algorithm` that can carry them.
+        algorithm: `Algorithm` that can carry these formats.
         contents: Tuple of the bucket's size in bytes, its dtype and its entries.
         topology: `Topology` of the replicas.
         links: `Links`, from which the time is predicted.

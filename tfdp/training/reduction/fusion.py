@@ -224,10 +224,10 @@ class ReducedGradients:
 
     Args:
         flats: List of flat tensors, one for each bucket.
-        buckets: List of tuples of ints, positions of the gradients of each bucket, in
-            the order in which they are concatenated.
+        buckets: List of tuples of ints, positions in `like` of the gradients of each
+            bucket, in the order in which they are concatenated.
         like: List of the gradients before the reduction, for their shapes.
-        sparse: Dict from position to `tf.IndexedSlices`.
+        sparse: Dict from a position in `like` to the reduced `tf.IndexedSlices`.
     """
 
     flats: list[tf.Tensor]

@@ -174,8 +174,8 @@ def _fit_alternately(samples: Sequence[Sample], links: Links) -> list[Links]:
 def _design_row(sample: Sample, links: Links) -> list[float]:
     """Return the factors of the constants in a sample's predicted time.
 
-    They are messages, bytes and operations, divided by the measured time: their product
-    with the constants is 1 if these predict the time exactly.
+    They are the numbers of messages, bytes and operations, divided by the measured
+    time. Their product with the constants is 1 if these predict the time exactly.
 
     Args:
         sample: `Sample`.
