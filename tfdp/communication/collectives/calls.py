@@ -123,7 +123,7 @@ def _has_several_workers() -> bool:
 def _refusing(lock: Any, function: Any) -> Iterator[None]:
     """Open a context that holds a lock, or raise if another thread holds it.
 
-    The call of the function inside is recorded, see `recorded`.
+    The function must be called inside: the context records the call for the watchdog.
 
     Args:
         lock: Lock of the function.

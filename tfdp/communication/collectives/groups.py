@@ -369,7 +369,7 @@ class ProcessGroup:
 
     @property
     def local_positions(self) -> Sequence[int | None]:
-        """Sequence: each local replica's position in this group, or `None` outside it."""
+        """Sequence: position of each local replica; `None` for one of another group."""
         return self._positions or [None] * len(self.devices)
 
     def position(self, replica: int) -> int:

@@ -312,7 +312,7 @@ class _Lane:
 
         Raises:
             StepEnded: If only the current step has failed, on this or another worker.
-            RuntimeError: If all later collectives will fail, too.
+            RuntimeError: If all later collectives will also fail.
         """
         operation = self._operations[operation_index]
         tag = new_tag(generation_of(number), f"{operation.key} {number}")
@@ -342,7 +342,7 @@ class _Lane:
 
         Raises:
             StepEnded: If only the current step has failed, on this or another worker.
-            RuntimeError: If all later collectives will fail, too.
+            RuntimeError: If all later collectives will also fail.
         """
         ahead = steps_ahead(error, generation_of(number))
         if ahead is None:

@@ -208,7 +208,8 @@ class Gathers:
             num_local: Int, number of local replicas.
 
         Returns:
-            List of ints, in the order of the workers' positions in the host group.
+            List of ints, one for each replica, in the order of the workers' positions
+            in the host group.
         """
         own = tf.constant([self.groups.owner(replica) for replica in range(num_local)])
         if self._host_group.size > 1:

@@ -145,7 +145,7 @@ class CommunicationPlan:
         if not self._sharding.shards_state:
             return 2 * factor * bucket.num_bytes
         # A reduce-scatter of gradients sends half the bytes of an all-reduce, but
-        # Adasum needs an all-reduce. Wire formats do not apply to gathers of parameters.
+        # Adasum needs an all-reduce. Gathers of parameters do not use wire formats.
         scatter = factor * (2 if route.algorithm.is_adasum else 1)
         gathers = num_gathers * self.gather_ratio * (inner + outer)
         return (scatter + gathers) * bucket.num_bytes

@@ -32,7 +32,7 @@ class ShardCollectives:
         extended: Extended object of a tfdp strategy.
         groups: `ShardGroups`, the replicas that own shards.
         replica: Int, index of the calling replica among the local ones.
-        reducer: `ReplicaReducer`.
+        reducer: `ReplicaReducer` of this replica.
         backward: `BackwardGathers` of sharded parameters, or `None` without them.
     """
 

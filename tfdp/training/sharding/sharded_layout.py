@@ -25,7 +25,7 @@ from tfdp.training.step.state_layout import StateLayout
 
 
 class ShardedLayout(StateLayout):
-    """Operations of a step on one replica, with sharded state.
+    """Reduction, clipping, update and averaging on one replica, with sharded state.
 
     Args:
         groups: Dict from the `id` of an inner optimizer to its `ShardedParamGroup`.
