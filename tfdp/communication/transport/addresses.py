@@ -61,7 +61,7 @@ def this_machine() -> str:
         abstract Unix sockets reach each other.
     """
     # Without a key of the network namespace, it is unknown whether Unix sockets reach
-    # another process. A random key equals no other, so that workers connect by TCP.
+    # another process. A random key equals no other, so workers then connect by TCP.
     network = network_of_host() or secrets.token_hex(16)
     return f"{network} {os.getuid()}"
 

@@ -53,7 +53,10 @@ def sum_into(target: Array, addends: Sequence[Array]) -> None:
 
 
 def _sum_into(target: Array, addends: Sequence[Array]) -> None:
-    """Set `target`, which may share memory with an addend, to the sum of `addends`."""
+    """Set `target` to the sum of at least two addends, for `sum_into`.
+
+    `target` may share memory with an addend.
+    """
     if is_half(target.dtype):
         # Halves are added in float32, which rounds a sum only once. NumPy's own sum of
         # two halves has the same values, but converts element by element, which takes

@@ -78,7 +78,7 @@ class Registry(Protocol):
         """Return why a peer has closed the connection `lane`, `None` if unknown."""
 
     def forget(self, connection: Connection) -> None:
-        """Remove a connection that this worker has closed."""
+        """Remove a connection, which this worker has closed, from the registry."""
 
 
 class Connection:
@@ -216,6 +216,8 @@ class Connection:
     def lost(self, error: OSError | None) -> Exception:
         """Return the error to raise after the connection has ended, with the reason.
 
+        The call may wait a moment for the peer's reason.
+
         Args:
             error: `OSError` of the socket, or `None` at the end of its stream.
 
@@ -249,7 +251,9 @@ class Connection:
         return close_reason == CloseReason(self.peer, _CLOSED)
 
     def close(self, reason: str = "", close_reason: CloseReason | None = None) -> None:
-        """Close the connection once; waiting calls at both ends end at once.
+        """Close the connection; calls that wait at either end raise an error at once.
+
+        Later calls have no effect.
 
         Args:
             reason: String, sent to the other end.
@@ -294,7 +298,7 @@ def _without_first_bytes(views: list[memoryview], num_bytes: int) -> list[memory
 
 
 class ControlConnection(MessageConnection):
-    """Connection on which two workers send each other reasons for closing others.
+    """Connection that carries the reasons why two workers close their other ones.
 
     Only the thread of the mesh's `Acceptor` receives on it.
 
@@ -335,7 +339,11 @@ class ControlConnection(MessageConnection):
 
 
 def tune(sock: socket.socket) -> None:
-    """Set socket options: size of send buffers on one host, no delay, keep-alive."""
+    """Set options of a connected socket: send buffer, no delay and keep-alive.
+
+    The size of the send buffer is set only within a host; a Unix socket gets no other
+    option.
+    """
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
         return

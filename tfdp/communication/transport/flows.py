@@ -102,7 +102,7 @@ class _Queue:
         self.next()
 
     def next(self) -> None:
-        """Make the next piece the current one."""
+        """Make the next piece the current one, or `None` after the last."""
         self.piece = next(self._pieces, None)
         if self.piece is not None:
             self.rest = self.piece.view
@@ -171,7 +171,7 @@ class Flow:
         """Send as much of the current outgoing piece as possible without blocking.
 
         Returns:
-            Bool, whether anything moved.
+            Bool, whether bytes have moved, or a piece without bytes is finished.
 
         Raises:
             PeerLost: If the connection has ended.
@@ -182,7 +182,7 @@ class Flow:
         """Receive as much of the current incoming piece as possible without blocking.
 
         Returns:
-            Bool, whether anything moved.
+            Bool, whether bytes have moved, or a piece without bytes is finished.
 
         Raises:
             PeerLost: If the connection has ended.
@@ -190,13 +190,16 @@ class Flow:
         return self._move(self._in, self._sock.recv_into, 0, _NON_BLOCKING)
 
     def _move(self, queue: _Queue, transfer: Callable[..., int], *options: int) -> bool:
-        """Move bytes of a queue without blocking; return whether anything moved.
+        """Send or receive bytes of a queue's pieces without blocking.
 
         Args:
             queue: `_Queue` of the pieces to send, or of those to receive.
             transfer: Method of the socket that sends or receives; returns the number of
                 bytes that have moved.
             *options: Further arguments of `transfer`.
+
+        Returns:
+            Bool, whether bytes have moved, or a piece without bytes is finished.
 
         Raises:
             PeerLost: If the connection has ended.
@@ -223,10 +226,11 @@ class Flow:
 
     @property
     def events(self) -> int:
-        """Int, the events to poll for, 0 if the flow waits only for other flows.
+        """Int, bit mask of the events to poll for; 0 for none.
 
-        The peer of a finished flow is still watched: if it dies, other members may
-        never send their data.
+        It has the events that unblock the flow, and the end of the connection while
+        data is to be sent. The end is also watched after the flow is done: if the peer
+        dies, other members may never send their data.
         """
         if self.is_done:
             return 0 if self._has_left else _PEER_CLOSED
@@ -242,7 +246,7 @@ class Flow:
         return events
 
     def handle(self, events: int) -> None:
-        """Unblock sending or receiving, by the events that `poll` has reported.
+        """Let the flow send or receive again, by the events that `poll` has reported.
 
         Args:
             events: Int, the bit mask of the events.
@@ -258,7 +262,7 @@ class Flow:
         if events & select.POLLOUT:
             self._out.is_blocked = False
         if self._in.is_blocked:
-            # The end of the connection unblocks reading, too: data that arrived before
+            # The end of the connection also unblocks reading: data that arrived before
             # the end may be unread.
             self._in.is_blocked = not events & (select.POLLIN | _ENDED)
         elif events & _ENDED:

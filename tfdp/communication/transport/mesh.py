@@ -256,7 +256,7 @@ class Mesh:
         """Implement `Registry.close_reason_of`; wait up to half a second for it."""
 
         def is_known() -> bool:
-            """Return whether the reason is known, or the connection has ended."""
+            """Return whether the reason is known, or can no longer arrive."""
             return (peer, lane) in self._close_reasons or peer not in self._controls
 
         with self._changed:
@@ -273,6 +273,8 @@ class Mesh:
 
     def _accept(self, sock: socket.socket, authenticated: Authenticated) -> None:
         """Store an accepted connection until `connect` takes it.
+
+        A control connection is read for close reasons instead.
 
         Args:
             sock: `socket.socket`, after the handshake.

@@ -225,7 +225,9 @@ class MpiCommunicator:
                 distance *= 2
 
     def close(self, reason: str = "") -> None:
-        """End a waiting call, and send the other members a reason.
+        """Close the communicator: a waiting call raises an error at once.
+
+        The other members receive the reason.
 
         Args:
             reason: String, the cause in the other members' `PeerLost`. Defaults to
@@ -402,7 +404,6 @@ def _create_comm(
             f"{text!r} and {others[0]!r}"
         )
     # `Create_group` waits for all members while this thread holds the lock. The
-    # exchange of lanes has shown that all members have joined, so that this wait is
-    # short.
+    # exchange of lanes has shown that all members have joined, so this wait is short.
     with job.lock:
         return job.comm.Create_group(job.comm.Get_group().Incl(members), tag)

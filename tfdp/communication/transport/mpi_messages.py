@@ -29,7 +29,7 @@ from tfdp.communication.transport.communicator import (
 SMALL_BYTES = 16 << 10
 
 # Kind of the only collective in which members may send and receive different numbers of
-# bytes, so that its headers differ between pairs of members.
+# bytes, so its headers differ between pairs of members.
 ALL_TO_ALL = "all-to-all"
 
 # MPI tags of headers, data and reasons for leaving. They differ, so that a member that
@@ -168,7 +168,9 @@ class MpiMessages:
         self._wait(peers)
 
     def close(self, reason: str) -> None:
-        """End a waiting call, and send the other members a reason.
+        """Close the communicator: a waiting `exchange` raises an error at once.
+
+        The other members receive the reason.
 
         Args:
             reason: String, sent to the other members.
@@ -311,11 +313,18 @@ class MpiMessages:
                 pending.then(status)
         return True
 
-    # MPI does not report that a member has left a collective for good. So each member
-    # sends the others a reason when it leaves, by which they detect its loss.
+    # MPI does not report that a member has left a group for good. So a member that
+    # leaves sends the others its reason, which shows them the loss.
 
     def _lost(self, peers: Mapping[int, _Peer]) -> int | None:
-        """Return the index of a peer that left with pending requests, or `None`."""
+        """Return the index of a member that left before its requests were complete.
+
+        Receives the reasons of members that have left. Returns `None` if no request of
+        these is pending.
+
+        Args:
+            peers: Mapping from a member's index to the state of the exchange with it.
+        """
         for place in [p for p in self._leave_requests if p not in self._leave_reasons]:
             request, text = self._leave_requests[place]
             with self._job.lock:

@@ -165,11 +165,14 @@ class QuorumFollower(QuorumMember):
 
 
 class QuorumLeader(QuorumMember):
-    """Endpoint of worker 0, which sums all contributions; its own may be late, too.
+    """Endpoint of worker 0, which sums the contributions of all workers to each step.
+
+    A step closes once it has enough contributions. Later ones to it, which may be those
+    of worker 0 itself, are dropped.
 
     Args:
         links: Mapping from ranks to `Connection`, to all other workers.
-        least: Int, number of contributions with which a step closes.
+        least: Int, number of contributions that are enough to close a step.
         most_behind: Int, number of steps that a worker may be late before others wait.
         joined: Collection of ints, positions of the arrays that are concatenated along
             the first axis, and not summed.
@@ -210,7 +213,15 @@ class QuorumLeader(QuorumMember):
         self._add(0, share)
 
     def _add(self, rank: int, share: Share) -> None:
-        """Add a worker's next contribution; close the step if it has enough of them."""
+        """Add a worker's next contribution, or drop it if its step has closed.
+
+        If the open step then has enough contributions, it is closed, and its sum is
+        queued for all workers.
+
+        Args:
+            rank: Int, rank of the worker.
+            share: `Share`, its contribution.
+        """
         with self._lock:
             if self._error is not None:
                 return

@@ -122,7 +122,7 @@ class Rounds:
     Each participant calls `contribute` on its own thread.
 
     Args:
-        indices: Sequence of ints, indices that may participate.
+        indices: Sequence of ints, indices of the processes that may participate.
         least: Int, least number of contributions of a round, or `None` for one from
             each connected participant.
         patience_seconds: Float, time that a round waits for more contributions.
@@ -242,7 +242,10 @@ class Rounds:
         return is_enough and (is_late or all(m.is_away for m in missing))
 
     def _end_round(self) -> None:
-        """Compute the mean of the round, and answer its participants."""
+        """Compute the mean of the round, and answer its participants.
+
+        Participants that have not contributed are marked as away.
+        """
         waiting = self._waiting()
         in_time = [m.contribution for m in waiting if m.contribution is not None]
         mean = mean_by_samples([*in_time, *self._late])
@@ -338,7 +341,7 @@ class RoundLeader(Rounds):
         """Return whether the round can end, never with fewer workers than it needs.
 
         Args:
-            is_late: Bool, whether the time for further contributions is over, so that
+            is_late: Bool, whether the time for further contributions is over: then
                 those of `least` workers are enough.
         """
         # With fewer workers than `_least`, the threads that serve followers must not
@@ -407,8 +410,8 @@ class RoundLeader(Rounds):
         """
         with self._changed:
             # A follower may return from a synchronization of all workers before worker
-            # 0 does. Its message then waits until worker 0 has counted that
-            # synchronization, too.
+            # 0 does. Its message then waits until worker 0 has also counted that
+            # synchronization.
             self._changed.wait_for(lambda: generation <= self._generation)
             if version != _PAUSE_VERSION:
                 return self.contribute(member, version, (samples, arrays))

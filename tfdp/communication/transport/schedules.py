@@ -77,7 +77,8 @@ class Segments:
         array: Flat array.
         total: Flat array of the same length for the sum; it may be `array`.
         bounds: Sequence of int, the bounds of the parts, in elements.
-        steps: Range of int, the steps of each segment.
+        steps: Range of int, the steps of each segment; in a step, a member sends it to
+            another one.
         num_bytes: Int, size of a segment; the last one of a part may be smaller.
 
     Attributes:
@@ -158,7 +159,7 @@ def pipeline(num_segments: int, steps: range, lag: int = LAG) -> Iterator[tuple]
 
 
 class Ring:
-    """Steps of a ring: in the first `size - 1` steps members add, in others they copy.
+    """Pieces of a ring all-reduce: members add in `size - 1` steps, then copy.
 
     In step `s`, member `i` sends its segments of part `i - s - 1`, which it received in
     the previous step, and receives segments of part `i - s - 2`. So its own part is
@@ -214,8 +215,9 @@ class Ring:
 
 
 class OrderedSums:
-    """Exchange in which each member adds its part from all members, in their order.
+    """Pieces of an exchange in which each member sums its part of all arrays.
 
+    The addends of a part are added in the order of the members that send them.
     In step 0, each member sends every other member the part that the other one will
     sum; in step 1, if there is one, it sends the sum of its own part to all. Each peer
     has two buffers, so that one segment arrives while another waits for those of other

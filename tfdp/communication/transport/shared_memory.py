@@ -77,8 +77,8 @@ class SharedMemoryCommunicator(SocketCommunicator):
         mesh: `Mesh` of this worker.
         ranks: Sequence of int, the members, including this worker.
         lane: String, purpose of the group, the same on all members.
-        chunks_bytes: Int, total bytes for all members in a step. Defaults to
-            `CHUNKS_BYTES`.
+        chunks_bytes: Int, total bytes of the chunks of all members. An array is
+            exchanged in steps of one chunk per member. Defaults to `CHUNKS_BYTES`.
         small_bytes: Int, largest array that goes over the sockets. Defaults to
             `SMALL_BYTES`.
 
@@ -205,8 +205,9 @@ class SharedMemoryCommunicator(SocketCommunicator):
                 sum_into(total, addends)
                 if not shares:
                     continue
-                # Sums have a separate area of the outbox, since the other members read
-                # the sums only after the next ready message.
+                # Other members may still read these sums while this one writes the
+                # chunks of the step after the next to the same slot. So the sums have a
+                # separate area of the slot.
                 outboxes[self.index].put(slot, _SUMS, total)
                 for member in self._links if number else ():
                     # Read the sums of the previous chunk: the member has written them
@@ -259,9 +260,9 @@ class SharedMemoryCommunicator(SocketCommunicator):
             self._check(memoryview(answer)[:HEADER_BYTES], call, index)
 
     def _is_for_sockets(self, array: Array) -> bool:
-        """Whether an array goes over the sockets: if it is small, or in all cases.
+        """Whether an array goes over the sockets, rather than through shared memory.
 
-        All arrays do if the group has no shared memory, or only one member.
+        Small arrays do; all do if the group has no shared memory, or only one member.
         """
         return (
             array.nbytes <= self._small_array_bytes
@@ -329,7 +330,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
 
         Args:
             can_own: Bool, the vote of this member.
-            tag: Int, tag of the agreement.
+            tag: Int, identity of the vote, the same on all members.
         """
         num_members = np.array([can_own], np.int32)
         super().all_reduce(num_members, tag)
@@ -363,8 +364,9 @@ def new_communicator(mesh: Mesh, ranks: Sequence[int], lane: str) -> Communicato
 class _Outbox:
     """Shared memory that one member writes and all others read, in two slots.
 
-    A slot has a chunk for each member, which holds data for that member, and one for
-    sums. The chunk of the writing member holds data for all.
+    Steps use the slots alternately. A slot has a chunk for each member, which holds
+    data for that member, and one for sums. The chunk of the writing member holds data
+    for all.
 
     Args:
         descriptor: Int, file descriptor of the memory.
@@ -435,8 +437,8 @@ def _logged_lack_of_memory() -> Iterator[None]:
     """Log and suppress an `OSError` of memory allocation in the block.
 
     Raises:
-        TransportError: If the limit of open files is reached, since connections need
-            files, too.
+        TransportError: If the limit of open files is reached, since connections also
+            need files.
     """
     try:
         yield

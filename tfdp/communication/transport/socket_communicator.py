@@ -421,7 +421,7 @@ class SocketCommunicator:
     # the header of each peer that sends to it, in every collective.
 
     def _run(self, flows: list[Flow]) -> None:
-        """Run flows; raise if any member's connection ends, even without a flow."""
+        """Run flows; raise an error if any member is lost, even one without a flow."""
         used = {flow.descriptor for flow in flows}
         others = [link for link in self._links.values() if link.fileno() not in used]
         run([*flows, *map(Flow, others)])
