@@ -345,12 +345,15 @@ def _explain_program(topic: str, programs: dict[int, list]) -> str:
 
 
 def _first_excess(own: dict[str, list], others: dict[str, list]) -> str:
-    """Describe the first operation that another worker has less often, or `"nothing"`.
+    """Describe a worker's first operation that another one has less often.
 
     Args:
         own: Dict from each signature of a worker's operations to a list of their number
             and a description; the order decides which operation is the first.
         others: Dict, the same of another worker.
+
+    Returns:
+        String, the description, or `"nothing"` without such an operation.
     """
     excess = (text for s, (n, text) in own.items() if n > others.get(s, [0])[0])
     return next(excess, "nothing")

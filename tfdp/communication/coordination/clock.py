@@ -15,7 +15,7 @@ _USUAL_GAP_SECONDS = 1.0
 
 
 class ProcessClock:
-    """Seconds in which this process could run; thread-safe.
+    """Clock that leaves out the time of suspensions of this process; thread-safe.
 
     A suspended process receives no heartbeats although the other workers send them. So
     waits, and times without a heartbeat, are measured with this clock.

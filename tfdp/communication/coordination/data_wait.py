@@ -32,7 +32,7 @@ class BatchWait:
 
     `reading` records reads by Python. Steps count the batches that they have requested
     and received in the graph; while the numbers differ, a step waits. At the end of the
-    data, a requested batch is never received, so that they are compared only while
+    data, a requested batch is never received, so the numbers are compared only while
     TensorFlow runs.
 
     Example:
@@ -48,9 +48,9 @@ class BatchWait:
         self.read_counts: Callable[[], ReadCounts] = lambda: ReadCounts(0, 0)
         self._lock = threading.Lock()
         self._num_reads = self._num_reading = 0
-        # Steps count batches in a graph, without times. So `seconds` measures a wait
-        # from the first call that saw the present pending reads, and keeps these reads
-        # with that time.
+        # The counts of batches show that a read is pending, but not since when. So
+        # `seconds` keeps the counts that it has seen, with the time when it first saw
+        # them: other counts begin a new wait.
         self._seen: tuple[int, ReadCounts] | None = None
         self._since = 0.0
 

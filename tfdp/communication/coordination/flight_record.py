@@ -47,7 +47,8 @@ class CollectiveIdentity:
         ranks: Tuple of ints, the workers of the group.
         kind: String, such as `"all_reduce"`.
         dtype: String, name of the elements' dtype, or `""`.
-        key: String, by which members recognize the collective.
+        key: String that identifies the collective in the program, equal on all members;
+            `""` for all collectives of a step.
         name: String, name scope in the graph, or the topic of texts.
     """
 
@@ -106,7 +107,9 @@ class _Entry:
 
 
 class CollectiveRing:
-    """The last collectives that this worker has entered; no call takes a lock.
+    """Ring buffer of the last collectives that this worker has entered.
+
+    No call takes a lock.
 
     Args:
         capacity: Int, number of collectives that are kept. Defaults to
@@ -133,9 +136,10 @@ class CollectiveRing:
     def entered(
         self, identity: CollectiveIdentity, number: int, num_bytes: int
     ) -> contextlib.AbstractContextManager[None]:
-        """Record that this worker enters a collective, which the returned context runs.
+        """Record that this worker enters a collective; return a context to run it in.
 
-        If the context raises an error, the collective is recorded as incomplete.
+        The end of the context is recorded as the end of the collective, unless an error
+        is raised in it.
 
         Args:
             identity: `CollectiveIdentity`.

@@ -112,9 +112,9 @@ class TracedCollectives:
 def call_of(
     plan: Sequence[TracedCollective], num_workers: int
 ) -> tuple[CollectiveIdentity, int]:
-    """Return the identity by which a flight record lists a call of a function.
+    """Return the identity and the size of a call's entry in the flight record.
 
-    One entry stands for all of the call's collectives, which TensorFlow runs, outside
+    The entry stands for all collectives of TensorFlow in one call of a function outside
     of Keras's loops.
 
     Args:

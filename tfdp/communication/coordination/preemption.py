@@ -59,8 +59,9 @@ class PreemptionNotice:
         The signal then counts as answered: `stop` does not raise it again.
 
         Args:
-            what: String, a clause, such as `"the other workers continue"`.
-            prints: Bool, whether this worker prints it.
+            what: String, a clause for the message, such as
+                `"the other workers continue"`.
+            prints: Bool, whether this worker prints the message.
         """
         self._is_answered = True
         if prints:

@@ -102,6 +102,8 @@ class _Loop:
 class ProgressRecorder:
     """Recorder of this worker's progress, by the calls of Keras and tfdp.
 
+    Methods that record an epoch, a step or a data source do nothing outside of loops.
+
     Example:
 
     >>> recorder = ProgressRecorder()
@@ -246,7 +248,7 @@ class ProgressRecorder:
         return is_same and times > self._left_scopes.get(line, 0)
 
     def restart(self) -> None:
-        """Reset all counters; the other workers of a new cluster do so, too."""
+        """Reset all counters; called on each worker when the job's workers change."""
         self._count = self._num_answers = 0
         self._reductions, self._left_scopes = set(), {}
         self._restarted_at = time.perf_counter()

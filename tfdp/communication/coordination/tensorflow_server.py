@@ -15,8 +15,8 @@ from tfdp.ground import forks, user_code
 from tfdp.ground._compat import runtime
 from tfdp.ground.options import CommunicationOptions
 
-# TensorFlow allows only one server in a process, so the cluster of the server that was
-# started is kept.
+# TensorFlow allows only one server in a process. So the cluster of the started server
+# is kept here, and later strategies of the same cluster use that server.
 _started: list[Cluster] = []
 
 

@@ -119,7 +119,10 @@ class WorkerGroup:
         return group
 
     def new_prefix(self) -> str:
-        """Return a prefix for store keys; all workers must call this in one order."""
+        """Return a new prefix for store keys, the same on all workers.
+
+        All workers must call this in the same order. Without a store it is `""`.
+        """
         return "" if self._store is None else self._store.new_prefix()
 
     def all_gather(

@@ -10,15 +10,15 @@ import tensorflow as tf
 
 from tfdp.ground.text import pluralize
 
-# A worker that its watchdog has ended exits with EX_UNAVAILABLE of sysexits.h, by which
-# a launcher can distinguish it from a worker whose script has failed.
+# Exit code of a worker that its watchdog has ended: EX_UNAVAILABLE of sysexits.h. It
+# lets a launcher distinguish this worker from one whose script has failed.
 EXIT_CODE = 69
 # Message of tfdp's assertions in the graph. TensorFlow repeats the message in its
 # error, which shows that a collective between workers has failed rather than another
 # operation.
 COLLECTIVE_FAILED = "a collective between workers failed"
-# Cause of the loss of a worker that has ended without an error. Its message has another
-# remedy: all workers must run the same calls.
+# Cause of the loss of a worker that has ended without an error. The error message then
+# has another remedy: all workers must run the same calls.
 SCRIPT_ENDED = "its script has ended"
 
 

@@ -104,7 +104,7 @@ class Heartbeat(threading.Thread):
         self.num_record_requests = 0
         self._record_requests: dict[int, int] = {}
         # Hook that the watchdog sets. It receives the rank of another worker that was
-        # signaled to write its flight record, so that this worker writes one, too.
+        # signaled to write its flight record, so that this worker also writes one.
         self.record_requested: Callable[[int], None] = lambda rank: None
         self.rank = rank
         self._store = store

@@ -265,7 +265,7 @@ def listen(request: Callable[[], None]) -> None:
         number
         for number in (RECORD_SIGNAL, LAUNCHER_SIGNAL)
         # `signal.getsignal` does not show handlers in C, such as those of
-        # `faulthandler`, so the system's list of handled signals is read, too.
+        # `faulthandler`, so the system's list of handled signals is also read.
         if signal.getsignal(number) is signal.SIG_DFL
         and not process_tree.has_signal_handler(os.getpid(), number)
     }

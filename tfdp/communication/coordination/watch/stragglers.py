@@ -58,8 +58,8 @@ class StragglerCheck:
         measure = self._in_keras_loop if own.name else self._in_custom_loop
         waited, stragglers = measure(own)
         limit = self._timeout_seconds
-        # A straggler that waits for data is not declared lost: it sets its own failure
-        # if the source hangs, and the others wait for it if the source is slow.
+        # A straggler that waits for data is not declared lost here. If its data source
+        # hangs, it reports that itself; if the source is only slow, the others wait.
         late = {rank: its for rank, its in stragglers.items() if not its.source}
         if late and limit is not None and waited > limit:
             rank, other = next(iter(late.items()))
@@ -80,7 +80,7 @@ class StragglerCheck:
         Returns:
             Tuple of a float, in seconds, and a dict from the rank of a straggler to its
             progress. The dict is empty during the first 10 seconds, and in an
-            all-gather of texts, of which `WorkerGroup` warns.
+            all-gather of texts, since `WorkerGroup` warns of waits there.
         """
         if own.seconds < _WARN_AFTER_SECONDS or own.is_all_gathering:
             return own.seconds, {}
@@ -125,7 +125,7 @@ class StragglerCheck:
 
         After the timeout, the first worker that has traced other reductions than this
         one is declared lost. If they agree, there is only a warning, which names the
-        workers that wait for data: one whose data source hangs sets its own failure.
+        workers that wait for data: if a data source hangs, its worker reports that.
 
         Args:
             own: `WorkerProgress` of this worker.
@@ -140,8 +140,8 @@ class StragglerCheck:
         if rank is not None and limit is not None and idle > limit:
             self._declare_lost(rank, f"its step reduces other tensors; {_SAME_CALLS}")
         elif user_code.record_if_new("deadlock", self):
-            # The warning is printed once only, since a long step on GPUs leaves the
-            # CPUs idle as well.
+            # The warning is printed only once, since it may be false: a long step on
+            # GPUs also leaves the CPUs idle.
             sources = self._detector.sources()
             if own.source:
                 sources[self._rank] = own.source

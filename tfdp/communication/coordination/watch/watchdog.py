@@ -128,8 +128,8 @@ class Watchdog(threading.Thread):
         # Whether the last probes found a worker whose port refuses connections although
         # it has not announced its end. The next check then comes sooner.
         self._may_have_ended = False
-        # Event that is set once the main thread has raised the error of a loss, so that
-        # the process need not be ended.
+        # Event that is set once the main thread has raised the error of a loss: then
+        # the watchdog need not end the process.
         self._is_raised = threading.Event()
         # Whether training continues after the loss of a worker. If so, the main thread
         # may take long to raise the error: the process is ended only after the time
@@ -417,8 +417,8 @@ class Watchdog(threading.Thread):
         limit = self._detector.limit_seconds
         pause = clock.pause_within(limit)
         if pause > limit:
-            # This worker was suspended for longer than the limit, so that the other
-            # workers have declared it lost.
+            # This worker was suspended for longer than the limit, so the other workers
+            # have declared it lost.
             rank, cause = self._rank, f"it was suspended for {pause:.0f} s"
         self._set_failure(WorkerFailure(rank, cause))
 
