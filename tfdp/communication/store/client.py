@@ -94,7 +94,10 @@ class Store:
         self._begin_reading(self.connection)
 
     def new_prefix(self) -> str:
-        """Return a prefix for new keys; all members call this in the same order."""
+        """Return a new prefix for keys, the same on all members.
+
+        All members call this in the same order.
+        """
         return f"tfdp/{next(self._prefixes)}"
 
     def put(self, key: str, text: str) -> None:
@@ -241,7 +244,7 @@ class Store:
         """
         self.fail(reason)
         # A call may be blocked while it sends to a suspended host. Shutting down the
-        # socket ends that call, too.
+        # socket also ends that call.
         connection = self.connection
         if connection is not None:
             with contextlib.suppress(OSError):

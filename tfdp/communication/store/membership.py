@@ -59,8 +59,8 @@ _RETRY_SECONDS, _WAIT_SECONDS = 0.1, 1.0
 # its port for this number of seconds, since ports are closed for a moment after the
 # previous cluster.
 _LOST_SECONDS = 5.0
-# An applicant repeats its application to join more often than this, in seconds. So an
-# older application is not valid: its process has ended or given up.
+# Time in seconds after which an application to join is not valid any more. A process
+# that still applies repeats it more often: others have ended or given up.
 _APPLICATION_SECONDS = 3.0
 _BACKLOG = 512
 
@@ -92,8 +92,8 @@ class Membership:
         generation: Int, number of previous clusters of the job.
         facts: Dict of strings, settings that a process that joins later must share.
         absent: List of ints, ranks of the workers that did not join.
-        is_replaced: Bool, whether the workers leave for the next cluster of the job,
-            so that no worker has to announce its end.
+        is_replaced: Bool, whether the workers leave for the next cluster of the job:
+            then no worker needs to announce its end.
         leaving: List of callables, called before the connections end.
         store: `Store`, after `join`.
         server: `Server` on the worker that hosts the store, `None` on the others.
@@ -423,8 +423,9 @@ class Membership:
         process that asks for the job's state, or applies to join, receives that state.
         Any other connection is closed.
         """
-        # Workers of one machine without a secret are admitted by the user of their Unix
-        # socket, which the acceptor has checked, so connections over TCP are closed.
+        # Without a secret, a worker of this machine is admitted if its process belongs
+        # to the same user, as the acceptor has checked for its Unix socket. A TCP
+        # connection shows no user, so it is closed.
         is_proved = not self._is_local or sock.family == socket.AF_UNIX
         rank, generation, text = CLAIM.unpack(authenticated.claim)
         if not is_proved:

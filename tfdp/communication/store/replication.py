@@ -79,7 +79,8 @@ class Replication:
         """Choose the standby, and send it the contents.
 
         It is the first member by rank, except for the host and for members that have
-        been slow to acknowledge changes.
+        been slow to acknowledge changes. Without such a member there is no standby, and
+        answers do not wait for a copy.
         """
         ranks = sorted(self._members.keys() - self._slow - {self._host})
         self.standby = self._members[ranks[0]] if ranks else None
@@ -137,6 +138,9 @@ class Replication:
 
     def acknowledge(self, rank: int, number: int) -> None:
         """Record that a member has a change; send the answers that have waited for it.
+
+        Once the standby has all of the contents, the members are notified of its rank.
+        Without a standby, one is chosen.
 
         Args:
             rank: Int, rank of the member that has applied a change.

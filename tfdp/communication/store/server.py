@@ -29,7 +29,7 @@ from tfdp.communication.store.replication import Replication
 # detection of a process's end, which closes its connection.
 _BEAT_SECONDS, _MAX_BEATS_PER_SECOND = 1.0, 48
 # Number of intervals without a heartbeat after which a summary lists the age of a
-# worker's last one. Below it, a heartbeat may only be on its way.
+# worker's last one. After fewer, the next heartbeat may only be on its way.
 _SILENT_BEATS = 1.5
 # Creating a summary of heartbeats takes time for each worker of the job, so the same
 # summary is sent for this number of seconds per worker.
@@ -427,7 +427,12 @@ class Server:
             self._readers.setdefault(key, []).append((member, number))
 
     def _forget_reads(self, member: _Member, number: int | None = None) -> None:
-        """Forget a member's read of a value, by the request's id, or all its reads."""
+        """Forget requests of a member that wait for a key's text.
+
+        Args:
+            member: `_Member` that has sent them.
+            number: Int, id of the only request to forget, or `None` for all of them.
+        """
         for key, readers in list(self._readers.items()):
             self._readers[key] = [
                 (its, other)
@@ -496,7 +501,7 @@ class Server:
         """Withdraw a member's text; with a reason, end the all-gather for all members.
 
         Returns:
-            Bool, whether the all-gather was incomplete, so that the text is withdrawn.
+            Bool, whether the text is withdrawn; false if the all-gather was complete.
         """
         gather = self._gathers.get(key)
         if gather is None:
