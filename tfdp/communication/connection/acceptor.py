@@ -40,7 +40,7 @@ _FULL_LOG = 10
 # `tick`, so that its owner can check time limits.
 _TICK_SECONDS = 0.05
 # Pause after an `accept` that has failed, such as for the lack of a file descriptor:
-# the listening socket stays readable, so that the thread would keep a core busy.
+# the listening socket stays readable, so the thread would otherwise keep a core busy.
 _RETRY_SECONDS = 0.01
 _CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED returns process, user and group
 
@@ -73,7 +73,7 @@ class _Unauthenticated:
         self.fileno, self.close = sock.fileno, sock.close
 
     def proceed(self) -> Authenticated | None:
-        """Continue the handshake without blocking; return its result at the end."""
+        """Continue the handshake without blocking; return its result, `None` before."""
         try:
             received = self.sock.recv(self._wanted) if self._wanted else None
         except BlockingIOError:
@@ -127,8 +127,8 @@ class Acceptor:
         self._tick, self._ticks_at = tick, math.inf if tick is None else -math.inf
         self._new_steps = functools.partial(accept_steps, secret, service, claim_bytes)
         self._accepted, self._log, self._lacks_files = accepted, log, lacks_files
-        # Unauthenticated connections in the order of arrival, so that the first one has
-        # the earliest deadline.
+        # Unauthenticated connections in the order of arrival, so the first one has the
+        # earliest deadline.
         self._unauthenticated: dict[_Unauthenticated, None] = {}
         self._num_refused = 0
         self._selector = selectors.DefaultSelector()
@@ -159,13 +159,13 @@ class Acceptor:
             self._wake()
 
     def watch_output(self, readable: Readable, *, waits: bool) -> None:
-        """Set whether `read` is called also when a watched connection can take bytes.
+        """Set whether `read` is also called when a watched connection can take bytes.
 
         Only the acceptor's thread may call this.
 
         Args:
             readable: `Readable`, a watched connection.
-            waits: Bool, whether bytes wait to be sent, so that `read` has to be called.
+            waits: Bool, whether to call it then: bytes wait to be sent.
         """
         key = self._selector.get_key(readable)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
@@ -223,7 +223,7 @@ class Acceptor:
                 self._failed()
 
     def _handle_events(self) -> None:
-        """Wait for the next events, and handle them."""
+        """Wait for events, and handle them and all deadlines and ticks that are due."""
         for key, _ in self._selector.select(self._seconds_to_wait()):
             # Another event of the same wait may have closed this connection, whose
             # descriptor is then -1.

@@ -26,7 +26,7 @@ from tfdp.communication.connection.handshake import (
 # HMAC of its number and text.
 _HEAD = struct.Struct("!I32s")
 _NUMBER = struct.Struct("!Q")
-# Limits in bytes, by which a damaged length cannot exhaust memory: of a text, which may
+# Limits in bytes, so that a damaged length cannot exhaust memory: of a text, which may
 # contain all texts of an all-gather, and of the fields that the store adds to it.
 MAX_BYTES, _MAX_ADDED_BYTES = 1 << 26, 1 << 20
 _RECEIVE_BYTES = 1 << 16
@@ -192,7 +192,11 @@ class MessageConnection:
             raise ConnectionFailed("has sent an invalid message") from error
 
     def proceed(self) -> list[dict[str, Any]]:
-        """Send bytes that have waited; return the messages that `receive` returns."""
+        """Send waiting bytes as far as the socket takes them, and receive messages.
+
+        Returns:
+            List of the messages that have arrived, as from `receive`.
+        """
         if self._output:
             with self._lock:
                 self._flush()
