@@ -16,8 +16,8 @@ PORT = 2222
 # File in which SageMaker lists the hosts of a training job. Jobs without Amazon's
 # training toolkit, which sets `SM_HOSTS`, are recognized by it.
 RESOURCES = Path("/opt/ml/input/config/resourceconfig.json")
-# Vertex AI numbers the pools of a job. Each number has a fixed role, for which
-# `TF_CONFIG` has a job name.
+# Vertex AI numbers the pools of a job. Each number has a fixed role, and here the name
+# of that role in `TF_CONFIG`.
 _JOBS = {
     "workerpool0": "chief",
     "workerpool1": "worker",
@@ -77,8 +77,8 @@ def read_sagemaker(environ: Mapping[str, str]) -> dict[str, Any] | None:
 def read_vertex(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """Read the cluster of a Vertex AI job from `CLUSTER_SPEC`.
 
-    Vertex AI sets `TF_CONFIG` as well, but a script that starts the training process
-    may pass only `CLUSTER_SPEC` to it.
+    Vertex AI also sets `TF_CONFIG`, but a script that starts the training process may
+    pass only `CLUSTER_SPEC` to it.
 
     Args:
         environ: Mapping of environment variables.

@@ -97,7 +97,7 @@ def describe_kernels() -> str:
 def versions() -> dict[str, str]:
     """Return whether oneDNN is on, as `{"oneDNN": "on"}` or `{"oneDNN": "off"}`.
 
-    Versions of packages are saved together with it, since they change rounding, too.
+    It is saved together with the versions of packages, which also change rounding.
     """
     return {_NAME: "on" if runtime.uses_onednn() else "off"}
 

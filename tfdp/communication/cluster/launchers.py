@@ -7,11 +7,11 @@ import importlib.util
 import os
 from collections.abc import Mapping
 
-# Environment variables by which each launcher gives a process its place: first the one
-# of its rank, then those that may hold the number of processes.
+# Environment variables that each launcher sets for a process: first the one of its
+# rank, then those that may hold the number of processes.
 _MPI_VARIABLES = {
     "MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "MPICH": ("PMI_RANK", "PMI_SIZE"),  # Intel MPI and MVAPICH set these, too
+    "MPICH": ("PMI_RANK", "PMI_SIZE"),  # also set by Intel MPI and MVAPICH
     # PMIx sets no size; Slurm, which can start tasks by PMIx, sets one.
     "PMIx": ("PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
 }

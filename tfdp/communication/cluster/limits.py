@@ -12,9 +12,9 @@ from tfdp.ground.text import pluralize
 # Measured in /proc/self/fd with TensorFlow 2.19 to 2.21; each further worker adds one
 # connection.
 _SERVER_FILES = 8
-# File descriptors of a worker's store: listening sockets, the selector and the socket
-# pair by which its thread waits and is woken, and the worker's own connection. The
-# store of worker 0 also has a connection to each worker, which is not counted here.
+# File descriptors of a worker's store: listening sockets, the selector of its thread,
+# the socket pair that wakes the thread, and the worker's own connection. The store of
+# worker 0 also has a connection to each worker, which is not counted here.
 _STORE_FILES = 8
 # File descriptors of the mesh, which connects each worker to every other one: its
 # listening sockets, and those of the selector of its thread.

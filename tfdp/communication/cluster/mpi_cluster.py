@@ -80,7 +80,7 @@ def find_cluster(timeout_seconds: float | None = None) -> Cluster | None:
         return cluster
     if not has_mpi4py():
         # Without mpi4py the ranks cannot agree. Slurm's variables, if set, do not help:
-        # they are inherited from the `srun` by which mpiexec has started its helpers.
+        # they describe the helpers of mpiexec, which has started them by `srun`.
         return None
     with _lock:
         if not _agreed:

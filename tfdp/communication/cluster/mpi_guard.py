@@ -36,7 +36,8 @@ def kill_after_deadline(sentence: str, limit_seconds: float) -> Iterator[None]:
     # fast.
     script = [sys.executable, "-I", "-S", __file__]
     limits = [str(os.getpid()), str(limit_seconds)]
-    # The guard has its own session, because a launcher kills a rank's process group.
+    # The guard has its own session: if a launcher kills the process group of a rank,
+    # the guard must still remove the rank's shared memory.
     guard = subprocess.Popen(
         [*script, *limits, sentence], stdin=subprocess.PIPE, start_new_session=True
     )
@@ -44,7 +45,7 @@ def kill_after_deadline(sentence: str, limit_seconds: float) -> Iterator[None]:
         yield
     finally:
         # Closing the pipe would not end the guard: a process that was forked meanwhile
-        # may hold the pipe open, too.
+        # may also hold the pipe open.
         guard.kill()
         guard.communicate()
 

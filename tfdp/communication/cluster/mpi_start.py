@@ -24,8 +24,8 @@ from tfdp.ground.forks import at_exit
 # Longest time of MPI_Init if the user sets no limit. MPI itself has none: it would wait
 # indefinitely for a process that never starts.
 _DEFAULT_START_SECONDS = 300.0
-# Tag of the first exchange, on MPI_COMM_WORLD, on which user code may send messages,
-# too: an arbitrary number that hardly any program uses.
+# Tag of the first exchange: an arbitrary number that hardly any program uses, since the
+# exchange uses MPI_COMM_WORLD, on which user code may also send messages.
 _WORLD_TAG = 20011
 # Time limit of completing the remaining requests when all processes end: a message that
 # has not arrived by then never arrives.

@@ -64,7 +64,7 @@ def listen(address: str) -> list[socket.socket]:
 
 
 def addresses_to_listen_on(host: str) -> list[str]:
-    """Return this host's addresses on which to listen, by a host name.
+    """Return the addresses of this host on which to listen under a host name.
 
     Returns `[""]`, all interfaces, if the name has no address of this host. Other hosts
     do not reach a loopback address, to which Debian's `/etc/hosts` maps the host's own
@@ -247,8 +247,8 @@ def reserved_ports(count: int) -> Iterator[tuple[list[int], list[socket.socket]]
     # Every socket stays bound until all ports are chosen, so that the ports are
     # distinct.
     with contextlib.ExitStack() as stack:
-        # This generator of random numbers is a separate one, since a seed that the
-        # script sets would give all processes the same ports.
+        # The ports are drawn by a new generator of random numbers: if the script has
+        # seeded the global one, all processes would draw the same ports from it.
         for port in random.Random().sample(candidates, len(candidates)):
             if len(ports) == count:
                 break

@@ -46,7 +46,7 @@ def children() -> set[int]:
     pid = os.getpid()
     with contextlib.suppress(OSError):
         # This file is read in a hundredth of the time that listing all processes takes,
-        # so that children are found even if they live only for milliseconds.
+        # so children are found even if they live only for milliseconds.
         text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii")
         return {int(word) for word in text.split()}
     return {child.pid for child in psutil.Process().children()}
@@ -73,7 +73,7 @@ def kill_children(others: Collection[int], keep_zombies: Collection[int]) -> Non
     deadline = time.monotonic() + _KILL_SECONDS
     # Killing a child makes its children orphans, which this process adopts. The kernel
     # reparents them before the child can be reaped, so they are in the next list of
-    # children at the latest, and are killed, too.
+    # children at the latest, and are also killed.
     while (left := children() - done) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(OSError):
@@ -117,7 +117,7 @@ def find_processes(sessions: Collection[int], job: str = "") -> list[psutil.Proc
 
     Args:
         sessions: Ids of sessions, each equal to the id of the session's first process.
-        job: String; processes with this text in their `TF_CONFIG` are found, too, since
+        job: String; processes with this text in their `TF_CONFIG` are also found, since
             a process may leave its session or change its environment, but rarely does
             both. Defaults to none.
 
@@ -156,7 +156,7 @@ def kill_processes(sessions: Collection[int], job: str = "") -> None:
 
     Args:
         sessions: Ids of sessions, whose processes and descendants are killed.
-        job: String; processes with this text in their `TF_CONFIG` are killed, too.
+        job: String; processes with this text in their `TF_CONFIG` are also killed.
             Defaults to `""`, for none.
     """
     deadline = time.monotonic() + _KILL_SECONDS

@@ -106,7 +106,7 @@ def _load_object(text: str) -> dict[str, Any]:
 def _to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a dict of an object of JSON; raise `ValueError` if it has a key twice.
 
-    Python would keep only the last value, so that one of two lists of workers is lost.
+    Python would keep only the last value, so one of two lists of workers would be lost.
     """
     values = dict(pairs)
     if len(values) < len(pairs):
