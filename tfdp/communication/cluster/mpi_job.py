@@ -253,7 +253,7 @@ class MpiJob:
 
 
 class _Inbox:
-    """Receives one message, of a length not known before, from each rank.
+    """Receiver of one message, of a length not known before, from each rank.
 
     Args:
         job: `MpiJob`.

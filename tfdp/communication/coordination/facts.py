@@ -106,13 +106,14 @@ def compare(
 
 
 def _ranks_that_differ(values: Sequence[Any], *, are_digests: bool) -> list[int]:
-    """Return the first rank whose value differs from that of rank 0, if any.
+    """Return ranks whose value of a fact differs from that of rank 0.
 
     Args:
         values: Sequence of a fact's value or digest on each worker.
-        are_digests: Bool, whether `values` are digests. If so, the result has the first
-            rank with each digest that differs: the caller then compares the values of
-            these ranks themselves, which may be equal, such as 1 and 1.0.
+        are_digests: Bool, whether `values` are digests. If not, the result has only the
+            first rank that differs. If so, it has the first rank with each digest that
+            differs: the caller then compares the values of these ranks themselves,
+            which may be equal, such as 1 and 1.0.
 
     Returns:
         List of ints, empty if no value differs.

@@ -345,7 +345,10 @@ def remember_group(group: WorkerGroup) -> WorkerGroup:
 
 
 def forget_groups() -> None:
-    """Forget the groups of `latest_group`, whose cluster another one replaces."""
+    """Make `latest_group` return `None` until the next strategy has a group.
+
+    Called when another cluster replaces that of the present groups.
+    """
     _latest.clear()
 
 

@@ -62,7 +62,7 @@ class Store:
     """
 
     # Ids of requests are never repeated in this process, even by a later store, since a
-    # host recognizes a request that is sent again by its id.
+    # host takes a request with a known id for the same request, sent again.
     _numbers = itertools.count(1)
 
     def __init__(self, rank: int, host: int, hosts: Hosts) -> None:

@@ -48,7 +48,7 @@ class HostConnection(MessageConnection):
         sock.settimeout(None)
 
     def _await_admission(self) -> list[dict[str, Any]]:
-        """Receive the host's first message; raise `Refused` unless it admits this one.
+        """Receive the host's first message; raise `Refused` if it is a refusal.
 
         Returns:
             List of the messages that have arrived together with the first one.

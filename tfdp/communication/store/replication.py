@@ -33,7 +33,7 @@ class Receiver(Protocol):
 
 
 class Replication:
-    """Copy of the contents on one of the members, the standby.
+    """Keeper of a copy of the store's contents on one of the members, the standby.
 
     All calls are made on the thread that serves the store.
 

@@ -168,6 +168,8 @@ class Rounds:
     ) -> Reply:
         """Contribute to a round; return its mean, or the rounds that were missed.
 
+        A contribution that is late by one round counts in the present round.
+
         Args:
             member: `Participant`.
             version: Int, number of rounds that the participant knows.

@@ -39,7 +39,7 @@ _STATUS = ("has_left", "last_error", "idle_seconds")
 
 
 class IdleMeter:
-    """Time for which this process has been idle without interruption.
+    """Meter of the time for which this process has been idle without interruption.
 
     The process is idle between two updates if it uses hardly any CPU. The meter also
     measures how long the main thread has been in its present call of TensorFlow while

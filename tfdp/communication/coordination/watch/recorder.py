@@ -274,7 +274,7 @@ def listen(request: Callable[[], None]) -> None:
 
     @forks.in_forks
     def restore_in_fork() -> None:
-        """Restore the signals in a forked process, which closes the sockets."""
+        """Remove the handlers in a forked process, which has closed the sockets."""
         for number in signals:
             faulthandler.unregister(number)
 

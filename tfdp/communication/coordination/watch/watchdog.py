@@ -171,6 +171,9 @@ class Watchdog(threading.Thread):
     def translate_errors(self) -> Iterator[None]:
         """Replace TensorFlow's error in the block by one that names the lost worker.
 
+        Errors with other causes are raised as they are, and most are published to the
+        other workers.
+
         Raises:
             WorkerLost: If the loss of another worker has caused the error.
         """
@@ -210,6 +213,9 @@ class Watchdog(threading.Thread):
 
     def explain_uncaught(self, error: BaseException) -> None:
         """Print which worker is lost if its loss has caused an uncaught error.
+
+        An error with another cause is published to the other workers. An `Exception`
+        is also recorded as the end of the script in this worker's flight record.
 
         Args:
             error: The exception that ends the script, such as TensorFlow's in a custom
@@ -284,6 +290,8 @@ class Watchdog(threading.Thread):
     def _look_for_failure(self, rank: int, is_over: bool) -> None:
         """Set the failure if a worker has published one, or the worker `rank` is lost.
 
+        The failure is the first loss of a worker, for which this worker ends.
+
         Args:
             rank: Int, the worker that this worker waits for.
             is_over: Bool, whether the wait has reached its limit. Then that worker also
@@ -320,7 +328,11 @@ class Watchdog(threading.Thread):
         self._recorder.record_request(f"worker {rank} has received a signal for it")
 
     def leave(self) -> None:
-        """Announce that this worker leaves the cluster, and stop both threads."""
+        """Announce that this worker leaves the cluster, and stop watching the others.
+
+        The threads of the watchdog and of the heartbeat end. No announcement is needed
+        if the next cluster of the job replaces this one.
+        """
         self._recorder.wait()
         self._heartbeat.has_left = self._has_left = True
         self._wakes.set()
@@ -378,7 +390,10 @@ class Watchdog(threading.Thread):
         return failure_message(failure, address, place, bucket, call, command)
 
     def _check_workers(self) -> None:
-        """Probe the ports of suspects, and set the failure if a worker is lost."""
+        """Probe the ports of suspects, and set the failure if a worker is lost.
+
+        The failure is the first loss of a worker, for which this worker ends.
+        """
         is_urgent = self._is_urgent.is_set()
         self._detector.host = self.membership.store.host
         watched = self._detector.ranks()
@@ -393,7 +408,10 @@ class Watchdog(threading.Thread):
                 self._declare_lost(rank, cause)
 
     def _probe(self, ranks: list[int]) -> None:
-        """Probe the ports of workers, and record the results in the detector."""
+        """Probe the ports of workers, and record the results in the detector.
+
+        If a worker may have ended without announcing it, the next check comes sooner.
+        """
         self._may_have_ended = False
         if not ranks:
             return
@@ -408,7 +426,10 @@ class Watchdog(threading.Thread):
             self._may_have_ended |= status.refusals > 0 and not status.has_left
 
     def _declare_lost(self, rank: int, cause: str) -> None:
-        """Set the failure of another worker, or of this one after a long suspension.
+        """Set the failure, for which this worker ends: the loss of another worker.
+
+        If this worker was suspended for longer than the time limit, the others have
+        declared it lost, and the failure is its own.
 
         Args:
             rank: Int, rank of the other worker.
@@ -423,9 +444,10 @@ class Watchdog(threading.Thread):
         self._set_failure(WorkerFailure(rank, cause))
 
     def _set_failure(self, failure: WorkerFailure) -> None:
-        """Set the failure, unless there is one already; the heartbeat publishes it.
+        """Set the failure that ends this worker, unless there is one already.
 
-        The flight record is written, and waits for texts of the store return.
+        The heartbeat publishes it, the flight record is written, and waits for texts of
+        the store return.
         """
         if self._failure is None:
             # The flight record must have the main thread's stack before that thread
@@ -469,7 +491,7 @@ class Watchdog(threading.Thread):
             end_process(self._message(failure, place))
 
     def _check_data(self) -> None:
-        """Report a wait of this worker for data; set the failure after the timeout."""
+        """Report a wait of this worker for data; after the timeout, it has failed."""
         waited = self._data.update()
         self._heartbeat.source = progress.source if waited else ""
         failure = self._data.failure(self._rank)
