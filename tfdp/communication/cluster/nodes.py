@@ -120,7 +120,7 @@ def _resolve_all(
     unknown = [name for name, at in found.items() if not at and len(found) > 1]
 
     def look_up(name: str) -> list[str]:
-        """Return the addresses of a host name, normalized; none if it has none."""
+        """Return the normalized addresses of a host name, which may be none."""
         return [_address(text) or text for text in resolve(name)]
 
     return found | call_concurrently(look_up, unknown, _RESOLVE_SECONDS)

@@ -207,7 +207,7 @@ def _read_object(config: dict[str, Any], key: str, kind: str) -> dict[str, Any]:
 
 
 def describe(value: object) -> str:
-    """Format a value for a message, in one line of limited length.
+    """Format a value for a message, in one line as short as that of `shorten`.
 
     Args:
         value: Value of any type.
@@ -226,7 +226,7 @@ def describe(value: object) -> str:
 
 
 def shorten(text: str) -> str:
-    """Shorten a text to one printable line of limited length.
+    """Shorten a text to one printable line, of 200 characters and `"..."` at most.
 
     Args:
         text: String.

@@ -73,7 +73,11 @@ class _Unauthenticated:
         self.fileno, self.close = sock.fileno, sock.close
 
     def proceed(self) -> Authenticated | None:
-        """Continue the handshake without blocking; return its result, `None` before."""
+        """Continue the handshake without blocking.
+
+        Returns:
+            `Authenticated` at the end of the handshake, `None` before.
+        """
         try:
             received = self.sock.recv(self._wanted) if self._wanted else None
         except BlockingIOError:

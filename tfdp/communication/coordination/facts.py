@@ -127,7 +127,7 @@ def _ranks_that_differ(values: Sequence[Any], *, are_digests: bool) -> list[int]
 
 
 def digest(value: Any) -> str:
-    """Return the SHA-256 of a value for JSON, in hexadecimal digits."""
+    """Return the SHA-256 of a value, encoded as JSON, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

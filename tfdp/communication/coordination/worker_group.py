@@ -252,7 +252,9 @@ class WorkerGroup:
         )
 
     def _values(self, topic: str, texts: list[str]) -> list[Any]:
-        """Return the values of all workers, after checking that all topics are equal.
+        """Return the values of all workers; check that all topics are equal.
+
+        Raises `RuntimeError` if they differ: the workers are not at the same call.
 
         Args:
             topic: String, subject of the values, for messages.

@@ -202,7 +202,10 @@ class Store:
         ).result()
 
     def wake(self) -> None:
-        """Make all present and later waits of `Gathering.texts` return at once."""
+        """Make all present and later waits of `Gathering.texts` return at once.
+
+        They return `None` if texts are missing. Waits without `may_wake` continue.
+        """
         with self._lock:
             if not self.alarm.done():
                 self.alarm.set_result(None)

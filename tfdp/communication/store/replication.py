@@ -184,7 +184,10 @@ class Replication:
             self.begin()
 
     def _announce(self) -> None:
-        """Send all members the standby's rank; without one, send waiting answers."""
+        """Notify all members which of them has a complete copy, if any.
+
+        Without a standby, answers that have waited for one are also sent.
+        """
         for member in self._members.values():
             member.send_encoded(self.announcement)
         if self.standby is None:

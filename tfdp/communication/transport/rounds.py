@@ -268,7 +268,9 @@ class Rounds:
 
 
 class RoundLeader(Rounds):
-    """Rounds between workers, led by worker 0; a thread answers each other worker.
+    """Rounds that average between workers, led by this worker, which is worker 0.
+
+    Each other worker is answered by a thread of its own.
 
     Args:
         links: Mapping from ranks to `Link`, to all other workers.
@@ -427,7 +429,7 @@ class RoundLeader(Rounds):
 
 
 class RoundFollower:
-    """Client of the rounds that worker 0 leads, on all other workers.
+    """Client of the averaging rounds that worker 0 leads, on another worker.
 
     Args:
         link: `Link` to worker 0.
@@ -468,7 +470,10 @@ class RoundFollower:
             self._send(_PAUSE_VERSION, 0.0, [])
 
     def resume(self) -> None:
-        """Take part in rounds again after `pause`; all workers have synchronized."""
+        """Take part in rounds again after `pause`, once all workers have synchronized.
+
+        The count of rounds begins at zero.
+        """
         with self._lock:
             self._generation += 1
             self._version = 0

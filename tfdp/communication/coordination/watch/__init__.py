@@ -87,7 +87,7 @@ def watch(
 
 
 def start_data_watchdog(limit_seconds: float) -> None:
-    """Start a thread that ends this process if its data hangs, once per process.
+    """Start a thread, once, that ends this process if its data source hangs.
 
     For a process without other workers.
 

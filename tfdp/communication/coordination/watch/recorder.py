@@ -92,13 +92,14 @@ class FlightRecorder:
     def record_request(self, reason: str, *, is_own: bool = False) -> None:
         """Write the record that a signal to this or another worker has requested.
 
-        Of requests within one second, only the first one writes a record, except as
-        `is_own` says. After `record_failure`, none does.
+        Of requests within one second, only the first one writes a record, and the first
+        one with `is_own`, whose record replaces the other. After `record_failure`, no
+        request does.
 
         Args:
             reason: String, a clause.
-            is_own: Bool, whether this worker received the signal: its record replaces
-                one for a signal to another worker. Defaults to `False`.
+            is_own: Bool, whether this worker received the signal, rather than another
+                one. Defaults to `False`.
         """
         with self._lock:
             now = time.monotonic()
@@ -274,7 +275,7 @@ def listen(request: Callable[[], None]) -> None:
 
     @forks.in_forks
     def restore_in_fork() -> None:
-        """Remove the handlers in a forked process, which has closed the sockets."""
+        """Remove the handlers in a forked process, where the sockets are closed."""
         for number in signals:
             faulthandler.unregister(number)
 
