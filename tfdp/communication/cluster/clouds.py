@@ -10,14 +10,14 @@ from typing import Any
 from tfdp.communication.cluster import tf_config
 from tfdp.communication.cluster.tf_config import describe, shorten
 
-# Port of each worker. A fixed one is free, since the hosts of a cloud job run nothing
-# else, and no port between them is blocked.
+# Port of each worker. A fixed port is free, since the hosts of a cloud job run nothing
+# else, and none of their ports is blocked between them.
 PORT = 2222
 # File in which SageMaker lists the hosts of a training job. Jobs without Amazon's
-# training toolkit, which sets `SM_HOSTS`, are recognized by it.
+# training toolkit have no variable `SM_HOSTS`, so the file is read for them.
 RESOURCES = Path("/opt/ml/input/config/resourceconfig.json")
-# Vertex AI numbers the pools of a job. Each number has a fixed role, and here the name
-# of that role in `TF_CONFIG`.
+# Job name in `TF_CONFIG` for each pool of a Vertex AI job: the number of a pool
+# determines the role of its tasks.
 _JOBS = {
     "workerpool0": "chief",
     "workerpool1": "worker",

@@ -19,7 +19,8 @@ _BYTES = 16
 # Shortest accepted secret in characters: an eavesdropper can guess a shorter one
 # offline.
 _MIN_CHARACTERS = 16
-# Largest accepted file of a secret in bytes, which bounds the read of a wrong file.
+# Largest accepted file of a secret in bytes. A wrong file, which may be large, is not
+# read to its end.
 _MAX_BYTES = 4096
 
 

@@ -67,6 +67,9 @@ def _explain_setup(facts_by_rank: dict[int, dict[str, str]]) -> str:
     """Return the text that names the first fact in which a worker's set-up differs.
 
     The result is `""` if a worker only lacks facts, as one that joins may.
+
+    Args:
+        facts_by_rank: Dict from a worker's rank to the facts of its set-up.
     """
     first = facts_by_rank[0]
     return next(

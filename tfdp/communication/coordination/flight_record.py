@@ -357,7 +357,7 @@ def record_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(logs if isinstance(logs, str) and logs else DEFAULT_FOLDER).absolute()
 
 
-# Rings for the flight record of this process: of all collectives that tfdp runs, and of
-# calls outside of Keras's loops whose collectives TensorFlow runs. The second ring is
+# Buffers for the flight record of this process: of all collectives that tfdp runs, and
+# of calls outside of Keras's loops whose collectives TensorFlow runs. The second one is
 # short, since each entry has the order of all collectives of its call.
 collective_ring, tensorflow_calls = CollectiveRing(), CollectiveRing(capacity=16)

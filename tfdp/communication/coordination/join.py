@@ -288,7 +288,10 @@ def _join(
     *,
     may_run_already: bool = False,
 ) -> Membership:
-    """Join a cluster, unless this process has joined it; leave a previous cluster.
+    """Join a cluster, and leave a previous one.
+
+    If this process is in the cluster already, or in a later one of the same job, the
+    result is its present membership.
 
     Args:
         cluster: `Cluster`.

@@ -65,7 +65,7 @@ def find_survivors(
         except HostLost:
             # Both workers with a copy of the store, its host and the standby, are lost.
             # An empty store replaces it, and the survivors try to agree again until the
-            # limit.
+            # time limit.
             if clock.now() - begin > limit:
                 raise
         with contextlib.suppress(ConnectionFailed):

@@ -59,8 +59,8 @@ _RETRY_SECONDS, _WAIT_SECONDS = 0.1, 1.0
 # its port for this number of seconds, since ports are closed for a moment after the
 # previous cluster.
 _LOST_SECONDS = 5.0
-# Time in seconds after which an application to join is not valid any more. A process
-# that still applies repeats it more often: others have ended or given up.
+# An application to join is valid for this number of seconds. A process that still
+# applies repeats it sooner, so the sender of an older one has ended or given up.
 _APPLICATION_SECONDS = 3.0
 _BACKLOG = 512
 
@@ -111,11 +111,11 @@ class Membership:
         self._may_run_already, self._asked_at = False, 0.0
         self.is_replaced = False
         self._is_running = False
-        # Applications to join are valid for a few seconds, so the time of the last one
-        # of each process is kept by the address of the process.
+        # Applications to join are valid for a few seconds. So this has the time of the
+        # last application of each process, keyed by the address of the process.
         self._applications: dict[str, float] = {}
-        # A missing worker is lost only some time after its port has closed. So the time
-        # since which no process has listened on the port is kept, by the worker's rank.
+        # A missing worker is lost only some time after its port has closed. So this has
+        # the time since which no process has listened on the port, keyed by rank.
         self._closed_since: dict[int, float] = {}
         self.server: Server | None = None
         if cluster.rank == HOST:

@@ -51,10 +51,10 @@ class Replication:
     ) -> None:
         self.standby: Receiver | None = None
         self._host, self._contents, self._members = host, contents, members
-        # Changes are numbered, so that the standby can acknowledge them. The numbers
-        # are those of the last change sent, of the last one before the copy, of the one
-        # that completes the copy, and of the last one acknowledged since the copy is
-        # complete.
+        # Changes are numbered, so that the standby can acknowledge them. `_sent` is the
+        # last change sent, `_begun` the last one before the copy, `_complete` the one
+        # that completes the copy, and `_acknowledged` the last one acknowledged, or 0
+        # while the copy is incomplete.
         self._sent = self._begun = self._complete = self._acknowledged = 0
         self._waits_since = 0.0
         # Answers that wait for the standby's acknowledgement, each with the number of

@@ -25,8 +25,8 @@ from tfdp.communication.store.contents import Change, Contents
 from tfdp.communication.store.replication import Replication
 
 # Shortest time between two heartbeats of a worker, and limit on the heartbeats that the
-# host receives per second: with more workers, each sends fewer. This delays no
-# detection of a process's end, which closes its connection.
+# host receives per second: with more workers, each sends fewer. The end of a process is
+# still detected at once, since it closes the connection.
 _BEAT_SECONDS, _MAX_BEATS_PER_SECOND = 1.0, 48
 # Number of intervals without a heartbeat after which a summary lists the age of a
 # worker's last one. After fewer, the next heartbeat may only be on its way.
@@ -34,9 +34,9 @@ _SILENT_BEATS = 1.5
 # Creating a summary of heartbeats takes time for each worker of the job, so the same
 # summary is sent for this number of seconds per worker.
 _SUMMARY_SECONDS = 0.001
-# Limits in seconds at the end of the store, which a hanging member must not delay:
-# until members have received the last answers, and before that until the standby has
-# all changes. The third is the pause between two checks.
+# A hanging member must not delay the end of the host. So the host waits at most
+# `_SETTLE_SECONDS` until the standby has all changes, and `_DRAIN_SECONDS` in all until
+# members have received the last answers, with pauses of `_POLL_SECONDS`.
 _DRAIN_SECONDS, _SETTLE_SECONDS, _POLL_SECONDS = 5.0, 2.0, 0.01
 # Errors that are raised for a message that does not follow the protocol. They end only
 # the connection of its sender, not the server.
@@ -129,8 +129,8 @@ class Server:
         self._replication = Replication(rank, self._contents, self._members)
         self._has_started = contents is not None
         self._is_closed = False
-        # Requests for keys without a text, which are answered when the text is set: the
-        # members that wait and the ids of their requests, by key.
+        # Requests for keys that have no text yet, by key: the member that waits and the
+        # id of its request, which is answered when the text is set.
         self._readers: dict[str, list[tuple[_Member, int]]] = {}
         self._gathers: dict[str, _Gather] = {}
         # A worker that was a member of the earlier host, but does not connect to this
@@ -138,9 +138,9 @@ class Server:
         first = _Beat("", False, time.monotonic())
         ranks = range(num_workers) if contents else ()
         self._beats = dict.fromkeys(set(ranks) - self._contents.lost, first)
-        # Summaries are cached, since creating one takes time for each worker: by
-        # whether they have the heartbeats of all workers, each with the time until
-        # which it is sent again.
+        # Summaries of heartbeats are cached, since creating one takes time for each
+        # worker. The key is whether the summary has all workers. The value also has the
+        # time at which the summary expires.
         self._summaries: dict[bool, tuple[float, dict[str, Any]]] = {}
 
     def add(

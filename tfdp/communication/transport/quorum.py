@@ -193,7 +193,7 @@ class QuorumLeader(QuorumMember):
         self._lock = threading.Lock()
         self._num_closed = 0
         # The number of contributions of each worker so far shows how late the worker
-        # is. Those to the open step are kept by rank until the step closes.
+        # is. `_shares` has those to the open step, keyed by rank.
         self._made = dict.fromkeys([0, *links], 0)
         self._shares: dict[int, Share] = {}
         self._unsent: dict[int, queue.SimpleQueue[QuorumSum | None]]

@@ -56,8 +56,8 @@ CHUNKS_BYTES = 1 << 21
 # Largest array in bytes that is sent over the sockets. Sending it takes hardly longer
 # than sending a ready message, which shared memory needs in any case.
 SMALL_BYTES = 1 << 15
-# A ready message is a header and this number of the step. Only the headers are
-# compared, since a connection delivers ready messages in order.
+# A ready message is a header and the number of the step in this format. Only the
+# headers are compared, since a connection delivers ready messages in order.
 _STEP = struct.Struct("<Q")
 # The chunk for sums follows those for the members in an outbox, so this index finds it
 # whatever the number of members.

@@ -127,8 +127,8 @@ def failure_message(
         )
     where = f" at {place}" if place else ""
     what = f", while {bucket} was reduced" if bucket else ""
-    # The cause may quote a sentence of another worker, whose full stop would be
-    # repeated.
+    # The cause may quote a sentence of another worker. Its full stop is removed, since
+    # the message adds one.
     cause = failure.cause.rstrip(".")
     records = f" and `{command}`" if command else ""
     return (

@@ -14,9 +14,9 @@ from tfdp.communication.coordination.watch.errors import SCRIPT_ENDED
 from tfdp.communication.store import beat_seconds
 from tfdp.ground.base.process_identity import ProcessIdentity
 
-# The port of a silent worker is probed after `_SUSPECT_BEATS` heartbeat intervals, but
-# at most `_SUSPECT_SECONDS`, since intervals are long in large jobs; and at least
-# `_MIN_SUSPECT_BEATS` intervals, before which the store reports no age of a heartbeat.
+# A worker is a suspect after `_SUSPECT_BEATS` intervals without a heartbeat. In large
+# jobs, whose intervals are long, `_SUSPECT_SECONDS` are enough, but never fewer than
+# `_MIN_SUSPECT_BEATS` intervals: the store reports no age of a more recent heartbeat.
 _SUSPECT_BEATS, _SUSPECT_SECONDS, _MIN_SUSPECT_BEATS = 2.5, 8.0, 1.5
 # After the first refused connection, the watchdog reads the worker's last heartbeat,
 # which may announce a normal end. A second refusal in succession shows that the process

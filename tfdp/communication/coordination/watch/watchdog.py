@@ -38,9 +38,9 @@ from tfdp.ground.text import say
 
 DEFAULT_LIMIT_SECONDS = 60.0
 _CHECK_SECONDS, _URGENT_CHECK_SECONDS, _PROBE_SECONDS = 1.0, 0.1, 2.0
-# Longest wait in seconds until a heartbeat is published, which must not delay an error;
-# and pause between two checks of whether the main thread has raised the error of a lost
-# worker.
+# Longest wait in seconds for a heartbeat to be published, which must not delay an
+# error. It is also the pause between two checks of whether the main thread has raised
+# the error of a lost worker.
 _BEAT_SECONDS = _POLL_SECONDS = 0.2
 # An error of TensorFlow may precede the detection of the loss that has caused it, so
 # the main thread waits at most this long for the name of the lost worker.
@@ -49,16 +49,16 @@ _DIAGNOSIS_SECONDS = 8.0
 # after long attempts to connect, during which a dead or hanging worker was found.
 _SHORT_DIAGNOSIS_SECONDS = 2.0
 # Seconds that the main thread has to raise the error after a worker was declared lost.
-# A main thread that needs longer hangs, and the process is ended.
+# A main thread that needs longer is taken to hang, and the process is ended.
 _GRACE_SECONDS = 4.0
 # Seconds that this process needs to exit after another worker was declared lost. The
 # rest of `limit_seconds` is for the detection of the loss.
 _EXIT_SECONDS = _CHECK_SECONDS + _GRACE_SECONDS + 1.0
-# A worker that ends its script waits at most this long until the others know it, a
-# little more than one interval of heartbeats.
+# A worker that ends its script waits at most this long for the store to receive the
+# announcement, a little more than one interval of heartbeats.
 _LEAVE_SECONDS = 1.2
-# Errors that the store and TensorFlow raise in this worker if another one is lost. Only
-# after these does the main thread wait for the name of a lost worker.
+# Errors that the store and TensorFlow raise in this worker if another one is lost. The
+# main thread waits for the name of a lost worker only after one of these.
 _ERRORS_OF_OTHERS = (
     HostLost,
     tf.errors.UnavailableError,
