@@ -36,7 +36,7 @@ _start_lock = threading.Lock()
 
 
 def current_job() -> MpiJob | None:
-    """Return the job that this process has started, or `None`."""
+    """Return the result of `start_job` in this process, or `None` before that."""
     return _job
 
 

@@ -213,7 +213,10 @@ class Acceptor:
         self._selector.register(readable, selectors.EVENT_READ, act)
 
     def _run(self) -> None:
-        """Handle events until the acceptor is closed."""
+        """Handle events until `close` or an error; then close all connections.
+
+        After an error, `failed` is called.
+        """
         try:
             while not self._is_closed:
                 self._handle_events()

@@ -290,7 +290,7 @@ def _join(
 ) -> Membership:
     """Join a cluster, and leave a previous one.
 
-    If this process is in the cluster already, or in a later one of the same job, the
+    If `cluster` is the first one of the job that this process trains in already, the
     result is its present membership.
 
     Args:

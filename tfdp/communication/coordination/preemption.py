@@ -46,7 +46,7 @@ class PreemptionNotice:
         return bool(self._received)
 
     def listen(self) -> None:
-        """Install the signal handlers."""
+        """Install the signal handlers, once, if this is the main thread."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and not self._previous_handlers:
             _listening.add(self)

@@ -71,7 +71,7 @@ class Replication:
 
     @property
     def announcement(self) -> bytes:
-        """Bytes, a message to members: the worker that has a complete copy."""
+        """Bytes, a message to members: which of them has a complete copy, if any."""
         holder = self.standby if self._acknowledged else None
         return encode({"standby": None if holder is None else holder.rank})
 
@@ -194,7 +194,10 @@ class Replication:
             self._release()
 
     def _release(self) -> None:
-        """Send the waiting answers whose changes the standby has; without one, all."""
+        """Send the answers that need not wait for the standby any more.
+
+        These are the ones whose changes it has, or all if there is no standby.
+        """
         while self._waiting and (
             self.standby is None or self._waiting[0][0] <= self._acknowledged
         ):

@@ -214,7 +214,11 @@ class Server:
         return ""
 
     def _proceed(self, member: _Member) -> bool:
-        """Serve a member's messages; return `False` once its connection has ended."""
+        """Serve a member's messages; remove it at the end of its connection.
+
+        Returns:
+            Bool, false if the member was removed.
+        """
         try:
             for message in member.proceed():
                 self._serve(member, message)
@@ -443,7 +447,7 @@ class Server:
                 del self._readers[key]
 
     def _expel(self, ranks: list[int]) -> None:
-        """Remove members that the others have declared lost; they cannot return."""
+        """Remove members that others have declared lost, and that cannot return."""
         self._commit({"lost": ranks})
         for rank in ranks:
             if rank in self._members:
@@ -472,7 +476,11 @@ class Server:
         self._complete_gather(key)
 
     def _complete_gather(self, key: str) -> None:
-        """Send all texts to the members of an all-gather, unless a text is missing."""
+        """Send all texts to the members of an all-gather, unless a text is missing.
+
+        The first complete one shows that all workers have joined: the job has started,
+        and the standby is chosen.
+        """
         if self._missing(key):
             return
         gather = self._gathers.pop(key)

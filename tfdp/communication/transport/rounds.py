@@ -369,7 +369,10 @@ class RoundLeader(Rounds):
             )
 
     def _end_round(self) -> None:
-        """Record the leader's state before the round, and end the round."""
+        """Record the leader's state before the round, and end the round.
+
+        A follower that has missed rounds receives this state and the round's mean.
+        """
         self._state, self._means = (self._version, self._own_state), []
         super()._end_round()
 

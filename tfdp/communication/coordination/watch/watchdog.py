@@ -149,7 +149,10 @@ class Watchdog(threading.Thread):
         super().start()
 
     def run(self) -> None:
-        """Check the other workers every second until one is lost."""
+        """Check the other workers, and this one's data, every second until one is lost.
+
+        Then collectives are aborted, and the process is ended if it hangs.
+        """
         while self._failure is None and not self._has_left:
             pause = _URGENT_CHECK_SECONDS if self._may_have_ended else _CHECK_SECONDS
             self._wakes.wait(pause)
@@ -459,7 +462,13 @@ class Watchdog(threading.Thread):
             self.membership.store.wake()
 
     def _abort(self, failure: WorkerFailure) -> None:
-        """Publish the failure, abort collectives, and end the process if it hangs."""
+        """Publish the failure, abort collectives, and end the process if it hangs.
+
+        Outside of Keras's loops, the process is ended only for a failure of its own.
+
+        Args:
+            failure: `WorkerFailure` for which this worker ends.
+        """
         reason = f"worker {failure.rank} is lost"
         store = self.membership.store
         # A lost worker that no standby has replaced is still the host of the store,
@@ -491,7 +500,7 @@ class Watchdog(threading.Thread):
             end_process(self._message(failure, place))
 
     def _check_data(self) -> None:
-        """Report a wait of this worker for data; after the timeout, it has failed."""
+        """Publish whether this worker waits for data; set its failure if data hangs."""
         waited = self._data.update()
         self._heartbeat.source = progress.source if waited else ""
         failure = self._data.failure(self._rank)
