@@ -105,10 +105,10 @@ def set_logical_cpus(count: int) -> list[str]:
 def create_default_cpus(count: int | None) -> None:
     """Create the logical CPU devices of a machine without GPUs.
 
-    Without a number, devices that are configured already stay as they are, and if
-    TensorFlow has started with too few, there is only a warning. Otherwise the cores
-    are also divided between the new devices: the number of intra-op threads is set,
-    unless the user has set it.
+    Without a number, devices stay as they are if they are configured already or
+    TensorFlow has started; a warning follows if it has started with too few. Otherwise
+    the cores are also divided between the new devices: the number of intra-op threads
+    is set, unless the user has set it.
 
     Args:
         count: Int, the number of devices, or `None` for one that suits the number

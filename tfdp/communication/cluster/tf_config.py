@@ -207,7 +207,7 @@ def _read_object(config: dict[str, Any], key: str, kind: str) -> dict[str, Any]:
 
 
 def describe(value: object) -> str:
-    """Format a value for a message, in one line as short as that of `shorten`.
+    """Format a value for a message, shortened to one line as by `shorten`.
 
     Args:
         value: Value of any type.

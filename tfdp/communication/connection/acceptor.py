@@ -169,7 +169,7 @@ class Acceptor:
 
         Args:
             readable: `Readable`, a watched connection.
-            waits: Bool, whether to call it then: bytes wait to be sent.
+            waits: Bool, whether to call it then, since bytes wait to be sent.
         """
         key = self._selector.get_key(readable)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)

@@ -290,8 +290,8 @@ def _join(
 ) -> Membership:
     """Join a cluster, and leave a previous one.
 
-    If `cluster` is the first one of the job that this process trains in already, the
-    result is its present membership.
+    If this process already trains in the job whose first cluster is `cluster`, it
+    joins no other, and the result is its present membership.
 
     Args:
         cluster: `Cluster`.

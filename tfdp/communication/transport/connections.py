@@ -298,7 +298,7 @@ def _without_first_bytes(views: list[memoryview], num_bytes: int) -> list[memory
 
 
 class ControlConnection(MessageConnection):
-    """Connection that carries the reasons why two workers close their other ones.
+    """Connection that carries the reasons why two workers close other connections.
 
     Only the thread of the mesh's `Acceptor` receives on it.
 

@@ -319,8 +319,8 @@ class MpiMessages:
     def _lost(self, peers: Mapping[int, _Peer]) -> int | None:
         """Return the index of a member that left before its requests were complete.
 
-        Receives the reasons of members that have left. Returns `None` if no request of
-        these is pending.
+        The call also receives the reasons of members that have left. It returns `None`
+        if none of these has pending requests.
 
         Args:
             peers: Mapping from a member's index to the state of the exchange with it.

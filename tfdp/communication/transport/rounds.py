@@ -268,9 +268,9 @@ class Rounds:
 
 
 class RoundLeader(Rounds):
-    """Rounds that average between workers, led by this worker, which is worker 0.
+    """Rounds of averaging between workers, led by this worker, which is worker 0.
 
-    Each other worker is answered by a thread of its own.
+    A separate thread answers each other worker.
 
     Args:
         links: Mapping from ranks to `Link`, to all other workers.

@@ -49,7 +49,7 @@ _DIAGNOSIS_SECONDS = 8.0
 # after long attempts to connect, during which a dead or hanging worker was found.
 _SHORT_DIAGNOSIS_SECONDS = 2.0
 # Seconds that the main thread has to raise the error after a worker was declared lost.
-# A main thread that needs longer is taken to hang, and the process is ended.
+# A main thread that needs longer is assumed to hang, and the process is ended.
 _GRACE_SECONDS = 4.0
 # Seconds that this process needs to exit after another worker was declared lost. The
 # rest of `limit_seconds` is for the detection of the loss.
