@@ -64,10 +64,12 @@ class OnDemand(Generic[Value]):
 
 
 def work(make_variants: Callable[[dict[str, Any]], Variants]) -> None:
-    """Run blocks of steps that the driver orders on stdin, and write measurements.
+    """Run the steps that the driver orders on stdin; write measurements to stdout.
 
-    The process ends when the driver closes the pipe. Any other output of the worker is
-    redirected to its log, which is stderr.
+    An order is a line of JSON with the name of a variant and a number of steps; the
+    reply is a line of JSON with the variant's measurement. The process exits when the
+    driver closes stdin. Any other output of the worker is redirected to its log, which
+    is stderr.
 
     Args:
         make_variants: Callable that maps the worker's setup, a dict from the driver, to
@@ -97,16 +99,17 @@ def timed(
 ) -> Variant:
     """Return a measured variant: it calls a function, and returns seconds per call.
 
-    The last result is read within the measured time, so that no work is pending. One
-    call before the first is not timed: it waits until all workers have received their
+    The last result is read within the measured time, which thus includes all work. An
+    untimed call precedes the timed ones: it waits until all workers have received their
     orders, and refills caches that other processes have used. `barrier` replaces this
-    call for functions that take too long.
+    untimed call for functions that take too long.
 
     Args:
         function: Callable that returns a tensor.
         barrier: Callable that returns a tensor once all workers have called it, or
             `None` for one more call of `function`. Defaults to `None`.
-        finish: Callable that reads a tensor. Defaults to one for TensorFlow.
+        finish: Callable that reads the value of a tensor, and so waits until it is
+            computed. Defaults to one for tensors of TensorFlow.
 
     Returns:
         `Variant` that takes a number of calls and returns seconds per call.
@@ -125,7 +128,10 @@ def timed(
 
 
 def _read_orders(pipe: TextIO, orders: queue.Queue[dict[str, Any]]) -> None:
-    """Queue the driver's orders from the pipe; end the process when it is closed."""
+    """Put the driver's orders, lines of JSON from the pipe, in the queue.
+
+    The process exits when the driver closes the pipe.
+    """
     for line in pipe:
         orders.put(json.loads(line))
     # The process exits without cleanup, which would wait for running collectives: one

@@ -108,17 +108,17 @@ class Settings(ReplicaSettings):
             )
 
     def _needed_bytes(self, size: int, num_replicas: int) -> int:
-        """Return the least bytes of memory that the replicas of this machine need.
+        """Return the least memory, in bytes, that the replicas of this machine need.
 
-        A worker that checks a result computes it from the inputs of all replicas, as
-        integers of 64 bits.
+        A worker that checks a result computes the expected one from the inputs of all
+        replicas, as integers of 64 bits.
 
         Args:
             size: Int, bytes of a tensor.
             num_replicas: Int, number of replicas, of all workers.
         """
         elements = size // ITEM_BYTES[self.dtype]
-        if self.num_workers is None:  # a cluster may have only one replica here
+        if self.num_workers is None:  # this machine may have only one replica
             return 2 * size + 8 * elements * num_replicas
         return 2 * size * num_replicas + 8 * elements * num_replicas * self.num_workers
 
@@ -142,7 +142,7 @@ def measure(
     num_replicas: int,
     on_block: Callable[[], Any] = lambda: None,
 ) -> tuple[list[Row], dict[str, list[float]]]:
-    """Measure all collectives; the algorithms of one size alternate.
+    """Time and check all collectives; the algorithms of one size alternate.
 
     Args:
         settings: `Settings` of the run.

@@ -198,9 +198,9 @@ class Row:
         model: String, name of the model.
         step_seconds: Float, median duration of a step.
         own_step_seconds: Float, median duration of a step without communication, or
-            `None` for a set-up that does not communicate.
+            `None` for plain Keras, which does not communicate.
         communication_seconds: Float, median time that communication adds to a step of
-            the same block, or `None`.
+            the same block, or `None` for plain Keras.
         samples_per_second: Float, throughput of all replicas together.
         speed_of_tfdp: Dict from `DEVICES` and `WORKERS`, except the row's own kind, to
             the `Ratio` of this step time to that of tfdp, with the same tuning.

@@ -86,11 +86,12 @@ class SetUp:
 
     @property
     def variants(self) -> dict[str, dict[str, Any]]:
-        """Dict of the settings of each measured variant, except model and batch size.
+        """Dict from the name of each measured variant to its settings.
 
-        They are the variants of `choices` and, for a set-up of several processes, the
-        same without communication: all of them, or the first of the stock strategy. A
-        key is the part of the variant's name after the model's name.
+        The variants are those of `choices` and, for a set-up of several processes, the
+        same variants without communication; for the stock strategy, only the first is
+        also measured without communication. A key is the part of the variant's name
+        after the model's name. Model and batch size are not among the settings.
         """
         variants = {
             f", {choice}" if choice else "": dict(variant_settings)

@@ -194,7 +194,7 @@ def timed_fit(
     most_steps = model.steps_per_execution
 
     def run(steps: int, *callbacks: Any) -> float:
-        """Run `fit` with callbacks, and return the seconds per step."""
+        """Time `steps` steps of `fit` with callbacks, and return seconds per step."""
         clock = Clock(skipped)
         # No execution has more steps than the block, so that short blocks stay short.
         size = min(steps, most_steps)

@@ -38,7 +38,9 @@ def describe(program: str | None = None) -> dict[str, Any]:
             the name by which it was called. Defaults to `None`.
 
     Returns:
-        Dict of strings and numbers.
+        Dict of JSON values: `"machine"`, `"kernels"`, `"load_average_1_min"`,
+        `"system"`, `"python"` and `"command"`, and the version of each package under
+        the package's name.
 
     Example:
 

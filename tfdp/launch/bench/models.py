@@ -121,7 +121,11 @@ def model_of_size(family: str, millions: float) -> Model:
     requested = millions * 1e6
 
     def size(num_units: int) -> int:
-        """Return the parameters of a model of width 8 (CNN: 4) times `num_units`."""
+        """Return the number of parameters of a model.
+
+        Args:
+            num_units: Int, width of the model in units of 8, or of 4 for a CNN.
+        """
         return Model(family, unit * num_units).num_parameters
 
     above = bisect.bisect(range(_MAX_UNITS), requested, key=size)

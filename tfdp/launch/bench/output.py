@@ -93,8 +93,8 @@ class Files:
     Args:
         json: Path of the JSON file.
         plot: Path of the PNG file, or `None` for none.
-        note: String, printed below the names of the files: why there is no plot,
-            unless the user has declined one. Defaults to `""`.
+        note: String, printed below the names of the files: why there is no plot, or
+            `""` if there is one or the user has declined it. Defaults to `""`.
     """
 
     json: Path

@@ -54,8 +54,8 @@ class ReplicaSettings:
             topology: `Topology` of the replicas.
 
         Raises:
-            ValueError: If there are not, or if `node_size` does not divide the number
-                of replicas.
+            ValueError: If there are too few, or if `node_size` does not divide the
+                number of replicas.
         """
         count = topology.num_replicas
         if count < 2:

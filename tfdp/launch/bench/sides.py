@@ -138,8 +138,8 @@ class Side:
             List of the replies by worker, each a dict.
 
         Raises:
-            RuntimeError: If a worker has ended or does not reply in time; the text has
-                the end of its log.
+            RuntimeError: If a worker has ended, or does not reply within
+                `deadline_seconds`; the text has the end of its log.
         """
         deadline = time.monotonic() + self.deadline_seconds
         replies = []

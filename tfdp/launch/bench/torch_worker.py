@@ -186,7 +186,7 @@ def _batch(model: Model, size: int) -> tuple[Any, Any]:
 
 
 def join(setup: dict[str, Any]) -> None:
-    """Initialize the process group of PyTorch.
+    """Set PyTorch's number of threads, and join its process group by Gloo.
 
     Args:
         setup: Dict with this worker's `rank`, all `addresses`, and optionally its
@@ -214,7 +214,8 @@ def make_variants(
     """Join the process group, and create the measured variants of this worker.
 
     Args:
-        setup: Dict for `join`, which also has `variants`: the settings of each variant.
+        setup: Dict for `join`, which also has `variants`: the settings of each variant
+            by name.
         make_step: Callable that maps a model, a batch size and further settings of a
             variant to a training step. Defaults to `training_step`.
         timed: Callable that maps a training step to a measured variant. Defaults to

@@ -77,8 +77,8 @@ def training_step(
             gradients, or `0` to reduce and apply them by the optimizer. Above 0, plain
             SGD replaces the optimizer, which has no option for the size. Defaults to
             `0`.
-        init: String, argument of the scope of a tfdp strategy, or `None`. Defaults to
-            `None`.
+        init: String, argument `init` of the `scope` of a tfdp strategy, or `None` for
+            its default. Defaults to `None`.
 
     Returns:
         Callable that takes the step and returns the loss.
@@ -101,7 +101,7 @@ def training_step(
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
 
     def replica() -> Any:
-        """Take the step of one replica, and return its loss."""
+        """Update the model by the gradients of a replica's batch; return the loss."""
         loss, gradients = _loss_and_gradients(network, batch, batch_size * num_replicas)
         if pack_bytes:
             apply_in_packs(gradients, network.trainable_variables, pack_bytes)
@@ -122,7 +122,7 @@ def training_step(
 def _loss_and_gradients(
     network: Any, batch: tuple[Any, ...], global_batch_size: int
 ) -> tuple[Any, list[Any]]:
-    """Return the loss of a replica's rows, and its gradients.
+    """Return the loss of a replica's batch, and the gradients of trainable variables.
 
     The sum of the loss over replicas is the mean loss of the global batch.
 

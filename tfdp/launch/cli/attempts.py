@@ -89,7 +89,9 @@ class LocalAttempts(Attempts):
     def _next_job(self) -> Job | int:
         """Return a job with a worker for each slot of the policy, or the exit code.
 
-        The exit code is returned once `_handle_end` has ended the job.
+        A slot is a share of this machine; the policy leaves out a slot whose worker
+        fails repeatedly. The exit code is returned once `_handle_end` has ended the
+        job.
         """
         if self._exit_code is not None:
             return self._exit_code
@@ -124,10 +126,15 @@ class LocalAttempts(Attempts):
 
 
 def pause(context: JobContext, seconds: float) -> int | None:
-    """Wait between two attempts; return the exit code if the job ends meanwhile.
+    """Wait between two attempts, unless a signal or `--timeout` ends the job.
 
-    A signal or `--timeout` ends the job, which is printed. Otherwise the result is
-    `None`.
+    Args:
+        context: `JobContext` of all attempts.
+        seconds: Float, the pause.
+
+    Returns:
+        Int, the exit code of a job that a signal or `--timeout` has ended, after this
+        was printed; otherwise `None`.
     """
     context.signals.wait(seconds)
     if (reason := context.signals.end_reason) is None:
@@ -162,7 +169,7 @@ class NodeAttempts(Attempts):
         settings: `RunSettings` of this node.
         folder: Path of the folder of logs.
         coordinator: `CoordinatorConnection`, the connection to node 0.
-        num_nodes: Int, number of nodes of the job, at most.
+        num_nodes: Int, largest number of nodes of the job.
     """
 
     def __init__(
@@ -178,13 +185,13 @@ class NodeAttempts(Attempts):
         self._coordinator = coordinator
         self._node_rank, self._ranks = 0, range(0)
         self._attempt_id = ""
-        # Once this node has left the job or lost node 0, the launcher exits with
-        # `_code`. More signals than `_num_handled`, those received when `_code` was
-        # set, end the wait for node 0's answer.
+        # The launcher exits with `_code` if node 0 does not answer after this node has
+        # left the job. A new signal ends the wait for the answer, so `_num_handled`
+        # has the number of signals that were received before.
         self._code: int | None = None
         self._num_handled = 0
-        # After this node has left the job, it waits for node 0's answer until this
-        # time, since node 0 may be lost.
+        # Node 0 may be lost, so after this node has left the job, it waits for node 0's
+        # answer only until this time.
         self._answer_until = math.inf
 
     def _next_job(self) -> Job | int:
@@ -232,7 +239,9 @@ class NodeAttempts(Attempts):
         return None
 
     def _prepare(self, message: dict[str, Any]) -> None:
-        """Take this node's ranks, open the logs, and report free ports to node 0.
+        """Store this node's ranks, open its logs, and report free ports to node 0.
+
+        The logs are opened only if the ranks of this node's workers have changed.
 
         Args:
             message: Dict, message of node 0 of type `"prepare"`.
@@ -308,6 +317,9 @@ class NodeAttempts(Attempts):
 
     def _check_end(self) -> int | None:
         """Handle signals and `--timeout` while no worker runs on this node.
+
+        The first of them makes this node leave the job. It then waits for node 0's
+        answer for a limited time, or until another signal.
 
         Returns:
             Int, the exit code if this node must not wait any longer, or else `None`.

@@ -98,7 +98,7 @@ errors_in_one_sentence = functools.partial(
 
 
 def blocks(default: int) -> types.Decorator:
-    """Return a decorator that adds `--blocks`, how often each side is timed.
+    """Return a decorator that adds `--blocks`: how many times each side is timed.
 
     Args:
         default: Int, default of the option.

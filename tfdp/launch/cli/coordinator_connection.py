@@ -102,7 +102,7 @@ class CoordinatorConnection(Node0Connection):
         return code if isinstance(code, int) else NODE_LOST, signum
 
     def report_failure(self, failed: Worker, cause: Worker) -> None:
-        """Report a failed worker of this node to node 0.
+        """Report a failed worker of this node, and the cause of its failure, to node 0.
 
         Args:
             failed: `Worker` that was seen to fail first.
@@ -186,8 +186,8 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
                 case "lost" if self.running and (
                     self.has_trained or self.is_job_running()
                 ):
-                    # `has_trained` is set here, too, since node 0 may be lost before it
-                    # has sent `trains`.
+                    # Node 0 may be lost before it has reported that the workers train,
+                    # so `has_trained` is set here instead.
                     self.has_trained = True
                     self.has_lost_node_0 = True
                     self._screen.message(
@@ -255,7 +255,7 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
 def join_nodes(
     where: NodeOptions, settings: RunSettings, secret: str | None, screen: Screen
 ) -> Iterator[CoordinatorConnection]:
-    """Join the job as a node, and run node 0's server if the rendezvous is here.
+    """Join the job as a node; run node 0's server if this node is node 0.
 
     Args:
         where: `NodeOptions` with `nodes` and `rendezvous`.
@@ -348,7 +348,8 @@ def _serving_node_0(
     Args:
         listener: Listening socket at the rendezvous.
         secret: String, the job's secret.
-        options: Tuple of the first arguments of `Coordinator`.
+        options: Tuple of the first arguments of `Coordinator`: `node_0`,
+            `join_seconds` and `make_restarts`.
         probe: `JobProbe` for the `ElasticCoordinator` of an elastic job, closed at the
             end; or `None` for a `Coordinator`.
     """

@@ -190,7 +190,7 @@ def local_devices(tf: Any, cluster: Cluster | None) -> list[str]:
 
     Args:
         tf: The module `tensorflow`.
-        cluster: The `Cluster`, or `None`.
+        cluster: `Cluster` of this process, or `None` if there is none.
 
     Returns:
         List of strings, the devices of one worker's replicas.

@@ -136,7 +136,8 @@ def _show(results: Sequence[dict[str, Any]], script: str) -> None:
         script: String, path of the script.
     """
     waits = {rank: InputWait(**each["wait"]) for rank, each in enumerate(results)}
-    # The pipeline is the same on all workers, since they run the same script.
+    # All workers run the same script with the same pipeline, so the advice is based on
+    # the pipeline of the first worker.
     first = results[0]
     steps = pluralize(min(wait.num_steps for wait in waits.values()), "step")
     table = Table(title=f"Waiting for data: {os.path.basename(script)}, {steps}")

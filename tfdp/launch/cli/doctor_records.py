@@ -15,8 +15,8 @@ from tfdp.features.monitor.trace import chrome_trace
 from tfdp.ground.base.files import read_text
 from tfdp.launch.cli.screen import new_console
 
-# A larger file is not a flight record, and must not fill the memory: usual records have
-# some hundred kilobytes.
+# A flight record usually has a few hundred kilobytes. A file of more bytes than this is
+# not a record, and is not read, since it could fill the memory.
 _MAX_BYTES = 64 << 20
 
 

@@ -18,8 +18,8 @@ from tfdp.launch.cli.worker import LogFile, Worker, shell_code
 from tfdp.launch.rendezvous.elastic_coordinator import SILENT_SECONDS
 from tfdp.launch.rendezvous.failure import NODE_LOST
 
-# A worker whose replacement has failed, too, is replaced again only after this many
-# seconds, since it probably fails at each start.
+# A worker whose replacement has also failed probably fails at each start, so it is
+# replaced again only after this many seconds.
 _PAUSE_SECONDS = 1.0
 # Workers may wait for others that have ended or are lost, and will never join. This is
 # checked at this interval in seconds, which leaves new workers time to join.
@@ -78,16 +78,16 @@ class ElasticJob(SeparateWorkersJob):
         super().__init__(**options)
         self._history = history
         self._most_replacements, self._least = most_replacements, least
-        # The index of the replaced worker is kept for each replacement, since
-        # replacements are limited, and a second one of the same worker starts later.
+        # The number of replacements is limited, and a second one of the same worker
+        # starts later, so the index of each replaced worker is kept.
         self._replaced: list[int] = []
-        # Indices of the workers that were started while others were training. If the
-        # others end without an error, such a worker that has not joined them yet comes
-        # too late.
+        # Indices of the workers that were started while others were training. Such a
+        # worker comes too late if the others end without an error before it has joined
+        # them.
         self._late: set[int] = set()
-        # `_check_waits` makes its next check at `_check_at`, or none if that is `None`.
-        # If no worker has answered for 60 s since `_answered_at`, the last answer or
-        # the start of the checks, it ends the job.
+        # Workers may wait for others that will never join, so the job ends if none has
+        # trained for 60 s. `_check_at` is the time of the next check, and
+        # `_answered_at` that of the last answer, or of the start of the checks.
         self._check_at: float | None = None
         self._answered_at = 0.0
 
@@ -116,8 +116,8 @@ class ElasticJob(SeparateWorkersJob):
     def _waits_for_ended_workers(self) -> bool:
         """Return whether workers wait for others to join that have ended already.
 
-        The result is false once a replacement was started. It may wait for others that
-        have ended after their training, which `_check_waits` handles.
+        The result is false once a replacement was started: a replacement may wait for
+        workers that have ended after their training, which `_check_waits` handles.
         """
         return not self._late and super()._waits_for_ended_workers()
 
@@ -170,7 +170,11 @@ class ElasticJob(SeparateWorkersJob):
         return ask_workers(cluster, cluster.workers) is not None
 
     def _handle_failure(self, index: int, worker: Worker) -> None:
-        """Schedule a replacement of a failed worker, or report why there is none."""
+        """Schedule a replacement of a failed worker, or report why there is none.
+
+        If it is not replaced, and fewer than `least` workers are left, these are
+        stopped.
+        """
         assert worker.exit_code is not None
         if self._is_stopping:
             return  # the launcher itself has stopped this worker

@@ -45,10 +45,10 @@ class ElasticNodeJob(ElasticJob):
         return self._coordinator.done_node is not None or super()._has_success()
 
     def _is_incomplete(self) -> bool:
-        """Return whether node 0 is lost, so that workers may be missing unnoticed.
+        """Return whether workers may be missing unnoticed, because node 0 is lost.
 
-        If it is, this launcher checks by itself that workers train. Otherwise node 0
-        checks that for all nodes.
+        While node 0 is lost, this launcher checks by itself that workers train.
+        Otherwise node 0 checks it for all nodes.
         """
         return self._coordinator.has_lost_node_0
 

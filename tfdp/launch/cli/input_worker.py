@@ -25,12 +25,13 @@ def main(arguments: list[str]) -> None:
     rank = 0 if cluster is None else cluster.rank
     measure_fits(InputProbe(result_path(Path(folder), rank), int(num_steps)))
     sys.argv = [script, *script_arguments]
-    # `runpy` adds a folder or an archive that it runs to `sys.path` itself, but not the
-    # folder of a script, from which the script may import modules.
+    # A script may import modules from its own folder. `runpy` does not add that folder
+    # to `sys.path`; it adds only a folder or an archive that it runs.
     if os.path.isfile(script):
         sys.path[0] = os.path.dirname(os.path.abspath(script))
-    # The exception is dropped and its frames, which hold the dataset, are collected:
-    # Python must not exit while threads that prefetch data may still call Python.
+    # Python must not exit while threads that prefetch data may still call it. They end
+    # with the dataset, so the exception is dropped, whose frames hold the dataset, and
+    # garbage is collected.
     with contextlib.suppress(EnoughSteps):
         runpy.run_path(script, run_name="__main__")
     gc.collect()

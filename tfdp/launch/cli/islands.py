@@ -321,7 +321,11 @@ class IslandJob(SeparateWorkersJob):
         return super()._is_over()
 
     def _handle_failure(self, index: int, worker: Worker) -> None:
-        """Schedule the restart of a failed island, or report its end to the hub."""
+        """Schedule the restart of a failed island, or report its end to the hub.
+
+        Its end is reported once all of the restarts are used. The job then exits with
+        the exit code of the first such island.
+        """
         who = f"island {worker.rank} {worker.describe_end()}"
         if self._num_restarts < self._max_restarts:
             self._num_restarts += 1

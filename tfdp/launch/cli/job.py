@@ -56,8 +56,8 @@ class JobContext:
     Args:
         starter: `Starter` of the worker processes.
         screen: `Screen` that shows the output.
-        signals: `SignalPipe`, which outlives each attempt, so that a signal between two
-            attempts is not lost, and has the time at which the job is stopped.
+        signals: `SignalPipe`, open during all attempts so that no signal between two of
+            them is lost. It also has the time at which `--timeout` stops the job.
         grace_seconds: Float, time between asking the workers to stop and killing them.
             Defaults to `5.0`.
         launch: `Launch`, settings of the goodput ledger, the file with the job's time
@@ -90,8 +90,8 @@ class Job:
             requests continues. Defaults to `None`.
 
     Attributes:
-        failed: The `Worker` that failed first, or `None`. When this ends the job, the
-            lost worker that it names replaces it, if that one has failed as well.
+        failed: The `Worker` that failed first, or `None`. If its failure ends the job,
+            the attribute changes to the worker that caused it, such as a lost one.
     """
 
     def __init__(
@@ -261,7 +261,11 @@ class Job:
         )
 
     def _ask_to_save(self) -> None:
-        """Ask running workers to save and exit, by `SAVE_SIGNAL`, if it is time."""
+        """Send running workers `SAVE_SIGNAL` once `save_after_seconds` have passed.
+
+        The signal asks them to save and exit. It is repeated every
+        `_ASK_AGAIN_SECONDS`; calls at other times have no effect.
+        """
         now = time.monotonic()
         if now >= self._ask_at:
             self._ask_at, self._has_asked_to_save = now + _ASK_AGAIN_SECONDS, True
@@ -284,7 +288,10 @@ class Job:
             self._guard.stdin.flush()
 
     def _poll(self) -> None:
-        """Wait for events, show new output, and register workers that have ended."""
+        """Wait for events, show new output, and check which workers have ended.
+
+        The first worker that fails while the job is not being stopped becomes `failed`.
+        """
         ready: list[tuple[selectors.SelectorKey, int]] = []
         if self._screen.is_behind and not self._is_stopping:
             # Unread pipes slow the workers down to the speed of the output's reader.
@@ -297,8 +304,8 @@ class Job:
             self._spared_pids().union(w.pid for w in self._workers)
         )
         ended = [worker for worker in self._workers if worker.poll()]
-        # Failed workers come first: the last lines of the others are likely to report
-        # these failures.
+        # The output of failed workers is shown first, since the last lines of the other
+        # workers are likely to report these failures.
         for worker in sorted(ended, key=lambda worker: not worker.exit_code):
             self._output.show_rest(worker)
             self._forget(worker)
@@ -332,8 +339,8 @@ class Job:
             failed: `Worker` that failed first.
 
         Returns:
-            `Worker`, the other one if it has failed as well, otherwise `failed`. It is
-            also set as `self.failed`.
+            `Worker`, the other one if it has also failed, otherwise `failed`. It is
+            also stored as `self.failed`.
         """
         same = self._workers[self._output.shown_for(failed.rank) - self._first_rank]
         end = time.monotonic() + LOST_EXIT_SECONDS
@@ -345,7 +352,11 @@ class Job:
         return self.failed
 
     def _end_by_failure(self, failed: Worker) -> int:
-        """Stop all workers after a failure, and return the exit code of its cause."""
+        """Stop all workers after a failure, and return the exit code of its cause.
+
+        The failure is printed; in a job on several nodes, it is reported to node 0,
+        which names it to all nodes.
+        """
         failed = self._wait_for_cause(failed)
         if self._coordinator is not None:
             self._coordinator.report_failure(failed, self.lost or failed)
@@ -483,9 +494,10 @@ class Job:
         self._poll()
 
     def _request_records(self) -> None:
-        """Have the workers write their flight records, and wait a short time for them.
+        """Have the workers write their flight records, and wait up to 2 s for them.
 
-        SIGTERM would end them before they have found out that another one is lost.
+        Call this before a SIGTERM, which would end the workers before they have found
+        out that another one is lost.
         """
         asked = [w for w in self._running() if w.request_record()]
         since = time.time() - _RECENT_SECONDS

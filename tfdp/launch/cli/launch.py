@@ -51,12 +51,13 @@ class RunSettings:
         log_dir: String, folder of the logs, or `None` for a new one.
         timeout: Float, seconds after which the job is stopped, or `None` for never.
         grace: Float, seconds between asking the workers to stop and killing them.
-        max_restarts: Int, most restarts.
+        max_restarts: Int, largest number of restarts.
         rebalance: Bool, whether batch rows are rebalanced by the workers' speed.
         elastic: Int, least number of workers with which training continues after the
             loss of others, or `None` if it does not.
         log_format: String, `"text"` or `"json"`.
-        forks: Bool, whether workers may be forks of a process with TensorFlow.
+        forks: Bool, whether workers may be forks of a process that has imported
+            TensorFlow.
         is_module: Bool, whether the script is the name of a module.
         script: String, path of the script or name of the module.
         args: Tuple of strings, arguments of the script.

@@ -35,7 +35,7 @@ class _Commands(click.Group):
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; `None` if there is none of this name."""
+        """Import and return a command, or return `None` if none has this name."""
         if cmd_name not in _COMMANDS:
             return None
         module = importlib.import_module(f"tfdp.launch.cli.{cmd_name}")

@@ -22,8 +22,8 @@ _INFO = re.compile(
 )
 # TensorFlow logs this line as an error on a machine without GPUs, where it is harmless.
 _NO_GPU = re.compile(rf"E{_PLACE}failed call to cuInit")
-# After Ctrl-C all workers exit, and TensorFlow logs such lines about the lost
-# connections to peers.
+# Matches lines that TensorFlow logs about lost connections to peers. After Ctrl-C all
+# workers exit, so these lines tell the user nothing.
 _PEER_FAILURE = re.compile(
     rf"[WE]{_PLACE}|Additional GRPC error information|:[A-Z]+:Error received from peer|"
     r"The error could be from a previous operation|\s*\[\[\{\{"
@@ -60,7 +60,7 @@ def is_noise(line: str, environ: Mapping[str, str] = os.environ) -> bool:
 def is_peer_failure(line: str) -> bool:
     """Return whether a line of TensorFlow's log reports the failure of a peer.
 
-    After Ctrl-C all workers exit, so that such lines are noise.
+    After Ctrl-C all workers exit, so such lines are noise.
 
     Args:
         line: String, a line of a worker's output after Ctrl-C.

@@ -58,7 +58,7 @@ class NonBlockingStream:
 
     @property
     def is_behind(self) -> bool:
-        """Bool, whether the reader is slower than the writer, but has not stalled."""
+        """Bool, whether over 1 MiB waits for a reader that is slow but not stalled."""
         return len(self._pending) > _MAX_BYTES and not self._is_stalled()
 
     def fileno(self) -> int:
@@ -105,7 +105,11 @@ class NonBlockingStream:
             return self._changed.wait_for(lambda: not self._pending, timeout_seconds)
 
     def _append(self, text: str) -> None:
-        """Add text to the queue; if it was empty, the time without progress begins."""
+        """Add text to the queue.
+
+        If the queue was empty, the time in which the reader makes no progress is
+        counted from now.
+        """
         if not self._pending:
             self._taken_at = time.monotonic()
         self._pending += text.encode(self.encoding, errors="replace")

@@ -54,7 +54,7 @@ class Output:
         self._print(worker, self._tracebacks.rest(worker.rank))
 
     def show_due(self, worker: Worker) -> None:
-        """Print a held-back traceback once it is complete.
+        """Print the held-back traceback of a worker if it is complete by now.
 
         The worker's unfinished line is also printed when `Worker.snapshot` returns it.
         """
@@ -87,8 +87,8 @@ class Output:
     def _print(self, worker: Worker, lines: Sequence[str]) -> None:
         """Print lines of a worker, and count them.
 
-        The number of lines of all workers so far is kept as that of this worker's last
-        line, for `repeat_last_lines`.
+        The position of the worker's last line among the lines of all workers is stored
+        for `repeat_last_lines`.
         """
         for line in lines:
             self._screen.line(worker.rank, line)

@@ -352,8 +352,8 @@ def _predict_memory(
             continue
         shards = shard_plan(optimizer, variables, min(num_owners, most), options)
         divided = ReplicaMemory(-(-frozen // num_owners), 0, 0, 0, gathered)
-        # Without accumulation, stage 2 needs as much memory as stage 1, so it gets no
-        # row.
+        # Without accumulation of gradients, ZeRO's stage 2 needs as much memory as its
+        # stage 1, so stage 2 gets no row.
         for stage in (1, 2, 3) if accumulates else (1, 3):
             sharding = ShardingOptions(SHARDINGS[stage])
             memory = param_group_memory(

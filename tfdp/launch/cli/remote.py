@@ -62,7 +62,11 @@ def _forward_signals(lines: Iterator[bytes], grace_seconds: float) -> None:
 
 
 def main() -> None:
-    """Run the command `tfdp` with the arguments that arrive on stdin, from ssh."""
+    """Run the command `tfdp` with the arguments that arrive on stdin, from ssh.
+
+    Before it, the version of tfdp is printed; during it, the signals that stdin orders
+    are sent to this process.
+    """
     # The process that started sshd may ignore SIGHUP, and child processes inherit that,
     # so the default is restored.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

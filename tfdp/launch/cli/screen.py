@@ -85,7 +85,8 @@ class Screen:
         self.node: int | None = None
         self.nodes: dict[int, int] = {}
         self._output = NonBlockingStream(output, self._truncation_notice)
-        # A shared queue keeps the order of lines in a shared terminal or file.
+        # If both streams are the same terminal or file, they share one queue, which
+        # keeps the order of their lines.
         is_same = output and messages and _is_same_file(output, messages)
         self._message_output = (
             self._output
@@ -104,7 +105,7 @@ class Screen:
             and not self.is_verbatim
         )
         # Unfinished lines by rank. A terminal shows only the line of the worker that
-        # drew last, so this entry is kept last.
+        # drew last, so the entry of that worker is the last in the dict.
         self._unfinished: dict[int, str] = {}
         self._bar: tuple[int, str] | None = None
         self._bar_drawn_at = 0.0
@@ -126,7 +127,7 @@ class Screen:
             self._unfinished[rank] = text
 
     def snapshot(self, rank: int, text: str) -> None:
-        """Print `text`, the line that a worker is drawing, unless on a terminal."""
+        """Print `text`, a worker's unfinished line, if the output is no terminal."""
         if not self._is_terminal:
             self.line(rank, text)
 

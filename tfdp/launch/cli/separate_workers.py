@@ -26,7 +26,10 @@ class SeparateWorkersJob(Job):
         self._handled_pids: set[int] = set()
 
     def _is_over(self) -> bool:
-        """Start failed workers if it is time; return whether all workers have ended."""
+        """Start failed workers whose pause is over; return whether the job is over.
+
+        It is over once all workers have ended and none is to be started again.
+        """
         now = time.monotonic()
         for index in [i for i, at in self._starts_at.items() if at <= now]:
             del self._starts_at[index]
@@ -58,7 +61,7 @@ class SeparateWorkersJob(Job):
     def _handle_failure(self, index: int, worker: Worker) -> None:
         """Start a failed worker again, with `_start_after`, or continue without it.
 
-        Each subclass defines which of them it does, and when.
+        Each subclass decides between the two.
 
         Args:
             index: Int, index of the worker among those of this machine.
@@ -67,7 +70,7 @@ class SeparateWorkersJob(Job):
         raise NotImplementedError
 
     def _start_after(self, seconds: float, index: int) -> None:
-        """Start a failed worker again after a pause.
+        """Schedule the new start of a failed worker after a pause, without waiting.
 
         Args:
             seconds: Float, the pause.

@@ -104,7 +104,7 @@ class SignalPipe:
 
         Args:
             seconds: Float, longest wait.
-            *streams: Sockets; the wait ends, too, when one of them can be read.
+            *streams: Sockets; the wait also ends when one of them can be read.
 
         Returns:
             Bool, whether one of `streams` can be read.

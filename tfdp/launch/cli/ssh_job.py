@@ -35,8 +35,8 @@ _END_SECONDS = 10.0
 # Several launchers report the same event at about the same time, so the same message is
 # shown only once within this many seconds.
 _ECHO_SECONDS = 8.0
-# A host may need a moment until ssh reaches it again, so the launcher of a lost host is
-# started again after this many seconds.
+# A lost host may take a moment before ssh can reach it again, so its launcher is
+# started again only after this many seconds.
 _RESTART_SECONDS = 2.0
 # ssh exits with these codes if it has lost the connection, or was killed itself, so the
 # launcher's own exit code is unknown.
@@ -82,8 +82,8 @@ class SshJob:
         self._workers: list[SshWorker] = []
         self._tracebacks = Tracebacks()
         self._ranks: set[int] = set()
-        # Other launchers often send the same message, which is not printed again, so
-        # time and nodes of each printed message are kept.
+        # Launchers often send the same message, which is printed only once, so the time
+        # of each printed message and the nodes that have sent it are kept.
         self._said: dict[str, tuple[float, set[int | None]]] = {}
         # A launcher may still report why a connection was lost, so this message about
         # the loss is printed only if none does.
@@ -132,8 +132,8 @@ class SshJob:
     def _wait(self) -> None:
         """Run the loop until all launchers have exited.
 
-        It ends early if the reader of the output has exited, and some time after a
-        failure or a signal.
+        It ends early if the reader of the output has exited, or if launchers still run
+        when the time for their ends after a failure or a signal is over.
         """
         silent_at = time.monotonic() + _ANSWER_SECONDS
         while any(worker.is_running for worker in self._workers):
@@ -184,7 +184,7 @@ class SshJob:
     def _show(self, worker: SshWorker, line: str) -> None:
         """Handle a line of a host: tfdp's version, a worker's line, or a message.
 
-        The launcher's order is the answer to its version; other lines are printed.
+        The version is answered with the launcher's order; other lines are printed.
         """
         if worker.answer(line):
             self._send_order(worker)
@@ -223,7 +223,7 @@ class SshJob:
         )
 
     def _print(self, rank: int, lines: list[str]) -> None:
-        """Print lines of a worker."""
+        """Print lines of the worker of a rank."""
         for line in lines:
             self._screen.line(rank, line)
 
@@ -255,7 +255,10 @@ class SshJob:
         self._screen.message(text, level, rank=rank, node=node)
 
     def _handle_end(self, worker: SshWorker) -> None:
-        """Handle the end of a launcher: schedule its restart, or fail the job."""
+        """Handle the end of a launcher: schedule its restart, or fail the job.
+
+        The end of a launcher with exit code 0, or of a dismissed one, has no effect.
+        """
         code = worker.exit_code or 0
         if not code or worker.is_dismissed:
             return
@@ -362,7 +365,10 @@ class SshJob:
                 worker.stop(signum)
 
     def _fail_if_silent(self) -> None:
-        """Fail the job if a launcher has not sent its version by the timeout."""
+        """Fail the job if a launcher has not sent its version yet.
+
+        Call this `_ANSWER_SECONDS` after the start; restarted launchers are exempt.
+        """
         for worker in self._workers:
             if worker.is_running and worker.version is None and not worker.is_restarted:
                 host, seconds = worker.host.target, f"{_ANSWER_SECONDS:.0f} s"

@@ -13,8 +13,8 @@ from tfdp.launch.cli.lines import MAX_LINE_LENGTH, PipeReader, without_escapes
 from tfdp.launch.cli.remote_line import signal_line, version_of
 from tfdp.launch.cli.worker import TAIL_LINES
 
-# JSON has up to six characters for each one of a worker's line, and the object has
-# further fields, so its line may be eight times as long.
+# In JSON, a character of a worker's line may become six, and the line of JSON has
+# further fields, so it may be eight times as long as the worker's line.
 _MAX_LINE_LENGTH = 8 * MAX_LINE_LENGTH
 # ssh may hang on a lost connection, so it is killed after this many seconds.
 _KILL_SECONDS = 2.0

@@ -107,7 +107,7 @@ class Starter:
     ) -> ForkServer | None:
         """Start the process that forks workers; return `None` if that fails."""
         # When `process_tree` ends the processes of a job, it finds them by the id of
-        # the job in `TF_CONFIG`, so the process that forks workers needs it, too.
+        # the job in `TF_CONFIG`, so the process that forks workers also needs this id.
         config = {"TF_CONFIG": json.dumps({"tfdp": {"job": self.job}})}
         environment = {**environment, **imports.variables, **config}
         try:
@@ -123,9 +123,9 @@ class Starter:
 def imports_before_forks(settings: RunSettings) -> Imports | None:
     """Return the imports to do once before forks; `None` if workers are not forked.
 
-    They are not for a module, a single worker without restarts, or a script for which
-    `imports_of` returns `None`; nor with GPUs, `--no-fork`, or one of
-    `_INTERPRETER_VARIABLES`.
+    Workers are not forked for a module, for a single worker without restarts, or for a
+    script without a result of `imports_of`; nor with GPUs, with `--no-fork`, or if one
+    of `_INTERPRETER_VARIABLES` is set.
 
     Args:
         settings: `RunSettings` of the job.

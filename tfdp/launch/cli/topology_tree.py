@@ -15,7 +15,8 @@ from tfdp.ground.text import pluralize
 def port_states(cluster: Cluster, timeout_seconds: float = 1.0) -> list[str]:
     """Describe the port of each worker.
 
-    The text is whether the port of another worker answers, or this worker's is free.
+    The description of another worker's port is whether it answers; that of this
+    worker's port is whether it is free.
 
     Args:
         cluster: `Cluster` of this process.

@@ -56,11 +56,11 @@ class _Block:
         self.added_at = time.monotonic()
 
     def is_complete(self) -> bool:
-        """Return whether the lines can be shown: all of a traceback, or too many.
+        """Return whether the traceback is complete, or was held back for too long.
 
-        It has ended if its last line is not indented, and no other has followed within
-        `_PAUSE_SECONDS`. Else it is shown as it is once its first line is as old as
-        `_MAX_SECONDS`, by `time.monotonic`, or after `_MAX_LINES` lines.
+        It is complete if its last line is not indented, and no other line has followed
+        within `_PAUSE_SECONDS`. It was held back for too long if its first line is
+        older than `_MAX_SECONDS`, or if it has `_MAX_LINES` lines.
         """
         now = time.monotonic()
         if now - self.began_at >= _MAX_SECONDS or len(self.lines) >= _MAX_LINES:
@@ -219,7 +219,7 @@ def _end_of_ctrl_c(lines: Sequence[str], begin: int) -> int:
 
 
 def _num_common_lines(lines: Sequence[str], others: Sequence[str]) -> int:
-    """Return the number of leading lines that are the same."""
+    """Return the number of leading lines that two tracebacks have in common."""
     size = 0
     for line, other in zip(lines, others, strict=False):
         if _comparable(line) != _comparable(other):

@@ -41,8 +41,8 @@ _MAX_PIPE_BYTES = 1 << 20
 # repeated here since importing that module imports TensorFlow.
 _LOST = re.compile(r"\bWorker (\d+) \([^()\s]+\) was lost\b")
 
-# The path of a log may exist as something else, so symbolic links are not followed, and
-# a FIFO does not block.
+# A file of another kind may exist at the path of a log. With these flags, a symbolic
+# link is not followed, and the opening of a FIFO does not block.
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 _FLAGS |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -123,10 +123,11 @@ class Worker:
         return lines + last
 
     def snapshot(self) -> str | None:
-        """Log and return the unfinished line every 10 s, or else return `None`.
+        """Log and return the unfinished line if nothing was logged for 10 s.
 
-        A progress bar ends its line only when it is full. The log gets its state once
-        in an interval, instead of one line for each step.
+        Otherwise, or without an unfinished line, the result is `None`. A progress bar
+        ends its line only when it is full: the log gets its state once in this
+        interval, instead of a line for each step.
         """
         text = self.output.unfinished
         if not text or time.monotonic() - self._shown_at < _SNAPSHOT_SECONDS:

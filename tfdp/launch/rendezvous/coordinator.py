@@ -122,7 +122,7 @@ class Coordinator:
         return self.phase is Phase.ENDED
 
     def join(self, link: HeartbeatConnection, hello: Hello) -> None:
-        """Add a node to the job.
+        """Add a node to the job; if workers were started before, notify all nodes.
 
         Args:
             link: `HeartbeatConnection` to the node.
@@ -198,7 +198,10 @@ class Coordinator:
             self._handle_loss(node, how)
 
     def tick(self) -> None:
-        """Begin the next phase if it is time; the server calls it every 50 ms."""
+        """Begin the next phase of the job if the present one has ended.
+
+        The server calls this method every 50 ms.
+        """
         if not self.is_over:
             self._phase_steps[self.phase](self._clock())
 
@@ -255,7 +258,7 @@ class Coordinator:
             self._end(0)
 
     def _advance_stopping(self, clock_seconds: float) -> None:
-        """Restart or end the job once all nodes have stopped; drop late nodes.
+        """Restart or end the job once all nodes have stopped; drop nodes that do not.
 
         Args:
             clock_seconds: Float, the present time of the coordinator's `clock`.

@@ -62,8 +62,8 @@ class ElasticCoordinator(Coordinator):
         # A job without success exits with this code, that of the node that has ended
         # last.
         self._last_code = 0
-        # `trains` is sent to the nodes once in each attempt, so the id of the last
-        # attempt in which it was sent is kept.
+        # The nodes receive the message `trains` once in each attempt, so the id of the
+        # last attempt in which it was sent is kept.
         self._known_id = ""
 
     @property
@@ -72,7 +72,7 @@ class ElasticCoordinator(Coordinator):
         return self.phase is Phase.RUNNING and self._probe.seen_at is not None
 
     def join(self, link: HeartbeatConnection, hello: Hello) -> None:
-        """Add a node to the job, in place of a silent one if all are connected.
+        """Add a node to the job, in place of a silent one if the job is full.
 
         Arguments are those of `Coordinator.join`. A node whose workers train in another
         attempt than the present one is refused by a `RendezvousError`.
@@ -176,8 +176,8 @@ class ElasticCoordinator(Coordinator):
             if self._known_id != self._id:
                 self._known_id = self._id
                 self._send_all("trains")
-            # Nodes that reconnect to a new node 0 keep their ranks, so other nodes get
-            # free ranks only some seconds later.
+            # Nodes that reconnect to a new node 0 keep their ranks, so a node without a
+            # rank gets a free one only after they have had some seconds to reconnect.
             is_known = self._roster.has_assigned_ranks
             if not is_known and clock_seconds < self._joined_at + _GRACE_SECONDS:
                 return
@@ -273,9 +273,9 @@ class ElasticCoordinator(Coordinator):
     def _handle_failure(self, node: Node, failure: Failure) -> None:
         """Handle a failure that a node reports of one of its workers.
 
-        While workers train, a failure of one that was not among them by their last
-        answer is ignored, as after a network partition. Otherwise all workers are
-        stopped, as in other jobs.
+        While workers train, the failure of a worker that did not train with them by
+        their last answer is ignored: it may have been cut off by a network partition.
+        Any other failure stops all workers, as in other jobs.
         """
         if self._trains and self._roster.has_worker(node, failure.rank):
             host, ports = self._by_rank[node.rank or 0]

@@ -12,8 +12,8 @@ from tfdp.communication.store import ask_workers
 from tfdp.ground.base.threads import start_thread
 from tfdp.launch.rendezvous.coordinator import NodeAddresses
 
-# Node 0 learns that workers train from their answers, so it asks them again after this
-# many seconds.
+# Node 0 knows only from the workers' answers whether they train, so it asks them at
+# this interval in seconds.
 _ASK_SECONDS = 1.0
 
 
@@ -42,7 +42,7 @@ def cluster_of_places(
 
 
 class JobProbe:
-    """Asks the workers once a second, in a thread, whether they train together.
+    """Probe whose thread asks the workers once a second whether they train together.
 
     The connections are authenticated by the secret.
 
@@ -67,7 +67,7 @@ class JobProbe:
         self._thread = start_thread("tfdp job probe", self._run)
 
     def watch(self, places: NodeAddresses, attempt_id: str) -> None:
-        """Ask the workers of an attempt, at these addresses, from now on."""
+        """From now on, let the thread ask the workers of an attempt at `places`."""
         self._cluster = cluster_of_places(places, self._secret, attempt_id, elastic=1)
 
     def forget(self) -> None:
@@ -81,7 +81,7 @@ class JobProbe:
         self._thread.join()
 
     def _run(self) -> None:
-        """Ask the workers once a second, and record answers; target of the thread."""
+        """Ask the workers each second until `close`; record answers that they train."""
         while not self._is_closed.wait(_ASK_SECONDS):
             cluster = self._cluster
             state = cluster and ask_workers(cluster, cluster.workers)

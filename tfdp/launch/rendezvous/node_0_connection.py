@@ -29,7 +29,7 @@ from tfdp.launch.rendezvous.roster import Hello
 # A host behind a firewall may never answer, so one attempt to connect ends after this
 # many seconds.
 _DIAL_SECONDS = 5.0
-# The process at the port may not be node 0, and send nothing, so the handshake ends
+# Another process than node 0 may have the port and send nothing, so the handshake ends
 # after this many seconds.
 _HANDSHAKE_SECONDS = 10.0
 # Node 0 may start at the same moment or minutes later, so the pauses between attempts
@@ -103,8 +103,8 @@ class Node0Connection:
     def put_back(self, message: dict[str, Any]) -> None:
         """Make a message that `pop_message` has returned the next one again.
 
-        It does not make the descriptor readable: a caller that handles the message
-        later would otherwise never wait until then.
+        It does not make the descriptor readable: until the message is handled, a loop
+        that waits for the descriptor would otherwise spin.
         """
         self._inbox.appendleft(message)
 

@@ -36,7 +36,7 @@ class Restarts:
     """Policy that decides whether and how a job starts again after an attempt.
 
     A slot is a share of the machine that one worker uses. A slot whose worker fails
-    repeatedly is left out. The batch size of Keras is the global one, so that fewer
+    repeatedly is left out. The batch size of Keras is the global one, so fewer
     workers have a larger share each, and the training stays the same.
 
     Args:
@@ -84,13 +84,16 @@ class Restarts:
 
     @property
     def grow_after_seconds(self) -> float | None:
-        """Float, seconds until all slots are tried again; `None`: never, or all run."""
+        """Float, seconds of an attempt after which all slots are tried again.
+
+        It is `None` if no slot is left out, or if slots are never tried again.
+        """
         return self._wait if self._wait and self.slots != self._all else None
 
     def decide(
         self, failure: Failure | None, seconds: float, *, saved_to_grow: bool = False
     ) -> RestartDecision | None:
-        """Decide whether another attempt follows, and set its `slots`.
+        """Decide whether another attempt follows, and set `slots` for it.
 
         Args:
             failure: `Failure` of the worker that failed first, or `None` if the job is

@@ -431,7 +431,7 @@ class Reports:
         """Return the failure that caused the others.
 
         The search begins at the first report. While a failure names a worker as lost,
-        and a failure of that worker was reported, too, the search continues with it.
+        and a failure of that worker was also reported, the search continues with it.
         """
         by_rank = {failure.rank: failure for failure in reversed(self._failures)}
         cause = self._failures[0]

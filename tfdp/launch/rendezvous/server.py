@@ -60,7 +60,11 @@ class Server(Acceptor):
         )
 
     def close(self) -> None:
-        """Send pending messages for a limited time, and end the server's thread."""
+        """Send pending messages for a limited time, and end the server's thread.
+
+        If the job is over, nodes have up to 3 s to disconnect. Otherwise the pending
+        messages are sent for up to 2 s.
+        """
         self._is_ending = True
         # Nodes close their connections themselves once they know that the job is over,
         # so the server only waits.

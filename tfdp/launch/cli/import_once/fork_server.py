@@ -117,7 +117,7 @@ class ForkServer:
         self._connection.sendall(data)
 
     def _receive_number(self) -> int:
-        """Return the answer: a process id, 0 for "ready", or a negative `errno`.
+        """Receive the answer: a process id, 0 for "ready", or a negative `errno`.
 
         Raises:
             ConnectionError: If the process has ended.

@@ -24,8 +24,8 @@ import time
 import warnings
 from typing import Any
 
-# `import tfdp` alone does not import TensorFlow, so these modules, which most scripts
-# use, are imported in advance, too.
+# `import tfdp` alone does not import TensorFlow, so the modules of tfdp that most
+# scripts use are also imported in advance.
 _TFDP_MODULES = ("tfdp.training.strategy.strategy", "tfdp.callbacks")
 # TensorFlow and its libraries read variables with these prefixes only when they are
 # imported, so a script that changes one after the early import gets a warning.
@@ -216,8 +216,8 @@ class _Preloaded:
         module.__spec__ = self._specs[name]
         sys.modules.update(self._modules.pop(name))
         if name == "tfdp":
-            # Whether experiment trackers are disabled depends on the rank, which a
-            # worker has, but not the process that imports tfdp in advance.
+            # Experiment trackers are disabled by the rank of a worker. The process that
+            # imports tfdp in advance has no rank, so they are disabled here.
             importlib.import_module("tfdp.features.tracking.watch").disable_trackers()
         if not self._modules:
             sys.meta_path.remove(self)
