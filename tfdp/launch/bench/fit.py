@@ -151,7 +151,7 @@ class Clock(keras.callbacks.Callback):
     """Callback that times the steps of `fit`.
 
     Args:
-        skipped: Int, the step, counted from 0, at whose end the clock starts.
+        skipped: Int, index of the step, from 0, at whose end the clock starts.
     """
 
     def __init__(self, skipped: int) -> None:
@@ -200,8 +200,9 @@ def timed_fit(
         size = min(steps, most_steps)
         if size != model.steps_per_execution:
             model.steps_per_execution, model.train_function = size, None
-        # `fit` runs whole executions of `size` steps. The untimed ones, with the first
-        # `skipped + 1` steps, are added to the timed ones.
+        # `fit` runs whole executions of `size` steps, and the clock starts only after
+        # the first `skipped + 1` steps. The executions with these untimed steps are
+        # added, so the timed ones have all of the requested steps.
         num_steps = size * (-(-(skipped + 1) // size) + steps // size)
         x, y = (np.concatenate([part] * num_steps) for part in batch)
         model.fit(

@@ -82,7 +82,7 @@ def caption(described: Mapping[str, Any]) -> str:
 
 
 def load() -> float:
-    """Return the load average of the last minute, rounded to two digits."""
+    """Return the machine's load average of the last minute, to two decimals."""
     return round(os.getloadavg()[0], 2)
 
 

@@ -153,7 +153,12 @@ def report(
 def _table(
     rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]]
 ) -> rich.table.Table:
-    """Return the results as a `rich` table, with numbers aligned to the right."""
+    """Return the results as a `rich` table, with numbers aligned to the right.
+
+    Args:
+        rows: Sequence of dataclass instances, the rows of the table.
+        columns: Mapping from a heading to a callable that formats the cell of a row.
+    """
     table = rich.table.Table(box=box.SIMPLE)
     for name, show in columns.items():
         is_number = all(

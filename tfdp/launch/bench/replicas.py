@@ -106,6 +106,8 @@ class ClusterRunner:
     def run(self, variant: str, steps: int) -> list[Any]:
         """Run steps of a measured variant, and return each worker's measurement.
 
+        All workers of the cluster must call this method with the same arguments.
+
         Args:
             variant: String, name of the variant: a key of `Variants`.
             steps: Int, number of steps, which run without interruption.

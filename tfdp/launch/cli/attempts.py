@@ -62,7 +62,7 @@ class Attempts:
         raise NotImplementedError
 
     def _handle_end(self, job: Job, code: int) -> None:
-        """Handle the end of an attempt, whose workers have ended with an exit code."""
+        """Handle the end of the attempt `job`, whose exit code is `code`."""
         raise NotImplementedError
 
     def _announce_restart(self, line: str) -> None:
@@ -107,7 +107,11 @@ class LocalAttempts(Attempts):
         )
 
     def _handle_end(self, job: Job, code: int) -> None:
-        """Pause if the policy decides that another attempt follows, or end the job."""
+        """Pause if the policy decides that another attempt follows, or end the job.
+
+        The decision to restart is printed and logged. To end the job, its exit code is
+        stored, and `_next_job` returns it.
+        """
         received = self._context.signals.received
         # A caller that sends a signal expects the exit code 128 plus the signal's
         # number, even if the job was already ending for another reason.
@@ -195,7 +199,10 @@ class NodeAttempts(Attempts):
         self._answer_until = math.inf
 
     def _next_job(self) -> Job | int:
-        """Handle messages of node 0 until one gives the next job, or an exit code."""
+        """Handle messages of node 0 until one gives the next job, or an exit code.
+
+        Signals and `--timeout` are also handled, and may give an exit code.
+        """
         job_or_code: Job | int | None = None
         while job_or_code is None:
             if (message := self._coordinator.pop_message()) is not None:

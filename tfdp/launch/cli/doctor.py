@@ -319,7 +319,7 @@ def _describe_listening(cluster: Cluster, *, is_local: bool) -> str:
 
 
 def _source() -> str:
-    """Return what defines the cluster: "TF_CONFIG", "Slurm", a cloud, or MPI."""
+    """Return the name of what defines the cluster, such as "TF_CONFIG" or "Slurm"."""
     if job := current_job():
         return job.library
     sources = (name for name, read in SOURCES.items() if read(os.environ))
@@ -327,7 +327,7 @@ def _source() -> str:
 
 
 def _states_in_mpi(cluster: Cluster) -> list[str]:
-    """Describe each worker's port under MPI: a free port that its strategy chooses."""
+    """Describe each worker's port, under MPI a free one that its strategy chooses."""
     states = ["a free port"] * cluster.num_workers
     states[cluster.rank] = "this task, a free port"
     return states

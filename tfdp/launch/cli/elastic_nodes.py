@@ -104,7 +104,7 @@ class ElasticAttempts(NodeAttempts):
         return job
 
     def _handle_end(self, job: Job, code: int) -> None:
-        """Report the end of this node's workers to node 0."""
+        """Report the end of this node's workers to node 0; record that none runs."""
         self._coordinator.running = {}
         super()._handle_end(job, code)
 

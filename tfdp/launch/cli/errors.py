@@ -23,7 +23,7 @@ def usage_errors(
     text_of: Callable[[BaseException], str] = str,
     raises: type[click.ClickException] = click.UsageError,
 ) -> Iterator[None]:
-    """Raise expected errors as click's, which are printed without a traceback.
+    """Replace expected errors in the context by click's, printed without a traceback.
 
     Args:
         *kinds: Classes of the expected errors. Defaults to `ValueError`.

@@ -11,7 +11,9 @@ from pathlib import Path
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script as `python script.py` does, and measure its `fit`.
+    """Run a script as `python script.py` does, and measure how its `fit` gets data.
+
+    The results are written to the file at `result_path`.
 
     Args:
         arguments: List of strings: folder of the results, number of steps, path of the

@@ -273,7 +273,7 @@ def _wait_for_others(hub: Hub, context: JobContext) -> int | None:
 
 
 class IslandJob(SeparateWorkersJob):
-    """Job whose workers are the islands of this machine: each fails by itself.
+    """Job whose workers are this machine's islands; a failure of one stops no other.
 
     Args:
         islands: List of `Island`, one for each worker.

@@ -114,8 +114,8 @@ class Job:
         self.failed: Worker | None = None
         self._code = 0
         self._is_stopping = self._has_asked_to_save = False
-        # Time of the next request to save, which is repeated, since a worker outside of
-        # `fit` does not receive it.
+        # Time of the next request to save. Requests are repeated, since a worker does
+        # not receive those that are sent while it is outside of `fit`.
         self._ask_at = math.inf
         # The job ends if two checks in a row find that workers wait for one that has
         # ended, so the time of the next check and the result of the last one are kept.
@@ -294,7 +294,8 @@ class Job:
         """
         ready: list[tuple[selectors.SelectorKey, int]] = []
         if self._screen.is_behind and not self._is_stopping:
-            # Unread pipes slow the workers down to the speed of the output's reader.
+            # No output is read in this round of the loop: full pipes slow the workers
+            # down to the speed of the reader of the launcher's output.
             time.sleep(_BEHIND_SECONDS)
         else:
             ready = self._selector.select(_POLL_SECONDS)

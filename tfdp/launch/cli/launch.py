@@ -254,7 +254,7 @@ def make_log_dir(path: str | None) -> pathlib.Path:
 
 
 def _make_new_folder(parent: pathlib.Path) -> pathlib.Path:
-    """Create a folder named by the time, with a number if that name is taken."""
+    """Create and return a folder named by the time, with a number if that is taken."""
     name = time.strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
         folder = parent / f"{name}{suffix}"

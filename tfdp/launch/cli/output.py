@@ -28,7 +28,11 @@ class Output:
         self._last_line: dict[int, int] = {}
 
     def interrupt(self) -> None:
-        """Record that Ctrl-C was forwarded to the workers."""
+        """Record that Ctrl-C was forwarded to the workers.
+
+        From then on, only the first of their tracebacks is shown, as one line, and
+        reports of lost peers are left out.
+        """
         self._tracebacks.interrupt()
 
     def show(self, worker: Worker, lines: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from tfdp.ground.options import CommunicationOptions
 _MOST, _LEAST = 10**9, 1e-9
 # Largest size in bytes that an option accepts: larger values are typing errors.
 _MAX_BYTES = 2**40
-_MAX_NAME = 255  # bytes of a file's name, on all usual file systems
+_MAX_NAME = 255  # longest name of a file in bytes, on all usual file systems
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 T = TypeVar("T")

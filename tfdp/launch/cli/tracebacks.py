@@ -102,7 +102,10 @@ class Tracebacks:
         self.is_interrupted = self._has_shown_interruption = False
 
     def interrupt(self) -> None:
-        """Record that Ctrl-C was forwarded to the workers."""
+        """Record that Ctrl-C was forwarded to the workers.
+
+        From then on, only the first traceback that it has caused is shown, as one line.
+        """
         self.is_interrupted = True
 
     def holds(self, rank: int) -> bool:

@@ -257,7 +257,8 @@ def open_worker_logs(
         has_history: Bool, whether restarts are recorded.
 
     Returns:
-        Tuple of the list of the logs of workers, and that of the log of restarts.
+        Tuple of the list of the logs of workers, and the list with the log of restarts,
+        empty without `has_history`.
     """
     logs = open_logs(folder, [f"worker-{rank}.log" for rank in ranks], screen)
     return logs, open_logs(folder, ["restarts.log"] * has_history, screen)

@@ -40,9 +40,10 @@ class ElasticCoordinator(Coordinator):
     Args:
         node_0: `Hello` of node 0, with `min_nodes`.
         join_seconds: Float, longest wait for `min_nodes` nodes.
-        make_restarts: See `Coordinator`.
+        make_restarts: Function that maps the number of workers of all nodes to the
+            `Restarts` policy of the job.
         probe: `JobProbe`, which asks the workers whether they train.
-        clock: See `Coordinator`.
+        clock: Function that returns seconds. Defaults to `time.monotonic`.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class ElasticCoordinator(Coordinator):
         # Lost nodes stay in this dict from rank to IP address and worker ports, so the
         # ranks of the other nodes' workers do not change.
         self._by_rank: dict[int, tuple[str, list[int]]] = {}
-        # A job without success exits with this code, that of the node that has ended
-        # last.
+        # If no node succeeds, the job exits with this code: that of the node that has
+        # ended, or was lost, last.
         self._last_code = 0
         # The nodes receive the message `trains` once in each attempt, so the id of the
         # last attempt in which it was sent is kept.

@@ -73,7 +73,7 @@ class ForkServer:
         return self._process.pid
 
     def wait(self, signals: SignalPipe) -> bool:
-        """Wait until TensorFlow is imported; return whether it is.
+        """Wait up to 60 s until TensorFlow is imported; return whether it is.
 
         Args:
             signals: `SignalPipe` whose signals and time limit end the wait.
