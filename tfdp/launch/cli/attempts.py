@@ -155,7 +155,7 @@ def _failure_of(job: Job, code: int) -> Failure | None:
     """
     failed, lost = job.failed, job.lost
     # A worker that failed while the job was being stopped is not the cause of the job's
-    # end.
+    # end, and usually has another exit code than the job.
     if failed is None or code != shell_code(failed.exit_code or 0):
         return None
     if lost is not None:

@@ -88,7 +88,7 @@ def _table(records: flight_collectives.Records) -> Table:
 
 
 def _write_trace(records: flight_collectives.Records, path: Path) -> None:
-    """Write the records as a trace for Perfetto and Chrome.
+    """Write the records to the file `path`, as a trace for Perfetto and Chrome.
 
     Raises:
         click.ClickException: If the records have no steps and no collectives, or the

@@ -204,7 +204,7 @@ class ElasticJob(SeparateWorkersJob):
             self._stop(signal.SIGTERM)
 
     def _report(self, worker: Worker, follows: str) -> None:
-        """Print and log how a worker ended, with `follows`, the clause after it."""
+        """Print and log how a worker ended; `follows`, a clause, says what follows."""
         line = f"worker {worker.rank} {worker.describe_end()}; {follows}"
         for log in self._history:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")

@@ -37,6 +37,7 @@ class NonBlockingStream:
             replaces dropped text. Defaults to a plain line.
 
     Attributes:
+        encoding: String, encoding of the text.
         error: The `OSError` that ended the output, or `None`.
     """
 

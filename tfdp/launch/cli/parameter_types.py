@@ -128,7 +128,7 @@ class Checked(click.ParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Let the shell complete the name of a file; complete nothing else."""
+        """Let the shell complete a file's name if `is_file`; complete nothing else."""
         return [CompletionItem(incomplete, type="file")] if self._is_file else []
 
 
@@ -209,8 +209,8 @@ def _algorithm(text: str) -> str | dict[str, str]:
 def _output_file(text: str) -> Path:
     """Return the path of a file; raise `ValueError` if it cannot be written."""
     path = Path(text)
-    # For an invalid name, functions of `os.path` return false, while some methods of
-    # `Path` raise.
+    # For an invalid name, some methods of `Path` raise an error, so functions of
+    # `os.path` are used, which return false.
     if os.path.isdir(path):
         raise ValueError("the file is a folder")
     if not os.path.isdir(path.parent):

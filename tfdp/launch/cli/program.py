@@ -15,7 +15,8 @@ import click
 # These paths mean the standard input, which is empty for workers, so no script can be
 # read from them.
 _STANDARD_INPUT = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
-# A file of more bytes is not a script, and would take long to compile.
+# A file of more bytes than this is not a script, and would take long to compile, so it
+# is refused.
 _MAX_BYTES = 2**24
 
 
@@ -58,8 +59,8 @@ def _fault_of_module(name: str) -> str | None:
 
 def _fault_of_script(script: str) -> str | None:
     """Return why Python cannot run a script by its path, or `None` if it can."""
-    # For an invalid name, functions of `os.path` return false, while some methods of
-    # `Path` raise.
+    # For an invalid name, some methods of `Path` raise an error, so functions of
+    # `os.path` are used, which return false.
     main = os.path.join(script, "__main__.py")
     what = ""
     if script in _STANDARD_INPUT:

@@ -98,7 +98,8 @@ class Screen:
         self._messages = Console(
             file=cast("TextIO", self._message_output), highlight=False, soft_wrap=True
         )
-        # `Console.is_terminal` would be true for a file if FORCE_COLOR is set.
+        # With FORCE_COLOR set, `Console.is_terminal` is true even for a file, so
+        # `isatty` is asked instead.
         self._is_terminal = (
             self._output.isatty()
             and not self._console.is_dumb_terminal

@@ -40,6 +40,8 @@ class SshWorker:
         is_dismissed: Bool, whether it was ended because of a failure.
         errors: Deque of strings, the last lines of stderr.
         exit_code: Int, exit code of ssh, or `None` while it runs.
+        output: `PipeReader` of the stdout of ssh.
+        error_output: `PipeReader` of the stderr of ssh.
 
     Raises:
         OSError: If ssh cannot be started.

@@ -125,7 +125,11 @@ class Tracebacks:
         return self.rest(rank) if block and block.is_complete() else []
 
     def rest(self, rank: int) -> list[str]:
-        """Stop holding back a worker's lines; return the lines to show for them."""
+        """Stop holding back a worker's lines; return the lines to show for them.
+
+        A single line replaces a traceback that another worker has just shown. The list
+        is empty if no lines are held back.
+        """
         block = self._held.pop(rank, None)
         if block is None:
             return []
@@ -141,7 +145,11 @@ class Tracebacks:
         return self._fold(block)
 
     def _take(self, rank: int, line: str) -> list[str]:
-        """Filter one line of a worker, and return the lines to show now."""
+        """Filter one line of a worker, and return the lines to show now.
+
+        A line of a traceback is held back: the list is then empty, or has only the
+        progress bar before the traceback.
+        """
         if rank in self._held:
             self._held[rank].add(line)
             return []

@@ -59,6 +59,10 @@ class Worker:
     Attributes:
         pid: Int, id of the process and of its session.
         output: `PipeReader` of the worker's output.
+        exit_code: Int, exit code of the process, negative for a signal, or `None` while
+            it runs.
+        tail: Deque of strings, the last `TAIL_LINES` lines of the output, without
+            noise.
 
     Raises:
         OSError: If the process cannot be started.

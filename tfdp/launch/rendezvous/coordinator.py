@@ -388,6 +388,9 @@ class Coordinator:
     def _handle_failure(self, node: Node, failure: Failure) -> None:
         """Record a failed worker; stop all workers now, or after a wait for its cause.
 
+        The wait is for a report of the worker that the failed one names as lost. Unless
+        the phase is `RUNNING`, the failure is ignored.
+
         Raises:
             MalformedMessage: If the node does not have this worker.
         """
@@ -428,6 +431,11 @@ class Coordinator:
 
         If workers run, all nodes stop theirs first. If node 0 leaves, the job ends in
         any case.
+
+        Args:
+            node: `Node` that leaves.
+            message: Mapping with `"code"`, an int, the exit code of the job;
+                `"signal"`, an int, the signal for the workers; and `"why"`, a string.
 
         Raises:
             MalformedMessage: If the code, the signal or the reason has a wrong type.

@@ -321,7 +321,7 @@ class Roster:
         return sum(self._sizes[: node.rank])
 
     def has_worker(self, node: Node, worker: int) -> bool:
-        """Return whether the worker of a global rank belongs to a node."""
+        """Return whether a worker, by its rank in the whole job, belongs to a node."""
         first = self.first_rank(node)
         return first <= worker < first + node.hello.num_workers
 

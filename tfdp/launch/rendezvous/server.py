@@ -78,7 +78,7 @@ class Server(Acceptor):
         super().close()
 
     def _add_link(self, sock: socket.socket, keys: Authenticated) -> None:
-        """Serve a connection after its handshake, and wait for its first message."""
+        """Begin to serve a connection; it ends if no message arrives within 5 s."""
         link = HeartbeatConnection(sock, keys, MAX_REPORT_BYTES, self)
         link.most_silent_seconds = _HELLO_SECONDS
         self._links[link] = False

@@ -99,7 +99,7 @@ def _statements(
 
 
 def _files_of(name: str, folder: str) -> Iterator[str]:
-    """Yield the files that define a module and its parent packages in a folder."""
+    """Yield those files of a folder that define a module and its parent packages."""
     place = folder
     for part in name.split("."):
         place = os.path.join(place, part)

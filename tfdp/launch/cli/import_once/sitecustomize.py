@@ -254,7 +254,12 @@ def _send(connection: socket.socket, number: int) -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, int]:
-    """Receive a text and a descriptor, or -1 for none; exit at the connection's end."""
+    """Receive a message; exit the process if the launcher has closed the connection.
+
+    Returns:
+        Tuple of the text, as bytes, and of the file descriptor, or -1 if the message
+        has none.
+    """
     head, descriptors, _, _ = socket.recv_fds(connection, 8, 1)
     text, size = b"", int.from_bytes(head, "little")
     while len(text) < size and (part := connection.recv(size - len(text))):
