@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, Protocol, TextIO, TypeVar
 
-# Every measured program has this form, so one driver can time all of them: it takes a
-# number of steps, runs them, and returns the measurement.
+# Every measured program is a callable that takes a number of steps, runs them, and
+# returns the measurement, so one driver can time all of them.
 Variant = Callable[[int], Any]
 
 

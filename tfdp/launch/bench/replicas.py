@@ -36,7 +36,8 @@ class ReplicaSettings:
     def worker_setup(self) -> dict[str, Any]:
         """Dict that each worker receives: `"strategy"`, `"devices"` and `"addresses"`.
 
-        `Side` fills in the addresses of local workers.
+        The strategy is `"tfdp"` for several local workers, or else `"auto"`. The
+        addresses are empty: `Side` fills in those of local workers.
         """
         return {
             "strategy": "tfdp" if (self.num_workers or 0) > 1 else "auto",

@@ -87,7 +87,7 @@ def _transformer(model: Model) -> Any:
     from torch import nn
 
     class Transformer(nn.Module):
-        """Embeddings, pre-norm blocks and a linear head."""
+        """Module of the transformer: embeddings, pre-norm blocks and a linear head."""
 
         def __init__(self) -> None:
             super().__init__()

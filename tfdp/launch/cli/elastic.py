@@ -110,7 +110,7 @@ class ElasticJob(SeparateWorkersJob):
         return any(worker.exit_code == 0 for worker in self._workers)
 
     def _is_incomplete(self) -> bool:
-        """Return whether a worker of the job has ended and is not replaced."""
+        """Return whether a worker has ended, and no replacement runs or is due."""
         return len(self._running()) + len(self._starts_at) < len(self._workers)
 
     def _waits_for_ended_workers(self) -> bool:

@@ -16,7 +16,7 @@ class Output:
     Noise is left out, and the same traceback of several workers is shown once.
 
     Args:
-        screen: `Screen`.
+        screen: `Screen` that shows the lines.
     """
 
     def __init__(self, screen: Screen) -> None:

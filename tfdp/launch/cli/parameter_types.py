@@ -299,7 +299,7 @@ class ManyValues(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the command line with options repeated before each of their values."""
+        """Repeat options before each of their values, and parse the command line."""
         options = [p for p in self.params if isinstance(p, click.Option)]
         many = {n for o in options if o.multiple for n in o.opts}
         flags = {n for o in options if o.is_flag for n in o.opts}
@@ -346,7 +346,7 @@ def _is_number(word: str) -> bool:
 
 
 class HintingCommand(click.Command):
-    """Command for which an option of another launcher is a usage error with a hint."""
+    """Command that refuses options of other launchers, such as `-np`, with a hint."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the command line; raise `UsageError` for another launcher's option."""

@@ -54,8 +54,8 @@ class SshJob:
     Args:
         hosts: Sequence of `Host`; the first one is node 0.
         orders: Sequence of bytes, the line from `make_orders` for each launcher.
-        settings: `RunSettings`. With restarts, the launcher of a host whose connection
-            was lost is restarted too, and joins the next attempt.
+        settings: `RunSettings`. In a job with restarts, the launcher of a host whose
+            connection was lost is also restarted, and joins the next attempt.
         python: String, path of Python on all hosts.
         screen: `Screen` that shows the output.
         signals: `SignalPipe` of this process.

@@ -246,8 +246,8 @@ class Coordinator:
     def _advance_running(self, clock_seconds: float) -> None:
         """Stop the workers because of reported failures, or end a job that is done.
 
-        Some failures are decided on only after a delay, in which their cause may still
-        be reported.
+        A failure whose cause may still be reported stops the workers only after a
+        delay.
 
         Args:
             clock_seconds: Float, the present time of the coordinator's `clock`.
@@ -294,7 +294,7 @@ class Coordinator:
         )
 
     def _replace_silent(self, rank: int) -> None:
-        """Drop the node of a rank if it is silent: a new connection has this rank."""
+        """Drop the connected node of a rank if it is silent; a new one requests it."""
         old = self._roster.node_at_rank(rank)
         if old is not None and old.link.silent_seconds > DOUBTFUL_SECONDS:
             self.register_disconnect(old.link, "has opened another connection")

@@ -142,9 +142,10 @@ class ElasticCoordinator(Coordinator):
                 self._dismiss(node, self._last_code)
 
     def _advance_gathering(self, clock_seconds: float) -> None:
-        """Begin an attempt once all nodes have joined.
+        """Begin an attempt once all nodes have joined, or enough of them.
 
-        If enough nodes have joined, and none for 5 s, it begins without the others.
+        With at least `min_nodes` nodes, it begins once no further node has joined for
+        5 s. With fewer nodes after `join_seconds`, the job ends.
 
         Args:
             clock_seconds: Float, the present time of the coordinator's `clock`.

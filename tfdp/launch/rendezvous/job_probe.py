@@ -67,7 +67,12 @@ class JobProbe:
         self._thread = start_thread("tfdp job probe", self._run)
 
     def watch(self, places: NodeAddresses, attempt_id: str) -> None:
-        """From now on, let the thread ask the workers of an attempt at `places`."""
+        """From now on, let the thread ask the workers of an attempt.
+
+        Args:
+            places: The IP address and the worker ports of each node.
+            attempt_id: String, id of the attempt; the workers' secret depends on it.
+        """
         self._cluster = cluster_of_places(places, self._secret, attempt_id, elastic=1)
 
     def forget(self) -> None:

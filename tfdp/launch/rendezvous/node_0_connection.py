@@ -130,7 +130,10 @@ class Node0Connection:
         self._waker.close()
 
     def _run(self) -> None:
-        """Run the thread; a subclass overrides it to join again after a loss."""
+        """Join node 0, and serve the connection until it ends; target of the thread.
+
+        A subclass overrides this method to join again after a loss.
+        """
         self._stay_connected()
 
     def _stay_connected(self, link: HeartbeatConnection | None = None) -> None:

@@ -132,7 +132,7 @@ class Restarts:
         )
 
     def _grow(self, seconds: float) -> RestartDecision:
-        """Decide to try all slots again, which does not count towards `max_restarts`.
+        """Use all slots in the next attempt, without counting it as a restart.
 
         Args:
             seconds: Float, duration of the attempt with fewer workers.

@@ -378,7 +378,11 @@ class Roster:
         return [public if is_local_name(peer) else peer for peer in peers]
 
     def _rank_of(self, hello: Hello) -> int | None:
-        """Return the rank of a joining node, or `None` if it is assigned later."""
+        """Return the rank of a joining node, or `None` if it is assigned later.
+
+        It is the rank that the node requests, or, once all ranks are assigned, the
+        lowest that no connected node has.
+        """
         if hello.node_rank is not None or not self.has_assigned_ranks:
             return hello.node_rank
         return self.free_ranks()[0]

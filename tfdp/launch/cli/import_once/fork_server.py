@@ -28,8 +28,9 @@ _FOLDER = Path(__file__).parent
 class ForkServer:
     """Process that imports TensorFlow once, and forks a worker for each request.
 
-    The launcher must be a subreaper, see
-    `tfdp.communication.cluster.process_tree.adopt_orphans`.
+    The launcher must have called
+    `tfdp.communication.cluster.process_tree.adopt_orphans`, since workers become its
+    children as orphans.
 
     Args:
         command: Sequence of strings, the command line of each worker.
