@@ -113,9 +113,9 @@ def per_replica_sums(model: keras.Model) -> list[tuple[str, Any]]:
         model: Built Keras model, as for `accumulated_state`.
 
     Returns:
-        List of pairs of a name and an accumulator, a Keras variable: the accumulators
-        of trained variables, by the variables' names, and that of the loss. The list is
-        empty if there are no such accumulators.
+        List of pairs of a name and an accumulator, a Keras variable: each trained
+        variable's name and the accumulator of its gradient, unless these are sharded;
+        and `"loss"` and the accumulator of the loss, if there is one.
     """
     if accumulation_counter(model) is None:
         return []
@@ -168,7 +168,7 @@ def accumulation_counter(model: keras.Model) -> Any:
     steps = groups[0].gradient_accumulation_steps
 
     def write(value: Any) -> None:
-        """Set the number of accumulated micro-batches; keep that of updates.
+        """Set the number of accumulated micro-batches; keep the number of updates.
 
         Keras counts all micro-batches, also those of past updates, in one variable of
         each optimizer.

@@ -39,8 +39,8 @@ _NICENESS = 5
 # this limit, training steps that use all cores took 1.3 times as long during a save.
 _PROCESSOR_SHARE = 0.01
 # Most seconds that the pauses for `_PROCESSOR_SHARE` add to a save. If `fit` raises an
-# error on one worker, the others keep pausing, so that worker may wait this long for
-# the save.
+# error on one worker, the others keep pausing, so the failed worker may wait this long
+# for the save.
 _MAX_PAUSED_SECONDS = 10.0
 # A save logs a warning only if it has waited more seconds than this for the previous
 # save: shorter waits hardly slow training down.
@@ -67,8 +67,8 @@ class PendingSave:
         future: `Future` of the save.
         guard: Callable that returns a context manager, which replaces the error of a
             lost worker by one that names the worker. Defaults to one that does nothing.
-        hurry: `threading.Event` to set when this process begins to wait for the save,
-            or `None`, the default.
+        hurry: `threading.Event` that ends the pauses of the writing thread; set when
+            this process begins to wait for the save. Defaults to `None`, no such event.
 
     Example:
 
@@ -176,18 +176,20 @@ class BackgroundSaves:
     ) -> PendingSave:
         """Copy this worker's part of the state, and write the copy on a thread.
 
-        If a worker lacks memory for its copy, all workers write the state before this
-        returns.
+        Before that, wait for earlier saves. If a host lacks memory for the copies of
+        its workers, nothing is copied: all workers write the state before this returns.
 
         Args:
             write: `Write`, which writes the state.
             state: Sequence of `StateTensor`.
-            worker_group: `WorkerGroup` of the same workers for this thread, which
-                writes the state if there is no copy.
-            needs: Sequence of `Need`, by worker: the results of the method `needs`.
+            worker_group: `WorkerGroup` of the same workers for the calling thread,
+                which writes the state if nothing is copied.
+            needs: Sequence of `Need`, gathered from all workers in the order of their
+                ranks: a key of the worker's host, the bytes of memory to allocate for
+                its copy, and the free bytes of the host.
 
         Returns:
-            `PendingSave`.
+            `PendingSave`, which is done already if nothing was copied.
 
         Raises:
             OSError: If the previous save has failed, and no call has raised this yet.
@@ -224,8 +226,8 @@ class BackgroundSaves:
     def finish(self) -> None:
         """Wait until the present save has ended, and free the memory of its copy.
 
-        Saves of other groups end first, too, since they may write to the same
-        directory.
+        Before that, wait for the saves of other worker groups, which may write to the
+        same directory.
 
         Raises:
             OSError: If the save has failed, and no call has raised this yet.
@@ -235,7 +237,10 @@ class BackgroundSaves:
         self.finish_own()
 
     def finish_own(self) -> None:
-        """Wait for the present save as `finish` does, but not for other groups'."""
+        """Wait until this group's save has ended, and free the memory of its copy.
+
+        Unlike `finish`, this does not wait for the saves of other worker groups.
+        """
         self._wait()
         self._buffer = np.empty(0, "uint8")
 
@@ -252,12 +257,12 @@ class BackgroundSaves:
             raise
         finally:
             self._group.warns = False
-        # Not in `finally`: after Ctrl-C the save is still under way, and a later call
-        # must still wait for it.
+        # The save is not forgotten in `finally`: after Ctrl-C it is still under way,
+        # and a later call must wait for it.
         self._forget(pending)
 
     def _forget(self, pending: PendingSave) -> None:
-        """Remove a save that has ended from the unfinished ones."""
+        """Remove a save that has ended from this object and from `_unfinished`."""
         self._pending = None
         _unfinished.discard(pending)
 
@@ -344,7 +349,8 @@ def lack_of_memory(answers: Sequence[Need], share: float) -> MemoryLack | None:
     """Return the first host that lacks memory, or `None`.
 
     Args:
-        answers: Sequence of `Need`, by worker.
+        answers: Sequence of `Need`, by worker: a key of its host, the bytes to allocate
+            for its copy, and the free bytes of the host.
         share: Float, the part of the free bytes that the workers may take.
 
     Example:

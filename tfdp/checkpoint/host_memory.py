@@ -38,8 +38,8 @@ try:
 except ImportError:  # Windows, where `HostMemory.open` fails before any use
     fcntl = None  # type: ignore[assignment]
 
-# Linux's file system in memory: its files outlive the process that wrote them, so that
-# a restarted run finds the states of the previous one.
+# Linux's file system in memory: its files outlive the process that wrote them, so a
+# restarted run finds the states of the previous one.
 ROOT = "/dev/shm"
 _NAME = re.compile(r"tfdp-memory-([0-9]+)-[0-9a-f]{16}")
 # The groups are the stem of a part's file, the rank in the stem, and the ending. Names

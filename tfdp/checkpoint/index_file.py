@@ -116,7 +116,7 @@ def to_text(index: Index) -> str:
         content["run"] = index.run
     if index.algorithm != CRC32:
         # The field is left out for CRC-32, the default of `from_text`, so that such
-        # indexes have the form from before the field existed.
+        # indexes look as they did before the field existed.
         content["algorithm"] = index.algorithm
     return with_checksum(content)
 
@@ -247,8 +247,8 @@ def _find_checkpoint(storage: Storage) -> str | None:
 
     Returns:
         String, the last name in natural order (`step-12` after `step-8`) that is a
-        checkpoint, or `None`. In an object store each name takes a request, so that
-        only a few are tried.
+        checkpoint, or `None`. In an object store each name takes a request, so only a
+        few are tried.
     """
 
     def natural(name: str) -> list[str | int]:

@@ -99,7 +99,10 @@ class MemoryBackups:
         self._headers: Sequence[PartHeader] = []
 
     def prepare(self) -> None:
-        """Open the hosts' memory, choose keepers of the parts, and connect workers."""
+        """Open the hosts' memory, choose keepers of the parts, and connect workers.
+
+        If a worker fails to do so, nothing is raised, but `is_enabled` becomes false.
+        """
         self._owner, token = self._agree_on_names()
         self._token = f"{token}-{self._group.num_workers}"
         key, fault = "", ""
@@ -286,8 +289,8 @@ class MemoryBackups:
             return
         data = self._copy(header, state)
         if self._keepers is not None:
-            # The keeper waits for this part even if the copy has failed. It then
-            # receives blanks instead of a header, by which it knows to drop the part.
+            # The keeper waits for this part even if the copy has failed. In this case
+            # it receives blanks instead of a header, and drops the part.
             if data is None:
                 text, data = b" " * len(text), np.empty(header.num_bytes, np.uint8)
             self._pending = run_on_thread(
@@ -488,11 +491,13 @@ class MemoryBackups:
     def _gather_headers(
         self, complete: CompleteSave, own: dict[PartName, PartHeader]
     ) -> dict[int, PartHeader]:
-        """Gather the headers of all parts of a state, by rank.
+        """Return the headers of all parts of a state, by rank.
+
+        All workers call it: they exchange headers unless each host has all parts.
 
         Args:
-            complete: `CompleteSave`.
-            own: Dict with the headers of the parts on this host.
+            complete: `CompleteSave` of the state.
+            own: Dict with the headers of the parts on this host, by name.
         """
         headers = {
             name.rank: header
@@ -523,7 +528,7 @@ class MemoryBackups:
 
         Args:
             headers: Dict from ranks to the headers of all parts.
-            step: Int, the number of batches that the parts' names have.
+            step: Int, number of batches so far, from the names of the parts.
             make_plan: Callable, as in `find_newest`.
 
         Raises:

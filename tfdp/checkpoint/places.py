@@ -30,8 +30,9 @@ def find_newest(
         backups: `Backups` in the directory.
         memory: `MemoryBackups`, or `None` without saves in memory.
         make_plan: Callable, as in `Backups.find_newest`.
-        is_end_of_epoch: Bool, whether backups are saved at the end of an epoch, so that
-            a state in memory of the epoch's last batch is older.
+        is_end_of_epoch: Bool, whether backups are saved at the end of an epoch. If so,
+            a backup counts as newer than a state in memory of the same number of
+            batches.
 
     Returns:
         Tuple of the one of `backups` and `memory` that has the state, its `Index` and

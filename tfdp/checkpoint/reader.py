@@ -119,7 +119,7 @@ def assign_values(load_plan: LoadPlan) -> None:
     for items in load_plan.batches:
         while items:
             # Each item is dropped when it is assigned: the variable takes over its
-            # buffer and frees the previous value, so that memory does not grow.
+            # buffer and frees the previous value, so memory does not grow.
             items.popleft().assign()
 
 

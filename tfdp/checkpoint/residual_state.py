@@ -68,8 +68,9 @@ def plan_residuals(model: Any, index: Index) -> LoadPlan:
         index: `Index` of the checkpoint.
 
     Returns:
-        `LoadPlan` of the tensors of compressors only. It has none, and its `finish`
-        warns, if the number of replicas has changed, or nothing is compressed now.
+        `LoadPlan` of the tensors of compressors only. If the number of replicas has
+        changed, or nothing is compressed now, the plan has no tensors, and its `finish`
+        warns that the saved ones are dropped.
     """
     positions, replicas = _positions(model), local_replicas(model)
     restored = RestoredResiduals(positions, {}, _identity)
@@ -135,8 +136,8 @@ def _identity(name: tuple) -> str:
 def _compresses(model: Any) -> bool:
     """Return whether replicas send anything compressed.
 
-    The strategy's options may compress gradients, and features of the model's
-    `DistributedOptimizer` what they exchange.
+    The strategy's options may compress gradients, and a feature of the model's
+    `DistributedOptimizer` may compress what it exchanges.
     """
     strategy = strategy_of(model)
     if strategy is None:

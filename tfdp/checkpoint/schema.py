@@ -51,7 +51,9 @@ def check(value: Any, schema: Any, where: str) -> None:
 
     Args:
         value: Value, as JSON has it.
-        schema: Schema in the form that the docstring of this module describes.
+        schema: Dict, the schemas of an object's fields; list with the schema of all
+            items; tuple with a schema for each item; set of the allowed strings; range
+            of the allowed ints; or function such as `number`, which checks the value.
         where: String, place of the value in the file.
 
     Example:
@@ -88,7 +90,10 @@ def check(value: Any, schema: Any, where: str) -> None:
 
 
 def _check_fields(value: Any, schema: dict[str, Any], where: str) -> None:
-    """Raise `Malformed` unless a value is an object with the fields of a schema."""
+    """Raise `Malformed` unless a value is an object with the fields of a schema.
+
+    Only a field with a "?" at the end of its name in the schema may be missing.
+    """
     if type(value) is not dict:
         raise_malformed(value, where, "an object")
     fields = {key.removesuffix("?"): each for key, each in schema.items()}

@@ -56,9 +56,9 @@ from tfdp.training.sharding.state_tensors import StateTensor, renamed
 _METRICS = f"{RUN_PREFIX}/metrics"
 CALLBACKS_PREFIX = f"{RUN_PREFIX}/callbacks/"
 _SUMS = f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}"
-# A model may lack tensors with these name prefixes, with the warning given here, and so
-# may a checkpoint: a callback may enable loss scaling later. Features add prefixes by
-# `Feature.optional_tensors`.
+# Tensors with these name prefixes are optional: a callback may enable loss scaling
+# later, for example. If a checkpoint has such tensors and the model has not, this
+# warning is shown. Features add prefixes by `Feature.optional_tensors`.
 _OPTIONAL = {
     f"{LOSS_SCALE_PREFIX}/": (
         "The loss scale of the checkpoint was not restored: the optimizer has none. "
@@ -142,7 +142,7 @@ def backup_tensors(
     Args:
         model: Built Keras model, in `fit`.
         arrays: Dict from names to the arrays of callbacks.
-        in_epoch: Bool, whether the epoch is unfinished, so that metrics are included.
+        in_epoch: Bool, whether metrics are included, as in an unfinished epoch.
     """
     replicas = local_replicas(model)
     tensors = _common_tensors(model, arrays) + residual_tensors(model)
@@ -161,8 +161,8 @@ class IncompatibleBackup(ValueError):
 def _as_incompatible() -> Iterator[None]:
     """Turn a `ValueError` in the block into `IncompatibleBackup`, except `Malformed`.
 
-    `Malformed` means that the backup is damaged, and all others that it is of another
-    model.
+    `Malformed` means that the backup is damaged; any other `ValueError` means that it
+    is of another model.
     """
     try:
         yield
@@ -188,8 +188,7 @@ def plan_backup(
         arrays: Dict from names to arrays, into which the arrays of callbacks are read.
         index: `Index` of the backup.
         facts: Dict, the result of `run_facts` in the saved run.
-        with_metrics: Bool, whether training continues in the middle of an epoch, so
-            that metrics are read.
+        with_metrics: Bool, whether metrics are read, to continue within an epoch.
 
     Raises:
         IncompatibleBackup: If it is not of this model.
@@ -359,8 +358,9 @@ def _saved_sums(tensors: list[StateTensor], saved: Sequence[str]) -> list[StateT
     """Give tensors of accumulated gradients the names under which they were saved.
 
     ZeRO-2 and 3 save one sum over all replicas, in shards. A run on a single replica
-    shards nothing, and saves the replica's own sum under another name. Of a sum that
-    was saved only once, the tensor of replica 0 is returned.
+    shards nothing, and saves the replica's own sum under another name. If one sum was
+    saved for all replicas, and this run has a sum for each, only replica 0 restores it:
+    the tensors of other replicas are not returned.
 
     Args:
         tensors: List of `StateTensor`, from `_accumulated_tensors`.
@@ -382,8 +382,7 @@ def _saved_sums(tensors: list[StateTensor], saved: Sequence[str]) -> list[StateT
 def _metric_names(model: Any) -> list[str]:
     """Return the names of the variables of a model's metrics, such as `"mae/total"`.
 
-    The numbers by which Keras tells objects of one name in a process apart are left
-    out.
+    The numbers that Keras appends to make names unique in a process are left out.
     """
     return [
         re.sub(r"_\d+(?=/)", "", variable.path)
@@ -399,9 +398,9 @@ def metric_variables(
 
     Args:
         model: Keras model.
-        merges: List of strings, the function that merges the values of each variable.
-            It is set in the variable, too. `None`, the default, or a list of another
-            length stands for the functions that the trace of a step has found.
+        merges: List of strings, the function that merges the values of each variable;
+            also stored in the variable. With `None`, the default, or a list of another
+            length, the functions are those that the trace of a step has found.
 
     Returns:
         List of `PerReplicaVariable`.

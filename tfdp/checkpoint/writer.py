@@ -62,7 +62,7 @@ def discard_save(storage: Storage, token: str) -> None:
     except ValueError:
         pass  # without a valid index, no checkpoint uses the data folder
     except OSError:
-        return  # the index may be this save's; else a later save removes the folder
+        return  # the index may name this folder; else a later save removes the folder
     with contextlib.suppress(OSError):
         storage.below(token).remove()
 
@@ -87,7 +87,7 @@ def remove_old_folders(storage: Storage, keep: str) -> None:
             f"Received: directory={storage.path!r}"
         )
     except OSError:
-        pass  # harmless: the next save removes the remaining folders
+        pass  # old folders do no harm, and the next save tries to remove them again
 
 
 def remove_checkpoint(storage: Storage) -> None:
@@ -117,8 +117,8 @@ def _data_folders(storage: Storage) -> list[Storage]:
     """Return the data folders of saves in a checkpoint's directory.
 
     A data folder is named `data-` and a hexadecimal number, and contains no files but
-    `index.json` and those of workers, such as `worker-0.json`. The index does not list
-    all of them: interrupted saves leave folders, too.
+    `index.json` and those of workers, such as `worker-0.json`. Folders that interrupted
+    saves have left are included.
     """
     named = [storage.below(name) for name in storage.names() if is_folder_name(name)]
     folders = [folder for folder in named if folder.is_folder()]
