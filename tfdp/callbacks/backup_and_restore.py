@@ -73,7 +73,7 @@ class BackupAndRestore(StrategyCallback):
             the global batch, and so the result of training. `"per_replica"`: the batch
             of each replica; the script passes that size times the number of replicas,
             the learning rate is multiplied by the same ratio, and the position in the
-            data is rounded down to a whole batch, so that some samples are seen twice.
+            data is rounded down to a whole batch, so some samples are seen twice.
             Defaults to `"global"`.
         background: Bool, whether training continues while a backup is written: a save
             stops it for a copy of each worker's part of the state in memory. A save
@@ -354,7 +354,7 @@ class BackupAndRestore(StrategyCallback):
     ) -> None:
         """Save the present state in the directory, in the memory of hosts, or in both.
 
-        All workers call it. Before, all replicas get the same state.
+        All workers call it. It first gives all replicas the same state.
 
         Args:
             epoch: Int, the epoch in which a resumed run continues.
@@ -385,9 +385,9 @@ class BackupAndRestore(StrategyCallback):
     def _description_of_model(self) -> Callable[[], str | None]:
         """Return a function that serializes the model, as `Backups` takes it.
 
-        Serializing takes a good part of a save of many small variables. During a call
-        of `fit` the result differs only if a callback freezes or unfreezes layers, so
-        the function serializes again only then.
+        For a model of many small variables, serializing takes a large part of a save's
+        time. During a call of `fit` the result differs only if a callback freezes or
+        unfreezes layers, so the function serializes again only then.
         """
         model = self.model
 
@@ -426,7 +426,7 @@ class BackupAndRestore(StrategyCallback):
         return strategy is not None and strategy.extended.continues_after_loss
 
     def _recovery_option(self) -> str:
-        """Return the option by which `fit` may go back to a backup without a restart.
+        """Return the option that lets `fit` go back to a backup without a restart.
 
         Returns:
             String for messages that names `on_loss="continue"`, or else a callback

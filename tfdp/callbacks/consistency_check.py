@@ -76,8 +76,8 @@ class ConsistencyCheck(StrategyCallback):
     compute wrongly.
     """
 
-    # `fit` need not compare the settings of this callback: the check before the first
-    # step has them in its name, by which workers notice that they differ.
+    # `fit` need not compare the settings of this callback: the name of the exchange
+    # before the first step has them, so workers with different settings get an error.
     compared: tuple[str, ...] = ()
 
     # `fit` looks for this attribute, since a callback with a `replay` fraction needs

@@ -115,7 +115,7 @@ class Resumption:
         return data, batches
 
     def _load(self) -> None:
-        """Restore tensors, callbacks, random states and learning rates."""
+        """Restore the backup's tensors, callbacks, random states and learning rates."""
         self._source.load(self._index, self._load_plan)
         elastic.FEATURE.discarded.discard(self._state.model)
         self._state.restore(self.run_metadata, self._load_plan)

@@ -294,7 +294,7 @@ class SpikeGuard(OptimizerCallback):
         self._guard.excluded.assign(padded)
 
     def _go_back(self, number: int) -> NoReturn:
-        """Raise `SpikeRollback`, by which `fit` goes back to its newest backup.
+        """Raise `SpikeRollback`, which makes `fit` go back to its newest backup.
 
         Before that, record the batches of the spike, which the repeated steps leave
         out; worker 0 prints a line.

@@ -154,7 +154,11 @@ class Timeline(MeasuringCallback):
             user_code.warn(f"`Timeline` could not be written: {error}")
 
     def _write_file(self, workers: list[WorkerTrace]) -> None:
-        """Write the merged trace, or warn if the first worker has recorded no steps."""
+        """Write the merged trace, or warn if the first worker has recorded no steps.
+
+        Args:
+            workers: List of `WorkerTrace`, of the workers that have recorded steps.
+        """
         if workers and workers[0].rank == 0:
             write_json(self.path, chrome_trace(workers))
         else:
