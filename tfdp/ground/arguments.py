@@ -90,7 +90,8 @@ def checked_path(name: str, value: Any, what: str) -> str:
     Args:
         name: String, the name of the argument.
         value: Object, the value of the argument.
-        what: String, the allowed values in words, for the message.
+        what: String, the allowed values in words, for the message, such as `"the path
+            of a directory"`.
 
     Raises:
         ValueError: If the value is not a path.
@@ -107,8 +108,8 @@ def checked_integer(name: str, value: object, least: int, what: str = "") -> int
         name: String, the name of the argument.
         value: Object, the value of the argument.
         least: Int, the smallest allowed value.
-        what: String, a clause about the argument for the message, or `""`. Defaults to
-            `""`.
+        what: String, a clause such as `"or None"` that follows "an integer of at least
+            1" in the message; or `""`. Defaults to `""`.
 
     Raises:
         ValueError: If the value is not an integer, or too small.
@@ -137,7 +138,8 @@ def checked_number(
     Args:
         name: String, the name of the argument.
         value: Object, the value of the argument.
-        what: String, the allowed values in words, for the message.
+        what: String, the allowed values in words, for the message, such as `"a positive
+            number"`.
         above: Float, exclusive lower bound, or `None`. Defaults to `None`.
         least: Float, inclusive lower bound, or `None`. Defaults to `None`.
         most: Float, inclusive upper bound, or `None`. Defaults to `None`.

@@ -222,7 +222,8 @@ class CommunicationOptions:
 
         Args:
             name: String, name of the field.
-            what: String, the allowed values in words, for the message.
+            what: String, the allowed values in words, for the message, such as `"a
+                number"`; the message adds that they are greater than zero.
         """
         text = f"{what}, greater than zero"
         value = checked_number(name, getattr(self, name), text, above=0)

@@ -30,7 +30,7 @@ def pluralize(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def list_ranks(ranks: Sequence[int], noun: str = "worker") -> str:
-    """Return the names of workers, of which at most eight are listed by rank.
+    """Return a text that names workers by rank, at most eight of them.
 
     Args:
         ranks: Sequence of ints, at least one.

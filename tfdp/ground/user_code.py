@@ -21,8 +21,8 @@ from typing import Any
 
 from tfdp.ground.forks import Owner
 
-# Warnings name the user's line, so frames of code in these folders are skipped:
-# Python's, that of installed packages, and tfdp's own in a checkout.
+# Warnings name the user's line, so frames of code in these folders are skipped: those
+# of Python, of installed packages, and of tfdp in a checkout.
 _LIBRARIES = tuple(
     folder + os.sep
     for folder in (
@@ -66,10 +66,10 @@ def warn(message: str, *, once_for: Any = None, topic: str = "") -> None:
 
 
 def record_if_new(topic: str, about: Any) -> bool:
-    """Return whether a topic of an object is new, and record it.
+    """Record a topic for an object; return whether it was not recorded before.
 
     Args:
-        topic: String.
+        topic: String, such as the message of a warning.
         about: Object, such as a model; its records are deleted with it.
     """
     # `setdefault` is atomic, so no lock is needed. A lock could be held during a fork,

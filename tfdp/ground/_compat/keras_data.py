@@ -23,7 +23,7 @@ can_convert_arrays = array_data_adapter.can_convert_arrays
 
 
 def inputs_of(adapter: Any) -> Any:
-    """Return the nest of arrays of Keras's adapter: `x`, or a tuple with `y` too."""
+    """Return the arrays that Keras's adapter holds: `x`, or a tuple of `x`, `y`, ..."""
     return adapter._inputs
 
 
@@ -38,12 +38,12 @@ def set_distributed_dataset(epoch_iterator: Any, dataset: Any) -> None:
 
 
 def dataset_maker(epoch_iterator: Any) -> Callable:
-    """Return the function by which an epoch iterator of Keras gets its dataset."""
+    """Return the function that Keras's epoch iterator calls to get its dataset."""
     return epoch_iterator._get_iterator
 
 
 def set_dataset_of_epoch(epoch_iterator: Any, make: Callable) -> None:
-    """Set the function `make()` by which Keras's epoch iterator gets its dataset."""
+    """Set the function `make` that Keras's epoch iterator calls to get its dataset."""
     epoch_iterator._get_iterator = make
 
 
@@ -118,7 +118,10 @@ def has_py_dataset(adapter: Any) -> bool:
 
 
 def source_of(adapter: Any) -> Any:
-    """Return the source of Keras's data adapter: arrays, a dataset, or other data."""
+    """Return the source of Keras's data adapter: arrays, a dataset, or other data.
+
+    For an adapter of another kind, return the adapter itself.
+    """
     attributes = ("user_data", "_inputs", "_dataset")
     for name in (*attributes, "py_dataset", "_dataloader", "generator"):
         source = getattr(adapter, name, None)
@@ -128,7 +131,7 @@ def source_of(adapter: Any) -> Any:
 
 
 def first_batch_of(adapter: Any) -> Any:
-    """Return the first batch that Keras's adapter read of a generator or `PyDataset`.
+    """Return the first batch that Keras's adapter read from a generator or `PyDataset`.
 
     Returns:
         The batch; `None` for other data, and if a `PyDataset` was not read yet.

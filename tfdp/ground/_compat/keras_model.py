@@ -46,12 +46,12 @@ def strategy_of(model: Any) -> Any:
 
 
 def in_state_of_caller(function: Callable) -> Callable:
-    """Wrap a function that replicas run: Keras's state is that of the calling thread.
+    """Wrap a function that replicas run, to give it the Keras state of this thread.
 
-    Keras keeps its state by thread: the policy of dtypes, custom objects, names, the
+    Keras keeps its state by thread: the dtype policy, custom objects, names, and the
     generator for draws without a seed. Each replica runs in a separate thread, which
-    begins with a copy of the caller's state. At the end, the caller gets the state of
-    the first replica.
+    begins with a copy of the state of the thread that wraps the function. At the end,
+    that thread gets the state of the first replica.
 
     Args:
         function: Callable, run in a replica's thread.
@@ -62,7 +62,7 @@ def in_state_of_caller(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        """Run the function with a copy of Keras's state of the wrapping thread."""
+        """Run the function with a copy of the wrapping thread's Keras state."""
         own = vars(global_state.GLOBAL_STATE_TRACKER)
         for name, value in state.items():
             is_container = isinstance(value, (dict, list))

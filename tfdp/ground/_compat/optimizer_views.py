@@ -18,8 +18,8 @@ from tfdp.ground._compat.tf_distribute import local_part, outside_strategies
 def copy_with(optimizer: Any, **attributes: Any) -> Any:
     """Return a shallow copy of an optimizer with some other attributes.
 
-    Keras's update reads the learning rate and the slots from the optimizer itself. By a
-    stand-in one update gets another rate or other slots, and the user's optimizer does
+    Keras's update reads the learning rate and the slots from the optimizer itself. With
+    a copy, one update gets another rate or other slots, and the user's optimizer does
     not change.
     """
     copy = object.__new__(type(optimizer))

@@ -16,7 +16,7 @@ from tensorflow.python.framework import op_def_registry
 from tfdp.ground._compat.tf_data import operations_of_stage
 
 # TensorFlow calls these operations stateful. They do not make a `map` stateful, since
-# they only read, print or check, or run functions whose operations are examined too.
+# they only read, print or check, or run functions whose own operations are examined.
 _READING = {
     *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarHandleOp"),
     *("LookupTableFindV2", "LookupTableSizeV2", "HashTableV2", "Assert", "PrintV2"),
@@ -84,7 +84,7 @@ def is_map_of_keras(dataset: tf.data.Dataset) -> bool:
 
 
 def applies_class_weight(dataset: tf.data.Dataset) -> bool:
-    """Return whether a `map` is Keras's for `class_weight`, row by row."""
+    """Return whether a `map` is Keras's own that weights rows by `class_weight`."""
     name = "tf_dataset_adapter.make_class_weight_map_fn."
     return name_of_map(dataset).startswith(f"{_ADAPTERS}{name}")
 

@@ -64,7 +64,9 @@ def stack_of(op: tf.Operation) -> list[Any]:
 
 
 def marked(tensor: tf.Tensor, marker: str) -> tf.Tensor:
-    """Return a tensor's identity with a marker, by which a program's plan finds it.
+    """Return an identity of a tensor, whose operation stores a marker.
+
+    Code that examines the traced graph recognizes the operation by `marker_of`.
 
     Args:
         tensor: Tensor; an eager one is not marked.
@@ -114,7 +116,10 @@ def draws(op: tf.Operation) -> bool:
 
 
 def signature_of(op: tf.Operation) -> str:
-    """Return an operation's type and dtypes, with a digest of a constant's value."""
+    """Return an operation's type and dtypes, with a digest of a constant's value.
+
+    Workers compare these texts to find out whether they have traced different steps.
+    """
     text = " ".join([op.type, *(output.dtype.name for output in op.outputs)])
     if op.type != "Const":
         return text

@@ -24,12 +24,12 @@ from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.util import _pywrap_util_port
 
 # An abort of collectives usually takes milliseconds. If it takes more than this many
-# seconds, it hangs, and the process is ended.
+# seconds, it is taken to hang, and the process is ended.
 _ABORT_SECONDS = 10.0
 
 
 def is_context_initialized() -> bool:
-    """Return whether TensorFlow has its devices, so that they cannot be changed."""
+    """Return whether TensorFlow has created its devices, so they cannot be changed."""
     return context.context()._initialized
 
 
@@ -162,7 +162,7 @@ def call_in_progress() -> Any:
 def main_thread_frame() -> Any:
     """Return the innermost frame of the main thread, or `None`.
 
-    It keeps tensors alive, so that callers must not keep it.
+    It keeps tensors alive, so callers must not keep it.
     """
     return _current_frames().get(threading.main_thread().ident or 0)
 

@@ -53,8 +53,8 @@ _SOURCES = {
     "TensorSliceDataset": ("from_tensor_slices", ("_tensors",)),
     "RangeDataset": ("range", ("_start", "_step")),
 }
-# The method `_inputs` of these sources leaves out the dataset of file names, so that
-# dataset is visited separately.
+# The method `_inputs` of these sources leaves out the dataset of file names, which is
+# therefore visited separately.
 _HIDE_NAMES = ("TextLineDatasetV2", "FixedLengthRecordDatasetV2")
 
 

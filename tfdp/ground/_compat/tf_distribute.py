@@ -147,7 +147,7 @@ def stock_initial_value(
 
 @contextlib.contextmanager
 def outside_strategies() -> Iterator[None]:
-    """Leave the scope of every strategy, so that variables are plain ones."""
+    """Leave the scope of every strategy in the block, to create plain variables."""
     default = distribute_lib._get_default_replica_mode()
     distribute_lib._push_per_thread_mode(default)
     try:
@@ -311,7 +311,7 @@ def per_replica(local_values: list, *, always_wrap: bool = False) -> Any:
 
     Args:
         local_values: List of values, in the order of the local replicas.
-        always_wrap: Bool, whether values that are one object are wrapped, too. Defaults
-            to `False`.
+        always_wrap: Bool. If `False`, and all values are the same object, that object
+            is returned without a container. Defaults to `False`.
     """
     return distribute_utils.regroup(tuple(local_values), always_wrap=always_wrap)

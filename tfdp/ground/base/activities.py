@@ -15,7 +15,7 @@ EVALUATION, SAVE, BACKUP = "evaluation", "save", "backup"
 
 
 class Observer(Protocol):
-    """Object that is notified of activities by name. Other threads may call it, too."""
+    """Object that is notified of activities by name; several threads may call it."""
 
     def begins(self, activity: str) -> None:
         """Handle the beginning of an activity: `EVALUATION`, `SAVE` or `BACKUP`."""

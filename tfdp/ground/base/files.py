@@ -70,7 +70,8 @@ def replaced(
         temporary = _temporary_path_beside(target)
     elif os.path.lexists(temporary):
         # A killed process may have left a file at the temporary path, or the path may
-        # be a link to another place, which must not be written, so it is removed first.
+        # be a link to another place, which must not be written. So whatever is at the
+        # path is removed first.
         _remove(temporary)
     try:
         yield temporary
@@ -131,7 +132,7 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 def page_aligned(num_bytes: int) -> np.ndarray:
     """Allocate the page-aligned memory that `write_aligned` needs.
 
-    Forked processes share it, so that a fork during a write copies no page.
+    Forked processes share it, so a fork during a write copies no page.
 
     Args:
         num_bytes: Int, rounded up to whole pages.

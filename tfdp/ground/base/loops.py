@@ -106,7 +106,7 @@ def record_data_read() -> None:
 
 
 def record_batch_rows(rows: int | None) -> None:
-    """Record the number of rows of a loop's global batch; the first known one stays.
+    """Record the rows of the innermost loop's global batch, unless they are known.
 
     `fit` reads training data first, so validation batches do not count.
     """
@@ -126,14 +126,15 @@ def looping(
     receives_global_batches: bool = False,
     exchange: Any = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context that records that a loop of Keras runs in it.
+    """Return a context in which a loop of Keras runs; `current` returns its `Loop`.
 
     Args:
         model: The Keras model.
         name: String, the method of Keras, such as `"fit"`.
-        receives_global_batches: Bool, whether the loop receives global batches.
-            Defaults to `False`.
-        exchange: `GradientExchange`, or `None`. Defaults to `None`.
+        receives_global_batches: Bool, whether the loop receives global batches, instead
+            of batches that are divided already. Defaults to `False`.
+        exchange: `GradientExchange` that replaces the all-reduce of gradients, or
+            `None`. Defaults to `None`.
     """
     awaits = name == "fit"
     return _loops.pushed(

@@ -13,8 +13,8 @@ from tfdp.ground._compat import keras_optimizer
 from tfdp.ground.plans.buckets import Entry
 
 # These optimizers update each element of a variable from the same element of the
-# gradient alone, so that a shard may begin anywhere in a variable. Any other class,
-# even a subclass of these, may need whole tensors.
+# gradient alone, so a shard may begin anywhere in a variable. Any other class, even a
+# subclass of these, may need whole tensors.
 _ELEMENTWISE = frozenset(
     getattr(keras.optimizers, name)
     for name in (
@@ -102,9 +102,10 @@ def is_elementwise(optimizer: Any) -> bool:
 
 
 def gains_from_groups(optimizer: Any) -> bool:
-    """Return whether an optimizer is faster on groups of variables, by fewer kernels.
+    """Return whether an optimizer is faster if it updates several variables as one.
 
-    Plain `SGD` has a single kernel for each variable, so it gains nothing.
+    It then launches fewer kernels. Plain `SGD` has a single kernel for each variable,
+    so it gains nothing.
     """
     is_plain = type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
     return is_elementwise(optimizer) and not is_plain

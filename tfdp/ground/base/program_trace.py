@@ -27,8 +27,9 @@ class Effect:
     Args:
         position: Int, number of operations of the graph before the effect.
         tensors: Sequence of the program's tensors that the effect needs.
-        kind: String, the form of the tensors on a replica: `"parts"`, the addends of
-            gradients; `"whole"`, of the whole batch; or `"as is"`, the replica's own.
+        kind: String, which values of the tensors a replica passes to `run`: `"parts"`,
+            its addends of gradients; `"whole"`, the values of the whole batch; or
+            `"as is"`, those that the replica has.
         run: Callable that takes the tensors of a replica.
     """
 

@@ -102,7 +102,7 @@ def _remove_if_left_over(entry: os.DirEntry) -> None:
     status = entry.stat(follow_symlinks=False)
     is_folder = entry.is_dir(follow_symlinks=False)
     # The modification time of a folder does not show changes of the files inside it, so
-    # a folder has no known age, and that of another host is never removed.
+    # a folder has no known age, and a folder of another host is never removed.
     age = None if is_folder else time.time() - status.st_mtime
     if status.st_uid != os.geteuid() or not is_left_over(entry.name, age):
         return

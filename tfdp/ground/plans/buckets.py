@@ -44,8 +44,9 @@ class Bucket:
     """Gradients that one collective reduces, concatenated.
 
     Args:
-        indices: Tuple of ints, positions of the entries in the planned list,
-            in the order in which the backward pass produces them.
+        indices: Tuple of ints, positions of the entries in the list that
+            `plan_buckets` received, in the order in which the backward pass produces
+            the gradients.
         entries: Tuple of the `Entry` at each of these positions.
         dtype: String, the dtype of all entries.
     """
@@ -81,7 +82,7 @@ class BucketPlan:
 
     @property
     def entries(self) -> dict[int, Entry]:
-        """Dict from the position in the planned list to the `Entry`, unordered."""
+        """Dict from each position in the list for `plan_buckets` to its `Entry`."""
         return {
             index: entry
             for bucket in self.buckets

@@ -87,11 +87,11 @@ def replica_memory(
         plan: `ShardPlan` of the variables, or `None` without sharding. Defaults to
             `None`.
         accumulates: Bool, whether gradients are accumulated.
-        sharding: `ShardingOptions`, by which the plan also shards accumulated
-            gradients and parameters. Defaults to neither.
+        sharding: `ShardingOptions`, which decide whether accumulated gradients and
+            parameters are sharded, like slots. Defaults to neither.
 
     Returns:
-        `ReplicaMemory`, without what is gathered for a time.
+        `ReplicaMemory`, whose `gathered` is 0.
 
     Example:
 

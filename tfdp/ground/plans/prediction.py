@@ -58,8 +58,8 @@ class StepPrediction:
         """
         total_bytes = sum(bucket.num_bytes for bucket in self.buckets)
         window = self.overlap * self.compute_seconds
-        # Times are in seconds since the end of the backward pass, so that the last
-        # `done` is the exposed time. Buckets are ready from `-window` on.
+        # Times are in seconds since the end of the backward pass, so the last `done` is
+        # the exposed time. Buckets become ready from `-window` on.
         ready_bytes, done = 0, -window
         for bucket in self.buckets:
             ready_bytes += bucket.num_bytes

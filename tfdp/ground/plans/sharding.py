@@ -8,8 +8,8 @@ from typing import Any
 from tfdp.ground.arguments import check_choice
 from tfdp.ground.plans.units import DEFAULT_UNITS, UnitOptions
 
-# The index of a value is its stage of ZeRO, since each value shards what the earlier
-# values shard, and more.
+# Each value shards what the earlier values shard, and more, so the index of a value is
+# its stage of ZeRO.
 SHARDINGS = ("none", "optimizer", "gradients", "parameters")
 
 

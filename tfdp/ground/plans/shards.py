@@ -18,7 +18,7 @@ class Segment:
     """Contiguous elements of one flattened variable.
 
     Args:
-        index: Int, position of the variable in the planned list.
+        index: Int, position of the variable in the list that the plan was made for.
         start: Int, the first element.
         stop: Int, one after the last.
     """

@@ -190,8 +190,8 @@ def _halve(node_of: np.ndarray) -> tuple[tuple[Transfer, ...], int]:
     power = 1 << (size.bit_length() - 1)
     transfers = []
     if size > power:
-        # Recursive halving needs a power of two of positions, so each position beyond
-        # it first sends its whole tensor to another one.
+        # Recursive halving needs a number of positions that is a power of two, so each
+        # position beyond that number first sends its whole tensor to one below it.
         extras = np.arange(power, size)
         transfers.append(_transfer(1.0, extras, extras - power, node_of))
     fraction, positions = 1.0, np.arange(power)

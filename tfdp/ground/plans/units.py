@@ -151,7 +151,8 @@ def layer_of(path: str, named: Sequence[str]) -> str:
 
     Args:
         path: String, the path of a variable.
-        named: Sequence of strings, names of layers that are units.
+        named: Sequence of strings, names of layers. The parameters of a named layer and
+            of all layers inside it are gathered together.
 
     Returns:
         String, the first of `named` that contains the variable, or else the path of
@@ -172,7 +173,7 @@ def check_layers(named: Sequence[str], paths: Sequence[str]) -> None:
     """Check that each named layer has parameters.
 
     Args:
-        named: Sequence of strings, names of layers that are units.
+        named: Sequence of strings, names of layers.
         paths: Sequence of strings, the paths of all parameters.
 
     Raises:
@@ -196,14 +197,17 @@ def plan_units(
 ) -> list[tuple[int, ...]]:
     """Divide parameters into units: named layers, and runs of other layers by size.
 
+    The parameters of a unit are gathered together.
+
     Args:
         entries: Sequence of `Entry`, in the order in which a forward pass reads them.
         unit_bytes: Int, largest size of a unit of several layers. A layer is not
             divided.
-        named: Sequence of strings, names of layers that are units.
+        named: Sequence of strings, names of layers that are units. Defaults to none.
 
     Returns:
-        List of tuples of ints, the positions of each unit.
+        List of tuples of ints, for each unit the positions of its parameters in
+        `entries`.
 
     Example:
 
@@ -237,11 +241,12 @@ def plan_units(
 def peak_gathered_bytes(unit_bytes: Sequence[int], prefetch: int) -> int:
     """Return the most bytes of parameters that a step has gathered at a time.
 
-    They belong to the unit that computes, the previous unit, whose layers may still
-    run, and the units that are gathered ahead.
+    The parameters of a unit, a group of layers, are gathered together. Gathered at a
+    time are those of the unit that computes, of the previous unit, whose layers may
+    still run, and of the units that are gathered ahead.
 
     Args:
-        unit_bytes: Sequence of ints, the size of each unit.
+        unit_bytes: Sequence of ints, the bytes of each unit, in the order of the step.
         prefetch: Int, the number of units that are gathered ahead.
 
     Returns:
@@ -264,7 +269,8 @@ def unit_bucket(
 
     Args:
         indices: Sequence of ints, positions of parameters of one dtype.
-        ranges: Sequence of `Ranges`, one for each position.
+        ranges: Sequence of `Ranges`, for each of these parameters the range of elements
+            of every owner.
         dtype: String, the dtype of the parameters.
 
     Returns:
