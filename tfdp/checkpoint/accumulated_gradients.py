@@ -210,14 +210,14 @@ def _without_loss_scaling(optimizer: Any) -> Any:
 
 
 def _accumulating_groups(optimizer: Any) -> list[Any]:
-    """Return the Keras optimizers of parameter groups that accumulate gradients."""
+    """Return the inner Keras optimizers of an optimizer that accumulate gradients."""
     inner = _without_loss_scaling(optimizer)
     groups = [] if inner is None else innermost(inner)
     return [group for group in groups if optimizer_state.has_accumulators(group)]
 
 
 def _current_loss_scale(model: keras.Model) -> float:
-    """Return the loss scale by which accumulated gradients are multiplied, or 1.0."""
+    """Return the loss scale in accumulated gradients; 1.0 without loss scaling."""
     optimizer: Any = model.optimizer
     return (hasattr(optimizer, "as_keras") and optimizer.loss_scale) or 1.0
 

@@ -245,7 +245,7 @@ class BackgroundSaves:
         self._buffer = np.empty(0, "uint8")
 
     def _wait(self) -> None:
-        """Wait until the present save has ended; raise its error once."""
+        """Wait until the present save has ended; raise its error unless a call has."""
         pending = self._pending
         if pending is None:
             return

@@ -88,10 +88,14 @@ class HostMemory:
         return f"{boot_id()} {status.st_dev} {status.st_ino}"
 
     def headers(self, owner: str) -> dict[PartName, PartHeader]:
-        """Return the headers of all valid parts in the folder, by their names.
+        """Return the headers of valid parts in the folder that belong to an owner.
 
         Args:
-            owner: String, identity of the directory of backups that they belong to.
+            owner: String, identity of the directory of backups.
+
+        Returns:
+            Dict from `PartName` to `PartHeader`; parts of other directories are left
+            out.
         """
         found = {}
         for file in self._files():

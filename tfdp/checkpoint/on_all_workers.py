@@ -29,8 +29,9 @@ def run_on_all_workers(
         verb: String, past participle of the action for the error message, such as
             `"saved"`.
         outcome: String, a sentence for the error message on the state after a
-            failure.
-        topic: String, the thing that the action reads or writes, for error messages.
+            failure, such as `"Nothing was loaded."`.
+        topic: String, what the action reads or writes, such as `"the index"`, for the
+            error if workers call this for different things.
         action: Callable without arguments.
 
     Returns:

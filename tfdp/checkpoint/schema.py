@@ -41,7 +41,7 @@ def raise_malformed(value: Any, where: str, wanted: str) -> None:
     Args:
         value: The wrong value, as JSON has it.
         where: String, the place of the value in the file.
-        wanted: String, what the value must be.
+        wanted: String, what the value must be, such as `"a list"`.
     """
     raise Malformed(f"its {where} must be {wanted}, but is {_shown(value)}")
 
@@ -166,7 +166,7 @@ def list_of(schema: Any, least: int = 0, most: float = math.inf) -> Callable:
 
 
 def mapping(schema: Any) -> Callable:
-    """Return a schema for objects with any names and values of one schema."""
+    """Return a schema for objects with any field names, and values of one schema."""
 
     def check_mapping(value: Any, where: str) -> None:
         """Raise `Malformed` unless a value is an object with matching values."""

@@ -74,7 +74,11 @@ _OPTIONAL = {
 
 
 def checkpoint_tensors(model: keras.Model) -> list[StateTensor]:
-    """Return the tensors of a checkpoint of a model's current state."""
+    """Return the state tensors of a model that a checkpoint saves.
+
+    They are those of weights, optimizers and gradient compressors, and those of
+    accumulated gradients if there are any.
+    """
     tensors = model_state(model) + residual_tensors(model)
     return tensors + (accumulated_state(model) if num_accumulated(model) else [])
 
@@ -421,7 +425,7 @@ def metric_variables(
 
 
 def _features_with_state(model: Any) -> list[str]:
-    """Return the labels of the optimizer's features whose state backups save."""
+    """Return labels of the optimizer's features with a state, as `"a loss scale"`."""
     found = [] if loss_scale_of(model.optimizer) is None else ["a loss scale"]
     features = installed_features(model.optimizer)
     return found + [each.label for each in features if each.counters or each.state]
