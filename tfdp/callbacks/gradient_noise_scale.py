@@ -45,7 +45,7 @@ class GradientNoiseScale(OptimizerCallback):
         self.smoothing = float(smoothing)
 
     def enable_feature(self, optimizer: DistributedOptimizer) -> None:
-        """Measure gradient norms in each update; raise for a single replica."""
+        """Have updates measure gradient norms; raise `ValueError` for one replica."""
         if self.model.distribute_strategy.num_replicas_in_sync == 1:
             raise ValueError(
                 "`GradientNoiseScale` compares the gradients of several replicas. "

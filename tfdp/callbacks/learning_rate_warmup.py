@@ -193,7 +193,7 @@ class LearningRateWarmup(OptimizerCallback):
 
 
 def _positive(name: str, value: Any) -> float | None:
-    """Return an optional argument as a float; raise unless it is positive."""
+    """Return an argument that is positive or `None`; raise for any other value."""
     if value is None:
         return None
     return checked_number(name, value, "a positive number", above=0)

@@ -119,6 +119,12 @@ class ResumedBatches:
     def adapt(self, run: dict[str, Any], change: BatchChange | None) -> str | None:
         """Adapt learning rates and accumulated gradients to the batches of this run.
 
+        With another batch size, the learning rates are multiplied by the ratio of the
+        sizes. But if an update has the same number of samples as before, the rates
+        stay, and accumulated gradients are rescaled; they are cleared if their samples
+        are not a whole number of new batches. In any case, the warmup of the
+        interrupted run is set by `restore_rate_factors`.
+
         Args:
             run: Dict, the run's metadata in the backup.
             change: `BatchChange` since the backup, or `None`.

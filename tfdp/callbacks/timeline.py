@@ -106,7 +106,7 @@ class Timeline(MeasuringCallback):
         self.meter.start()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Have the meter record a selected step: on GPUs, start a profile."""
+        """If this step is selected, begin to record it; on GPUs, start a profile."""
         if self.meter is not None and self.step >= self.steps[0] - 1:
             self.meter.trace_begins()
         super().on_train_batch_begin(batch, logs)
