@@ -241,7 +241,7 @@ def _check_algorithm(value: object) -> None:
 
 
 def _check_keys(name: str, value: Mapping[str, Any]) -> None:
-    """Raise unless the keys of a dict are `"inner"`, `"outer"`, or both."""
+    """Raise `ValueError` unless a dict's keys are `"inner"`, `"outer"`, or both."""
     if not value or not set(value) <= set(_LEVELS):
         raise ValueError(
             f'`{name}` as a dict must have the key "inner" or "outer", or both. '
@@ -260,7 +260,7 @@ def is_compressor(value: object) -> bool:
 
 
 def _check_compression(value: Any) -> None:
-    """Raise unless a value is a compression, or a dict of compressions by level."""
+    """Raise `ValueError` unless a value is a compression, or one for each level."""
     if value is None or is_compressor(value):
         return
     if isinstance(value, Mapping):
@@ -279,7 +279,7 @@ def _check_compression(value: Any) -> None:
 
 
 def _check_whole_buckets(levels: Mapping[str, Any]) -> None:
-    """Raise if a compressor that needs whole buckets would get parts of them.
+    """Raise `ValueError` if a compressor that needs whole buckets would get parts.
 
     It would on the inner level, and on the outer level if the inner level has a
     compressor, too. Such a compressor has a false `cuts_buckets`.
@@ -301,7 +301,10 @@ def _check_whole_buckets(levels: Mapping[str, Any]) -> None:
 
 
 def _check_adasum(algorithm: Any, compression: Any) -> None:
-    """Raise if Adasum cannot be combined with the inner algorithm or compression."""
+    """Raise `ValueError` if Adasum is chosen, and other values exclude it.
+
+    The other values are the inner algorithm and the compression.
+    """
     levels = algorithm if isinstance(algorithm, Mapping) else {"outer": algorithm}
     if levels.get("outer") != ADASUM:
         return
@@ -362,7 +365,7 @@ def _check_backup_workers(options: CommunicationOptions) -> None:
 
 
 def _check_nodes(node_size: object, nodes: object) -> None:
-    """Raise if `nodes` is not a list of names, or is given with `node_size`."""
+    """Raise `ValueError` unless `nodes` is `None`, or names without `node_size`."""
     if nodes is not None and (
         isinstance(nodes, str)
         or not isinstance(nodes, Sequence)

@@ -17,7 +17,10 @@ from tfdp.ground._compat.optimizer_views import copy_with
 
 
 def strategy_of_optimizer(optimizer: Any) -> Any:
-    """Return the strategy that an optimizer was created in, or the current one."""
+    """Return the strategy that an optimizer was created in.
+
+    If the optimizer was created in none, the current strategy is returned.
+    """
     return getattr(optimizer, "_distribution_strategy", None) or (
         tf.distribute.get_strategy()
     )
@@ -92,7 +95,7 @@ def trained_by(optimizer: Any) -> list:
 
 
 def check_known(optimizer: Any, variables: list) -> None:
-    """Raise Keras's error for variables that an optimizer was not built for."""
+    """Check that an optimizer was built for some variables, or raise Keras's error."""
     optimizer._check_variables_are_known(variables)
 
 

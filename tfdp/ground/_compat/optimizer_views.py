@@ -29,7 +29,7 @@ def copy_with(optimizer: Any, **attributes: Any) -> Any:
 
 
 def with_rate(optimizer: Any, rate: Any) -> Any:
-    """Return a shallow copy of an optimizer whose learning rate is a tensor."""
+    """Return a shallow copy of an optimizer with the tensor `rate` as learning rate."""
     return copy_with(optimizer, _learning_rate=rate)
 
 
@@ -57,7 +57,7 @@ def with_slots(optimizer: Any, variable: Any, slots: dict[str, list]) -> Any:
 
 
 def with_averages(optimizer: Any, averages: list) -> Any:
-    """Return a shallow copy of an optimizer with other moving averages, a list."""
+    """Return a shallow copy of an optimizer whose moving averages are `averages`."""
     return copy_with(optimizer, _model_variables_moving_average=averages)
 
 

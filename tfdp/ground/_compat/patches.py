@@ -110,6 +110,6 @@ def _cell_in_traceback_filter(function: Any) -> Any:
 
 
 def _function_of(owner: Any, name: str) -> Any:
-    """Return a function of an owner by name, or a property's getter, or `None`."""
+    """Return an owner's function, or the getter of its property; `None` if missing."""
     attribute = getattr(owner, name, None)
     return attribute.fget if isinstance(attribute, property) else attribute

@@ -42,7 +42,7 @@ def function_of_map(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
 
 
 def python_function_of_map(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
-    """Return the Python function of a `map`, for a trace with other shapes."""
+    """Return the Python function of a `map`, to be traced again for other shapes."""
     function = dataset._map_func._func
 
     def call(element: Any) -> Any:
@@ -90,7 +90,7 @@ def applies_class_weight(dataset: tf.data.Dataset) -> bool:
 
 
 def gathers_rows(dataset: tf.data.Dataset) -> bool:
-    """Return whether a `map` is Keras's that gathers the rows of a batch of arrays."""
+    """Return whether a `map` is Keras's own that gathers a batch's rows from arrays."""
     name = "array_data_adapter.ArrayDataAdapter."
     return name_of_map(dataset).startswith(f"{_ADAPTERS}{name}")
 

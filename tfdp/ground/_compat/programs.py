@@ -128,7 +128,7 @@ def signature_of(op: tf.Operation) -> str:
 
 
 def has_function(op: tf.Operation) -> bool:
-    """Return whether a function is an attribute of an operation, as of `While`."""
+    """Return whether an operation has a function as an attribute, as `While` has."""
     return any(
         value.HasField("func") or value.list.func for value in op.node_def.attr.values()
     )

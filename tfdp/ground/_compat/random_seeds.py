@@ -55,7 +55,7 @@ def temporary_seed(seed: int) -> Iterator[None]:
 
 
 def global_seed() -> int | None:
-    """Return the seed of `tf.random.set_seed`, or `None`."""
+    """Return the seed that `tf.random.set_seed` has set, or `None` if none is set."""
     return context.global_seed()
 
 
@@ -88,7 +88,7 @@ def set_tensorflow_random_state(state: dict[str, Any]) -> None:
 
 
 def keras_global_seed() -> int | None:
-    """Return the seed of `keras.utils.set_random_seed`, or `None`."""
+    """Return the seed that `keras.utils.set_random_seed` has set; `None` if none is."""
     return rng_utils.get_random_seed()
 
 

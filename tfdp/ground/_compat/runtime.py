@@ -65,7 +65,7 @@ def canonical_device(device: str) -> str:
 
 @functools.cache
 def device_type(device: str) -> str:
-    """Return the type in the name of a device, such as `"GPU"`; by default `"CPU"`."""
+    """Return the type in a device's name, such as `"GPU"`; `"CPU"` if it has none."""
     return tf.DeviceSpec.from_string(device).device_type or "CPU"
 
 
@@ -160,7 +160,7 @@ def call_in_progress() -> Any:
 
 
 def main_thread_frame() -> Any:
-    """Return the innermost frame of the main thread, or `None`.
+    """Return the innermost frame of the main thread, or `None` if it has ended.
 
     It keeps tensors alive, so callers must not keep it.
     """

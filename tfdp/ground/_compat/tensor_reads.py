@@ -102,7 +102,7 @@ def all_attached(graph: Any) -> list:
 
 
 def autocast_dtype() -> str | None:
-    """Return the dtype in which Keras's active layer reads variables, or `None`."""
+    """Return the dtype in which the active layer reads variables; `None` if none is."""
     scope = variables.get_autocast_scope()
     return None if scope is None else scope.dtype
 
@@ -118,7 +118,7 @@ def is_cast_when_read(variable: Any) -> bool:
 
 
 def value_of(variable: Any) -> Any:
-    """Return the `tf.Variable` of a Keras variable, in any scope."""
+    """Return the `tf.Variable` of a Keras variable, whatever scope is active."""
     return getattr(variable, "_value", variable)
 
 

@@ -91,7 +91,7 @@ class BucketPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Int, bytes reduced in a step."""
+        """Int, the bytes of all buckets, which a step reduces."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
 

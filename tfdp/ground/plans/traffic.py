@@ -72,7 +72,7 @@ class Algorithm:
 
     @property
     def is_adasum(self) -> bool:
-        """Bool, whether Adasum combines gradients, instead of a sum."""
+        """Bool, whether Adasum combines the gradients of all replicas or of nodes."""
         return ADASUM in (self.name, self.outer)
 
     def __str__(self) -> str:
