@@ -33,7 +33,7 @@ class LocalStepsCallback(OptimizerCallback):
         self._last_batch = -1
 
     def enable_feature(self, optimizer: DistributedOptimizer) -> None:
-        """Create the variables of local steps; if `start_step` is 0, start the steps."""
+        """Create the variables of local steps; start the steps if `start_step` is 0."""
         enable(optimizer, self.options, now=self.start_step == 0)
         self._left = 0
 

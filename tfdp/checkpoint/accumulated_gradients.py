@@ -115,7 +115,8 @@ def per_replica_sums(model: keras.Model) -> list[tuple[str, Any]]:
     Returns:
         List of pairs of a name and an accumulator, a Keras variable: each trained
         variable's name and the accumulator of its gradient, unless these are sharded;
-        and `"loss"` and the accumulator of the loss, if there is one.
+        and `"loss"` and the accumulator of the loss, if there is one. Empty if the
+        optimizer does not accumulate.
     """
     if accumulation_counter(model) is None:
         return []

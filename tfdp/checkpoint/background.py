@@ -55,8 +55,8 @@ Pause = Callable[[], None]
 # It takes the `WorkerGroup` of its own thread, since the calls of each thread have
 # their own order.
 Write = Callable[[Read, Any, Pause], None]
-# Memory that a worker needs: a key of its host, by which the needs of the workers of a
-# host are added up; the bytes to allocate; and the host's free bytes.
+# Memory that a worker needs: a key of its host, the bytes to allocate, and the host's
+# free bytes. The bytes of workers with the same key are added up.
 Need: TypeAlias = tuple[str, int, int]
 
 

@@ -38,7 +38,7 @@ _DAMAGED_NAME = re.compile(rf"{_NAME.pattern}\.damaged")
 # File with the random identity of the directory of backups, which states in memory have
 # in their headers. Without the file, a run does not find the states of earlier runs.
 OWNER_FILE = "memory-id"
-# Match the name of the file by which a run claims the directory of backups.
+# Matches the name of the file that a run writes to claim the directory of backups.
 _CLAIM = re.compile(r"\.run-[0-9a-f]{12}")
 _NOTHING_LOADED = "Nothing was loaded."
 # Workers exchange verdicts on a backup, since only a damaged one is replaced by an

@@ -31,8 +31,8 @@ def find_newest(
         memory: `MemoryBackups`, or `None` without saves in memory.
         make_plan: Callable, as in `Backups.find_newest`.
         is_end_of_epoch: Bool, whether backups are saved at the end of an epoch. If so,
-            a backup counts as newer than a state in memory of the same number of
-            batches.
+            a backup is newer than a state in memory that was saved after the same
+            batch, but within the epoch.
 
     Returns:
         Tuple of the one of `backups` and `memory` that has the state, its `Index` and

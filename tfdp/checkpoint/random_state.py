@@ -55,7 +55,7 @@ def _tensorflow_state() -> dict[str, Any]:
 
 
 def gather_random_states(worker_group: Any) -> list[dict[str, Any]]:
-    """Gather the random states of all workers.
+    """Gather the random states of all workers. All workers call it together.
 
     Args:
         worker_group: `WorkerGroup` between the workers.

@@ -51,8 +51,8 @@ from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.keras_hooks.file_view import VariableView
 from tfdp.training.sharding.state_tensors import StateTensor, renamed
 
-# The tensors of a running `fit`, which only backups have, are named below `RUN_PREFIX`,
-# by which `tfdp.checkpoint.restore` recognizes and skips them.
+# Only backups have the tensors of a running `fit`. Their names begin with `RUN_PREFIX`,
+# so that `tfdp.checkpoint.restore` can recognize and skip them.
 _METRICS = f"{RUN_PREFIX}/metrics"
 CALLBACKS_PREFIX = f"{RUN_PREFIX}/callbacks/"
 _SUMS = f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}"
@@ -107,8 +107,8 @@ def plan_checkpoint(model: keras.Model, index: Index) -> LoadPlan:
     for feature in overriders(Feature.optional_tensors):
         optional |= feature.optional_tensors()
     names, may_miss = set(saved), (*optional, f"{ACCUMULATED_PREFIX}/")
-    # Accumulated gradients are restored after the loss scale, by which they are
-    # multiplied, so they come last.
+    # Accumulated gradients come last: they are multiplied by the loss scale when they
+    # are restored, so the loss scale must be restored before.
     tensors = [
         tensor
         for tensor in (*tensors, *accumulated)
