@@ -30,8 +30,8 @@ _readers: weakref.WeakKeyDictionary[Any, weakref.ref[Fit]] = weakref.WeakKeyDict
 def why_not_read_again(fit: Fit) -> str:
     """Return why the data of `fit` cannot be read again in the same order, or `""`.
 
-    It records the first `fit` of each dataset that reshuffles: only that call can
-    repeat the order, so that a later `fit` with the same dataset gets a reason.
+    It records the first `fit` of each dataset that reshuffles. Only that call can
+    repeat the order: for a later `fit` with the same dataset, a reason is returned.
 
     Args:
         fit: `Fit`, in its first attempt.
@@ -117,7 +117,7 @@ def is_user_callback(callback: Any) -> bool:
 
 @contextlib.contextmanager
 def _without_begin(callback: Any) -> Iterator[None]:
-    """Return a context in which `on_train_begin` of a callback does nothing."""
+    """Disable `on_train_begin` of a callback in this `with` block."""
     missing = object()
     before = vars(callback).get("on_train_begin", missing)
     callback.on_train_begin = lambda logs=None: None

@@ -4,8 +4,8 @@ Hooks run in this order. Bucket tuning is last, since it puts its callback in fr
 those that the other features add.
 """
 
-# Importing registers a feature, and hooks run in the order of registration, so that
-# these imports are not sorted.
+# These imports are not sorted: importing a module registers its feature, and hooks run
+# in the order of registration.
 # isort: off
 import tfdp.features.tracking.watch
 import tfdp.features.goodput.training

@@ -51,8 +51,8 @@ class DriftProbe(LoopFeature):
             np.zeros([1 + self._num_replicas]), _DTYPE, self._host
         )
         # A traced step cannot see assignments outside of steps, so it reads their
-        # checksum from a variable. `_num_assigned` is the number that it covers: with
-        # further assignments, the checksum is computed again.
+        # checksum from a variable. `_num_assigned` is the number of assignments in this
+        # checksum: after further ones, it is computed again.
         self._assigned = runtime.plain_variable(0, tf.int64, self._host)
         self._num_assigned = -1
         self._step: tf.Tensor | None = None

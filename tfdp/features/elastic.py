@@ -44,8 +44,8 @@ from tfdp.training.parameters.conversion import discard_values, parameters_in_or
 from tfdp.training.parameters.sharded_parameter import sharded_parameter
 from tfdp.training.replicas import random_seed
 
-# A worker that joins must call `fit` with the same values of these arguments, so that
-# all workers make the same steps and validations.
+# A worker that joins must call `fit` with the same values of these arguments: otherwise
+# workers would make different steps and validations.
 _COMPARED = (
     "batch_size",
     "epochs",
@@ -109,7 +109,7 @@ class Elastic(Feature):
         """Count a call of `fit` or `ElasticState`; record what a joining worker needs.
 
         A worker can join only if it has recorded the same facts. The number of the call
-        is one of them, so that a worker joins in its own call of that number.
+        is one of them: a worker joins in its own call of that number.
 
         Args:
             strategy: The strategy.
@@ -185,11 +185,11 @@ def change_cluster(model: Any, change: ClusterChanges, continuation: str) -> str
 
     Args:
         model: The Keras model.
-        change: The first change.
+        change: `ClusterChanges`, the error that reported the first change.
         continuation: String, what continues, such as `"Training continues"`.
 
     Returns:
-        String, what has changed, in sentences, which the first worker prints.
+        String, what has changed, in sentences. The first worker has also printed it.
 
     Raises:
         WorkerLost: If the others have declared this worker lost meanwhile.
@@ -302,7 +302,7 @@ def _digest(fit: Fit) -> str:
 
 
 def _described(data: Any) -> str:
-    """Describe the data of a `fit`, as a joining worker must have it, too.
+    """Describe the properties of a `fit`'s data that all workers must share.
 
     Args:
         data: The argument `x` or `y` of `fit`.
@@ -325,11 +325,11 @@ def _optimizers(model: Any) -> dict[str, DistributedOptimizer]:
 
 
 def _renew_optimizers(model: Any, trained: dict[str, list[Any]]) -> None:
-    """Replace a model's sharded optimizers by ones for the present replicas.
+    """Replace a model's sharded optimizers by new ones for the present replicas.
 
-    The others only forget their traces. The new ones have no state until the newest
-    backup is loaded. A replica then builds its shards from its weights, which must be
-    equal on all.
+    The new ones have no state until the newest backup is loaded, and sharded weights
+    are divided anew. All optimizers drop their traced functions; those that are not
+    sharded are kept.
 
     Args:
         model: The Keras model.
@@ -376,8 +376,8 @@ def _renew_weights(
     """
     strategy, sharded = model.distribute_strategy, dict[int, Any]()
     for _, trained in divides:
-        # `parameters_in_order` returns weights of layers only, but a custom training
-        # loop may train other variables, too.
+        # `trained` is added, since a custom training loop may train variables other
+        # than the weights of layers, which are all that `parameters_in_order` returns.
         every = [*parameters_in_order(model, trained), *trained]
         sharded |= {id(variable): variable for variable in every}
     for variable in model.weights:
@@ -394,8 +394,9 @@ def _renew_weights(
     if sharded:
         FEATURE.discarded.add(model)
     discard_values(list(sharded.values()), strategy)
-    # The optimizers are built at once, since building divides the parameters among the
-    # replicas: until then a worker that joins has whole ones, unlike the other workers.
+    # The optimizers are built now, not in the next step: building divides the
+    # parameters among the replicas, and until then a worker that joins has whole ones,
+    # unlike the other workers.
     for optimizer, trained in divides:
         with strategy.scope():
             optimizer.build(trained)

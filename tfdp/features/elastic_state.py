@@ -141,8 +141,8 @@ class ElasticState:
         # saved as the initial state.
         self._has_begun = False
         if self._continues and self._strategy.extended.is_applicant:
-            # `model_state` builds the optimizer, since it is built on the workers that
-            # this one joins, and all renew it together.
+            # `model_state` builds the optimizer: the workers that this one joins have
+            # built theirs, and all workers renew their optimizers together.
             model_state(model)
             self._has_begun = True
             self._continue_after(WorkersJoin())
@@ -193,8 +193,8 @@ class ElasticState:
 
     def delete(self) -> None:
         """Delete what was saved: training is complete. All workers call it together."""
-        # With `on_loss="continue"`, the loss of a worker is ignored, since training is
-        # complete.
+        # With `on_loss="continue"`, the loss of a worker is ignored here, since
+        # training is complete.
         with contextlib.suppress(*[WorkerLost] * self._continues):
             self._backups.finish()
             self._memory.delete()
@@ -233,7 +233,7 @@ class ElasticState:
     def _check_saved(self, variable: Any) -> None:
         """Raise if a variable that a step assigns is not saved.
 
-        Otherwise a metric, for example, would count repeated steps twice.
+        A metric that is not saved, for example, would count repeated steps twice.
 
         Raises:
             ValueError: If it is not of the model, its metrics or its optimizers.
@@ -273,8 +273,9 @@ class ElasticState:
     def _change_behind(self, error: Exception) -> ClusterChanges | None:
         """Return the change of the workers that has caused an error, or `None`."""
         cause: BaseException | None = error
-        # AutoGraph replaces an error of a traced function, so that the change may be
-        # among the causes. A `WorkersChanged` ends the search: its change is handled.
+        # AutoGraph replaces an error of a traced function, so the change may be among
+        # the causes of `error`. A `WorkersChanged` among them ends the search, since
+        # its change was already handled.
         while cause is not None and not isinstance(cause, WorkersChanged):
             if isinstance(cause, ClusterChanges):
                 return cause
@@ -316,7 +317,7 @@ class ElasticState:
         )
 
     def _begin(self) -> None:
-        """Load the newest state; before the first one, save the initial state.
+        """Load the newest saved state; if there is none yet, save the initial state.
 
         Raises:
             ClusterChanges: If more workers are lost.
@@ -341,8 +342,8 @@ class ElasticState:
         Returns:
             Bool, whether there is one.
         """
-        # `model_state` builds the optimizer on all workers, before a state is sought,
-        # which may fail on some of them.
+        # `model_state` builds the optimizer. It is called before the search for a
+        # state, which may fail on some workers, so that all workers build it.
         model_state(self._model)
         group = self._group = worker_group_of(self._model)
         extended = None if self._strategy is None else self._strategy.extended

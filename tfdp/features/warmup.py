@@ -65,7 +65,7 @@ class Warmup(StepFeature):
         return list(self._settings)
 
     def set(self, options: WarmupOptions | None) -> None:
-        """Start a warmup or change it; or end it by `None`, at the base rate."""
+        """Start or change a warmup; `None` ends it, with the base rate unchanged."""
         self.options = options
         new = options or WarmupOptions(1, 1.0, 1.0)
         values = new.steps, new.start, new.first, new.last
@@ -129,7 +129,7 @@ class Warmup(StepFeature):
         """
         start = tf_distribute.local_part(self._settings[1]).read_value()
         # When a warmup begins after earlier updates, momentum contains the base rate,
-        # so that the previous factor is 1.
+        # so the previous factor is 1.
         begins = (tf.cast(update, start.dtype) == start) & (start > 0)
         one = tf.ones([], tf.float64)
         before = tf.where(begins, one, self.factor(tf.maximum(update - 1, 0)))

@@ -42,7 +42,7 @@ _MAX_STEPS, _MAX_BYTES = 256, 256 << 20
 # all workers, which trace the same steps in the same order.
 _names = itertools.count()
 # A replica sends its number of rows and that of the global batch with its gradients, so
-# that worker 0 can scale a sum that lacks workers.
+# that worker 0 can scale a sum that lacks the gradients of late workers.
 _ROWS = tf.TensorSpec([2], tf.float64)
 
 
@@ -52,8 +52,8 @@ class Counts:
 
     Args:
         steps: Int, steps so far.
-        without: Counter by the rank of a worker: steps whose sums lack its gradients,
-            since they came too late. The same on all workers.
+        without: Counter from the rank of a worker to the number of steps whose sums
+            lack its gradients, since they came too late. The same on all workers.
     """
 
     steps: int = 0
@@ -88,8 +88,8 @@ class FirstGradients(GradientExchange):
         self.counts = Counts()
         self._strategy, self._model = strategy, weakref.ref(model)
         self._devices = [host_of(d) for d in strategy.extended.group.devices]
-        # Number of sums that have arrived before this worker has run their steps; above
-        # 0, it is behind. A variable, since the traced step reads it.
+        # Number of sums that have arrived before this worker has run their steps: the
+        # worker is behind if it is above 0. A variable, since the traced step reads it.
         self._waiting = runtime.plain_variable(0, tf.int64, self._devices[0])
         self._backgrounds: dict[tuple, BackgroundThread] = {}
         self._lock = threading.Lock()
@@ -125,9 +125,9 @@ class FirstGradients(GradientExchange):
         is_behind = self._waiting.read_value() > 0
 
         def take(part: Any) -> Any:
-            """Return a tensor of the batch, without rows if this worker is behind.
+            """Return a leaf of the batch, without rows if this worker is behind.
 
-            A scalar, or a value that is not a tensor, is returned unchanged.
+            Scalars, and leaves that are not tensors, are always returned unchanged.
             """
             if not tf.is_tensor(part) or part.shape.rank == 0:
                 return part
@@ -197,9 +197,10 @@ class FirstGradients(GradientExchange):
         return ReducedGradients(flats, buckets, flat, sparse)
 
     def sum_by_share(self, share: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-        """Sum the tensors of the workers that are in time; the others are left out.
+        """Sum a tensor over the workers that send theirs in time.
 
-        The sum is scaled from the shares of these workers to the whole.
+        The sum is divided by the sum of these workers' shares, to make up for the late
+        workers, whose tensors are left out.
 
         Args:
             share: Scalar float64 tensor, rows of this worker as a fraction of all.
@@ -221,15 +222,15 @@ class FirstGradients(GradientExchange):
         num_bytes: int,
         joined: Collection[int] = (),
     ) -> BackgroundThread:
-        """Return the thread that exchanges gradients, or other tensors of a worker.
+        """Return the thread that combines tensors of the workers that are in time.
 
         It is created at the first call with a key and specs.
 
         Args:
-            key: Tuple of the `id`s of the variables that have the gradients; empty for
-                other tensors, which the first local replica sends.
+            key: Tuple of the `id`s of the variables whose gradients each local replica
+                sends; empty for other tensors, which only the first one sends.
             specs: Sequence of `tf.TensorSpec`, the tensors that a replica sends.
-            num_bytes: Int, size of the sums of a step.
+            num_bytes: Int, size of the sums of a step in bytes.
             joined: Collection of ints, positions of the tensors that are concatenated;
                 the others are summed. Defaults to none.
         """
@@ -253,12 +254,12 @@ class FirstGradients(GradientExchange):
         """Connect all workers to sum tensors; return the endpoint of this worker.
 
         Args:
-            num_bytes: Int, size of the sums of a step; it limits the number of steps
-                that a worker may be late.
+            num_bytes: Int, size of the sums of a step in bytes; the larger it is, the
+                fewer steps a worker may be late.
             joined: Collection of ints, positions of the tensors that are concatenated,
                 not summed.
-            is_counted: Bool, whether `_waiting` holds the number of sums that have
-                arrived before this worker has run their steps.
+            is_counted: Bool, whether to assign to `_waiting` the number of sums that
+                have arrived before this worker has run their steps.
         """
         extended, name = self._strategy.extended, f"first gradients {next(_names)}"
         connect, group = extended.group.transport.connect, extended.worker_group
@@ -327,8 +328,8 @@ def _exchange(
         member: `QuorumMember` of this worker.
         joined: Collection of ints, positions of the gradients that are concatenated
             over replicas; the others are summed.
-        counts: `Counts`, to which this step, and the workers without a part in it, are
-            added.
+        counts: `Counts`, which is updated: with this step, and with the workers whose
+            gradients came too late for it.
         parts: List of lists of tensors, for each local replica its result of `_rows`,
             followed by its gradients.
 
@@ -339,8 +340,8 @@ def _exchange(
     try:
         share = _share_of(parts, joined)
     except Exception as error:
-        # Closing the connections notifies the other workers of the error, since they
-        # would otherwise wait for this worker's contribution.
+        # The connections are closed to notify the other workers of the error: otherwise
+        # they would wait for this worker's contribution.
         member.close(str(error))
         raise
     result = member.exchange(share)

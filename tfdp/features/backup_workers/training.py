@@ -16,31 +16,31 @@ from tfdp.ground.text import say
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 
 # Key of the number of dropped gradients in the logs of an epoch. Users read it from
-# `History`, so that it must not change.
+# `History`, so it must not change.
 _LOG = "dropped_gradients"
 
 
 class _DroppedGradients(keras.callbacks.Callback):
-    """Add the number of dropped gradients to the logs of an epoch.
+    """Callback that adds the number of dropped gradients to the logs of an epoch.
 
     Args:
-        exchange: `FirstGradients`.
+        exchange: `FirstGradients`, whose counts are read.
     """
 
     def __init__(self, exchange: FirstGradients) -> None:
         super().__init__()
         self._exchange = exchange
-        # `_total` at the begin of the epoch, subtracted to count the epoch alone. In a
-        # resumed epoch it is lower by what was dropped before the backup.
+        # `_total` at the beginning of the epoch, which is subtracted to count the epoch
+        # alone. In a resumed epoch it is lower by the number dropped before the backup.
         self._before = 0
 
     @property
     def _total(self) -> int:
-        """Int, dropped gradients of this `fit`."""
+        """Int, gradients dropped in this `fit`: one for each late worker of a step."""
         return self._exchange.counts.without.total()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Add the number of late gradients that were dropped in this epoch."""
+        """Add the number of gradients that this epoch has dropped to `logs`."""
         if logs is not None:
             logs[_LOG] = self._total - self._before
         self._before = self._total

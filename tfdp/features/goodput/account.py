@@ -30,14 +30,15 @@ CLASSES = {
     IDLE: "idle",
     UNKNOWN: "not recorded",
 }
-# Classes into which the time of steps is divided. Of steps that an earlier attempt has
-# done, time of all these counts as `AGAIN`, since the job gains nothing by it.
+# Classes into which the time of steps is divided. If an earlier attempt has done the
+# same steps, all this time counts as `AGAIN`, since the job gains nothing by it.
 _OF_STEPS = (STEP, DATA, EXPOSED)
 # Classes that a line of a ledger may have. Backups count as saves in tables, but lines
-# have them separately: an attempt after backups that begins at batch 0 is a new job.
+# list them separately, since an attempt that begins at batch 0 although there were
+# backups is a new job.
 _IN_LINES = {*CLASSES, BACKUP}
 # A gap between two lines of a ledger counts as time that was not recorded only if it is
-# longer than this, in seconds: shorter gaps are errors of rounding.
+# longer than this number of seconds: shorter gaps are rounding errors.
 _NOTABLE_SECONDS = 0.5
 _NUMBERS = (
     "no",
@@ -121,7 +122,7 @@ class Shares:
     def __str__(self) -> str:
         percents = {name: round(100 * self.share(name)) for name in CLASSES}
         others = [name for name in CLASSES if name != STEP]
-        # `sort` is stable, so that equal shares stay in the order of `CLASSES`.
+        # `sort` is stable, so equal shares stay in the order of `CLASSES`.
         others.sort(key=self.share, reverse=True)
         parts = [f"{percents[n]} % {self.label(n)}" for n in others if percents[n]]
         text = f"goodput {percents[STEP]} %"
@@ -214,12 +215,12 @@ class Account:
             self.add(line)
 
     def add(self, text: str, ledger: int = 0) -> None:
-        """Add a line of a ledger to the sums; count a damaged one as damaged.
+        """Add a line of a ledger to the sums, or count it if it is damaged.
 
         Args:
             text: String, the line.
-            ledger: Int, number of its ledger, of several that are added in the order of
-                time. Defaults to 0.
+            ledger: Int, index of its ledger, if the lines of several ledgers are added
+                in the order of time. Defaults to 0.
         """
         if not text.strip():
             return
@@ -236,8 +237,8 @@ class Account:
         """Reset all sums and positions, since a new job begins in the ledger."""
         self._seconds: dict[str, float] = {}
         self._num_attempts = 0
-        # Attempts that continued the job of the previous one without a restart, so that
-        # they do not count as restarts.
+        # Number of attempts that continued the job of the previous one without a
+        # restart: they do not count as restarts.
         self._num_continued = 0
         self._is_done = self._has_backups = self._measures_communication = False
         self._has_relaunched = self._had_backups = False
@@ -265,17 +266,17 @@ class Account:
     def _begin_attempt(self, line: dict[str, Any]) -> None:
         """Count an attempt, a start of the job, and the time before it.
 
-        For the first attempt that is the time since the launch, which is start-up. For
-        others it is the time since the previous attempt: recovery; or idle time if one
-        process makes both. After a new launch, time before the launch is idle. If the
-        job was complete, a new one begins, except within one launch: all sums are
-        cleared.
+        Before the first attempt, time since the launch is start-up. Before a later one,
+        time since the previous line is recovery, or idle if one process makes both
+        attempts; if the job was launched again, only time since the launch is recovery,
+        and time before it is idle. If the job was complete, a new job begins, except
+        within one launch: all sums are reset first.
 
         Args:
-            line: Dict, line of the kind `"attempt"`: the moment of its start,
-                `"launched"`, the moment of its launch, `"process"`, and whether it
-                `"continues"` the job without a restart, or `"follows"` another ledger
-                of its process.
+            line: Dict, a line of the kind `"attempt"`: the moment of its start; the
+                moment of its launch (`"launched"`); the identity of its `"process"`;
+                whether it `"continues"` the job without a restart; and whether its
+                process has written another ledger before (`"follows"`).
         """
         start = moment_of(line)
         launched = line.get("launched")
@@ -288,7 +289,7 @@ class Account:
                 self._count(STARTUP, start.since(since))
         elif self._process is not None and line.get("process") == self._process:
             # The process of the previous attempt has begun another `fit`. No restart
-            # was needed, so that the time between the two attempts is idle.
+            # was needed, so the time between the two attempts is idle, not recovery.
             self._count(IDLE, start.since(self._last))
             self._num_continued += 1
         elif since is None or is_same_launch or not since.since(self._last):
@@ -307,11 +308,11 @@ class Account:
         self._opening = [line]
 
     def _add_work(self, line: dict[str, Any]) -> None:
-        """Add the seconds of a line by class.
+        """Add the seconds of a line of the kind `"work"` to the sums, by class.
 
-        Time since the previous line that these do not cover, if more than half a
-        second, is added to `UNKNOWN`. If an attempt's first line with steps shows that
-        it has begun a new job, the sums of earlier attempts are dropped.
+        If more than half a second since the previous line is not part of these seconds,
+        the difference is added to `UNKNOWN`. If an attempt's first line with steps
+        shows that it has begun a new job, the sums of earlier attempts are dropped.
         """
         if self._opening is not None:
             self._opening.append(line)

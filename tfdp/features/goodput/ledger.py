@@ -26,8 +26,8 @@ FORMAT = 1
 # Key in `TF_CONFIG`, below `"tfdp"`, by which a launcher passes the place of the ledger
 # to its workers.
 _KEY = "goodput"
-# Longest line that is read at once, so that a damaged ledger cannot fill the memory. A
-# valid line has a few hundred bytes.
+# Largest number of bytes of a line that are read at once, so that a damaged ledger
+# cannot fill the memory. A valid line has a few hundred bytes.
 _MAX_LINE_BYTES = 1 << 16
 # A ledger is opened without following a symbolic link, which could lead to another
 # file, and without blocking at a FIFO.
@@ -91,7 +91,7 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Log folder and start of a launcher, which it passes to its workers.
+    """Folder of logs and start of a launcher, passed to its workers in `TF_CONFIG`.
 
     Args:
         folder: String, absolute path of its folder of logs.
@@ -190,7 +190,10 @@ def find(directory: str) -> list[str]:
 
 
 def _referred(path: str) -> list[str]:
-    """Return the existing ledgers that a ledger's lines name, the latest one last."""
+    """Return paths of the existing ledgers that lines of a ledger refer to.
+
+    Each path is listed once, in the order of the last lines that have it.
+    """
     found: list[str] = []
     for text in read(path):
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -286,7 +289,7 @@ class LedgerFile:
         return True
 
     def _report(self, error: Exception) -> None:
-        """Print on stderr, once, that the ledger cannot be written."""
+        """Print on stderr, once, that the ledger cannot be written, and the reason."""
         if not self._has_failed:
             self._has_failed = True
             text = getattr(error, "strerror", None) or error

@@ -28,8 +28,8 @@ from tfdp.ground.forks import Owner
 # this fraction of the attempt's time so far, between the least and the largest number
 # of seconds, so that only a small part of the time is lost.
 _MIN_SECONDS, _MAX_SECONDS, _OF_ATTEMPT = 1.0, 10.0, 1e-3
-# Class of time of each activity. `activities` has observers other than the ledger, too,
-# so that it does not know these classes.
+# Class of time of each activity. `activities` does not know these classes, since the
+# ledger is only one of its observers.
 _CLASSES = {
     activities.EVALUATION: account.EVALUATION,
     activities.SAVE: account.SAVE,
@@ -85,9 +85,9 @@ class GoodputRecorder:
         self._waited = 0.0
         self._fit = 0
         self._epoch = 0
-        # A line has the first and the last batch of its steps, numbered within the
-        # epoch, so that steps that are done again are recognized. `_batch` is the batch
-        # of the running step.
+        # First and last batch of the steps since the last line, numbered within the
+        # epoch: the next line has them, so that steps that are done again are
+        # recognized. `_batch` is the batch of the running step.
         self._first: int | None = None
         self._last = self._batch = 0
         self._is_done = self._has_steps = False
@@ -111,12 +111,13 @@ class GoodputRecorder:
         self._change(account.STARTUP)
 
     def epoch_begins(self, epoch: int) -> None:
-        """Record the number of an epoch, from 0, and end the steps of the previous one.
+        """Record the number of an epoch, and add a line of the previous one's steps.
 
-        Keras then makes an iterator, which may wait for the data.
+        Keras now creates an iterator, which may wait for its data: time from now on is
+        a wait for data, or start-up of `fit` in the first epoch.
 
         Args:
-            epoch: Int.
+            epoch: Int, number of the epoch, from 0.
         """
         self._end_line()
         if self._class != account.STARTUP:
@@ -140,10 +141,10 @@ class GoodputRecorder:
         self._change(account.STEP)
 
     def step_ends(self, num_steps: int, *, was_traced: bool) -> None:
-        """End a call of one or more steps.
+        """Record the end of a call of one or more steps; write lines if that is due.
 
         Args:
-            num_steps: Int, number of steps.
+            num_steps: Int, number of steps of the call.
             was_traced: Bool, whether the call has traced the step: then its time counts
                 as tracing, and otherwise as that of steps.
         """
@@ -158,22 +159,22 @@ class GoodputRecorder:
             self.write()
 
     def step_fails(self, *, has_data: bool) -> None:
-        """End a step that has raised an error.
+        """Record that a call of the step has raised an error.
 
         Args:
-            has_data: Bool, whether it has failed: its time, and the time after it, are
-                recovery. `False` at the end of the data: its time was a wait for data,
-                and the time after it is idle.
+            has_data: Bool, `True` if the step has failed: its time, and the time after
+                it, count as recovery. `False` if the data has ended: its time counts as
+                a wait for data, and the time after it as idle.
         """
         self._class = account.RECOVERY if has_data else account.DATA
         self._change(account.RECOVERY if has_data else account.IDLE)
 
     def fit_ends(self, *, is_complete: bool) -> None:
-        """End a `fit`, and write the lines; what follows is idle time, or recovery.
+        """Record the end of a `fit`, and write the lines.
 
         Args:
-            is_complete: Bool, whether it has not raised an error; after an error, the
-                time is that of recovery.
+            is_complete: Bool, whether `fit` has ended without an error: time from now
+                on then counts as idle, and otherwise as recovery.
         """
         self._is_done = is_complete
         self._change(account.IDLE if is_complete else account.RECOVERY)
@@ -191,15 +192,18 @@ class GoodputRecorder:
         """Begin to count the time of an activity, if it runs on the thread of `fit`.
 
         Args:
-            activity: String, `EVALUATION`, `SAVE` or `BACKUP` of `activities`, until
-                `ends`.
+            activity: String, `EVALUATION`, `SAVE` or `BACKUP` of `activities`. It ends
+                with the call of `ends`.
         """
         if threading.get_ident() == self._thread:
             self._outer.append(self._class)
             self._change(_CLASSES[activity])
 
     def ends(self, activity: str) -> None:
-        """End an activity, and count time in the previous class again."""
+        """End an activity, and count time in the class before it again.
+
+        It does nothing on a thread other than that of `fit`.
+        """
         del activity
         if threading.get_ident() == self._thread:
             self._change(self._outer.pop())
@@ -247,7 +251,7 @@ class GoodputRecorder:
         self._class, self._at = new, now
 
     def _end_line(self) -> None:
-        """Add a line of the time and steps since the last one to the waiting lines."""
+        """Add a waiting line with the time and the steps since the last line."""
         self._change(self._class)
         self._divide_steps()
         line: dict[str, Any] = {"kind": "work", "time": time.time(), "up": self._at}
@@ -281,9 +285,9 @@ class GoodputRecorder:
         """Move seconds from one class to another, and return how many were moved.
 
         Args:
-            source: String, a class, which may have fewer seconds.
-            target: String, the other class.
-            seconds: Float, seconds to move.
+            source: String, a class; if it has fewer seconds, all of these are moved.
+            target: String, the class that receives the seconds.
+            seconds: Float, seconds to move; none if negative.
         """
         moved = min(max(0.0, seconds), self._seconds.get(source, 0.0))
         for name, change in ((source, -moved), (target, moved)):

@@ -29,8 +29,8 @@ from tfdp.training.keras_hooks.worker_callbacks import (
     prepend_callback,
 )
 
-# Subfolder of a log directory, which TensorBoard shows as a separate run, since another
-# callback writes into the directory itself; and prefix of the tags.
+# Name of a subfolder of a log directory, and prefix of the tags. A subfolder, since
+# another callback writes into the directory itself; TensorBoard shows it as a run.
 _SCALARS = "goodput"
 
 
@@ -162,11 +162,11 @@ class _Goodput(Feature):
 
     @property
     def _num_traces(self) -> int:
-        """Int, steps with time stamps that were traced so far."""
+        """Int, how often a step with time stamps has been traced so far."""
         return 0 if self._wait is None else self._wait.num_traces
 
     def _measure_steps(self, model: Any) -> None:
-        """Time the step of a model, and trace it with time stamps of waits for data.
+        """Have the step of a model timed, with time stamps of waits for data.
 
         All workers add the stamps, since they compare their programs. Deterministic
         operations have no clock: waits are then a part of steps.
@@ -192,6 +192,9 @@ class _Goodput(Feature):
             launch: `Launch`, or `None` without a launcher.
             continues: Bool, whether the job has continued without a restart. A new
                 recorder then begins now, not at the start of the process.
+
+        Returns:
+            `GoodputRecorder`. If it is new, the latest one was closed.
         """
         place = directory or self._place or ("" if launch is None else launch.folder)
         if self._latest is not None and place == self._place:
@@ -254,15 +257,15 @@ class _RecorderCallback(keras.callbacks.Callback):
         self._recorder.batch_begins(batch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Write the shares so far for TensorBoard, if another callback writes there."""
+        """Write shares of time for TensorBoard to other callbacks' log folders."""
         for folder in sorted(set(filter(None, map(_log_dir_of, self._others)))):
-            # An error of TensorBoard's file is ignored, since the ledger has the same
-            # numbers.
+            # An error of writing for TensorBoard is ignored, since the ledger has the
+            # same numbers.
             with contextlib.suppress(OSError, tf.errors.OpError):
                 self._write_scalars(os.path.join(folder, _SCALARS), epoch)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Record that `fit` is complete."""
+        """Record that `fit` is complete, and close the files for TensorBoard."""
         self.is_complete = True
         self._recorder.fit_ends(is_complete=True)
         for writer in self._writers.values():

@@ -43,18 +43,19 @@ class IslandRounds(Rounds):
     Islands are separate jobs. In a round, those that take part average their weights.
 
     Args:
-        expected: Set of ints, islands that the first ones wait for before they start.
-        join_seconds: Float, how long the first islands wait for the others.
+        expected: Set of ints, indices of the islands that must have joined before the
+            first ones receive a state.
+        join_seconds: Float, how long the first islands wait for the others at most.
     """
 
     def __init__(self, expected: set[int], join_seconds: float) -> None:
         super().__init__(sorted(expected))
-        # Islands that have not joined these rounds yet, for which the first ones wait.
-        # `_may_come` also has islands that have left the rounds and may come back.
+        # Indices of the islands that have not joined these rounds yet: the first ones
+        # wait for them. `_may_come` also has islands that have left and may come back.
         self._expected = set(expected)
         self._begins_by = time.monotonic() + join_seconds
-        # Updates and state of each island that waits for the rounds to begin: all begin
-        # with the state of the island with the most updates.
+        # Number of updates and state of each island that waits for the rounds to begin:
+        # all begin with the state of the island with the most updates.
         self._first_states: dict[int, tuple[int, list[Array]]] = {}
         self._settings: dict[str, Any] | None = None
 
@@ -284,17 +285,20 @@ class Hub:
             rounds.stop_waiting_for(index)
 
     def _begin(self, sock: socket.socket, _: Authenticated) -> None:
-        """Serve a connection after its handshake, on a new thread."""
+        """Start a thread that serves a connection, after its handshake."""
         connection = HubConnection(sock)
         with self._lock:
             self._connections[connection] = set()
         start_thread("tfdp hub", self._serve, connection)
 
     def _serve(self, connection: HubConnection) -> None:
-        """Serve an island's or launcher's connection until it ends, on a thread."""
+        """Serve the connection of an island or a launcher until it ends, and close it.
+
+        Called on a thread of the connection.
+        """
         try:
             # A message that violates the protocol raises KeyError, TypeError or
-            # ValueError, and ends its connection, but not the hub.
+            # ValueError: it ends its connection, and the hub serves the others.
             with contextlib.suppress(*GONE, KeyError, TypeError, ValueError):
                 self._answer(connection)
         finally:

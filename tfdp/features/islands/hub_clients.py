@@ -37,14 +37,14 @@ from tfdp.ground.forks import close_in_forks
 # the island; and seconds between two attempts.
 _CONNECT_SECONDS = 60.0
 _RETRY_SECONDS = 0.2
-# Timeout in seconds of an authentication: a process that is not the hub may listen at
-# its address, and never answer.
+# Timeout in seconds of an authentication: another process than the hub may listen at
+# the hub's address, and never answer.
 _PROOF_SECONDS = 10.0
 # Seconds between a launcher's attempts to connect to the hub, which may start later, or
 # may have failed.
 _REPORT_AGAIN_SECONDS = 1.0
 # Timeout in seconds of a launcher's last report, so that an unreachable hub cannot
-# delay its exit.
+# delay the exit of the launcher.
 _CLOSE_SECONDS = 5.0
 
 
@@ -112,7 +112,7 @@ class HubClient:
         """Send arrays to the next exchange, and wait for the mean over the islands.
 
         Args:
-            version: Int, exchanges that this island has made.
+            version: Int, number of exchanges that this island has made.
             samples: Float, weight of this island in the mean.
             arrays: Sequence of arrays to average.
 
@@ -168,7 +168,7 @@ class HubClient:
 
     @contextlib.contextmanager
     def _exclusive_connection(self) -> Iterator[None]:
-        """Hold the connection's lock in a block, and raise its errors as `HubLost`."""
+        """Hold the connection's lock in a `with` block; errors become `HubLost`."""
         with self._lock:
             try:
                 yield

@@ -99,9 +99,10 @@ class HubConnection:
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
-        """Send heartbeats while the body runs, and the other end waits for its result.
+        """Send heartbeats while the body of a `with` block runs.
 
-        The body must not send on this connection.
+        They show the other end, which waits for the body's result, that this one is
+        alive. The body must not send on this connection.
         """
         is_over = threading.Event()
         beats = run_on_thread("tfdp beat", self.beat, is_over, contextlib.nullcontext())

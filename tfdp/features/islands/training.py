@@ -212,8 +212,8 @@ class IslandTraining:
     # Number of this `fit`, set by `begin_fit`: islands exchange in calls of `fit` that
     # have the same number.
     _fit: int
-    # Outer state, set by `join`. Pseudo-gradients are differences from its weights,
-    # those after the last exchange, which changes the state on another thread.
+    # Outer state, set by `join`. Pseudo-gradients are its weights minus the model's. An
+    # exchange changes it on another thread.
     _state: OuterState
 
     def __init__(
@@ -243,7 +243,7 @@ class IslandTraining:
 
     @property
     def _updates(self) -> int:
-        """Int, updates since the last `sync`, by the number of batches."""
+        """Int, updates since the last `sync`, computed from the number of batches."""
         return self._batches // batches_per_update(self._model.optimizer)
 
     def begin_fit(self) -> None:
@@ -282,8 +282,11 @@ class IslandTraining:
     def end_batches(self, count: int) -> None:
         """Count batches; start an exchange, or apply its result, when that is due.
 
+        An exchange starts every `sync_every` updates. Its result is applied `delay`
+        updates later.
+
         Args:
-            count: Int, batches of this execution.
+            count: Int, batches since the last call.
         """
         before = self._updates
         self._batches += count
@@ -359,14 +362,14 @@ class IslandTraining:
                 join again.
 
         Returns:
-            Bool, whether the island was behind, so that it adopted the common state.
+            Bool, whether the island was behind, and has adopted the common state.
         """
         client, state = self._client, self._state
         assert client is not None
         try:
             reply = client.exchange(self._version, samples, arrays)
         # The hub may have dropped this island because it was silent for too long, or
-        # the network may have failed: the island connects again.
+        # the network may have failed, so the island connects again.
         except HubLost:
             client.close()
             self._connect(updates)

@@ -64,8 +64,8 @@ class Exchanges:
         # late workers; otherwise `None`.
         self.rounds: RoundExchange | None = None
         # For each fragment, the number of the update after which its pseudo-gradients
-        # were sent, from which the lateness of the outer step is counted; 0 if no
-        # exchange is in flight.
+        # were sent, or 0 if no exchange is in flight. The lateness of the outer step is
+        # counted from that update.
         self._launched = make_variable(
             shape=(len(fragments),),
             dtype="int",
@@ -85,10 +85,10 @@ class Exchanges:
         return [*outer, self._launched, self.staleness]
 
     def prepare(self, strategy: Any) -> None:
-        """Create the threads that run exchanges concurrently with steps, if supported.
+        """Create threads that run delayed exchanges during the steps, if supported.
 
-        Call it on all workers before a step is traced, since the graph refers to them.
-        A second call has no effect.
+        Call it on all workers before a step is traced, since the graph refers to the
+        threads. A second call has no effect.
         """
         options = self._outer_options
         if options.min_participants is not None and self.rounds is None:

@@ -28,11 +28,11 @@ from tfdp.training.reduction.reducer import Reducer
 # Numbers in the names of the connections of rounds, by which both ends find each other.
 # They agree on all workers, which create `RoundExchange`s in the same order.
 _names = itertools.count()
-# A replica's number of samples, the weight of its pseudo-gradients in the mean, is sent
-# before these.
+# A replica sends its number of samples before its pseudo-gradients, since the number is
+# their weight in the mean.
 _SAMPLES = tf.TensorSpec([], tf.float32)
-# The thread of rounds returns tensors only, so that `is_made` and `is_behind` of a
-# reply are one tensor.
+# The thread of rounds can return tensors only, so it returns `is_made` and `is_behind`
+# of a reply as one tensor.
 _FLAGS = tf.TensorSpec([2], tf.int32)
 
 
@@ -282,7 +282,7 @@ def _round_endpoint(
 def _round_function(
     endpoint: RoundLeader | RoundFollower, num_gradients: int
 ) -> Callable[[list[list[tf.Tensor]]], list[list[tf.Tensor]]]:
-    """Return the thread's function: one round for the tensors of the local replicas.
+    """Return the function that `RoundExchange` calls on its thread for each round.
 
     Args:
         endpoint: `RoundLeader` or `RoundFollower` of this worker.
@@ -290,7 +290,7 @@ def _round_function(
     """
 
     def run(parts: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
-        """Make one round of this worker.
+        """Take part in one round with the tensors of the local replicas.
 
         Args:
             parts: List of lists of tensors, for each local replica its samples, its

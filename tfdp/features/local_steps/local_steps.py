@@ -25,8 +25,8 @@ from tfdp.training.reduction.gradient_reducer import GradientReducer, replica_re
 from tfdp.training.step.accumulation import read, set_to_zero
 from tfdp.training.step.step import IndependentGroups, Step
 
-# Prefix of the names of the outer optimizer's tensors in a checkpoint, by which a model
-# without `DiLoCo` recognizes tensors that it does not need.
+# Prefix of the names of the outer optimizer's tensors in a checkpoint: a model without
+# `DiLoCo` recognizes by it the tensors that it does not need.
 OUTER_PREFIX = "outer/"
 
 
@@ -81,8 +81,8 @@ class LocalSteps(IndependentGroups):
             shape=(), dtype="int", initializer="zeros", name="local_updates"
         )
         # Number of this replica's samples since the last exchange of each fragment, a
-        # group of variables. Backups do not contain it, although it differs between
-        # replicas, since it is zero whenever the state may be saved.
+        # part of the weights. Backups do not contain this variable, although it differs
+        # between replicas, since it is zero whenever the state may be saved.
         self.samples = make_variable(
             shape=(len(self._fragments),),
             dtype="float32",
@@ -130,7 +130,7 @@ class LocalSteps(IndependentGroups):
             )
 
     def check_update(self, optimizer: Any) -> None:
-        """Raise `ValueError` for an update by another optimizer of the model."""
+        """Raise `ValueError` unless the updating optimizer has these local steps."""
         if installed(optimizer, LocalSteps) is not self:
             raise ValueError(
                 "Local steps support one optimizer, the one that the model was "
@@ -240,15 +240,16 @@ class LocalSteps(IndependentGroups):
             self._finish(number, is_over, updates, step.reducer)
 
     def _count(self, is_due: tf.Tensor | bool, is_kept: tf.Tensor | bool) -> None:
-        """Count the samples of a micro-batch, after its update if one was due.
+        """Count the samples of a micro-batch, and an update if one was due.
 
-        Leftover micro-batches of an epoch are not counted in any average.
+        Samples that no update has used yet are kept in `waiting_samples`;
+        `_exchange_all` drops them.
 
         Args:
             is_due: Scalar bool tensor, or bool, whether an update was due; the same
                 on all replicas.
             is_kept: Scalar bool tensor, or bool, false if the update was skipped on
-                overflow, so that its samples do not count.
+                overflow: its samples then do not count.
         """
         samples = tf_distribute.local_part(self.samples)
         new_samples = tf.cast(_local_samples(), samples.dtype)
@@ -276,8 +277,8 @@ class LocalSteps(IndependentGroups):
             return
         before = scale.read()
         scale.agree(reducer)
-        # Replicas that took local steps may have had different loss scales, so that
-        # each rescales its accumulated gradients to the common scale.
+        # Replicas that took local steps may have had different loss scales, so each
+        # rescales its accumulated gradients to the common scale.
         if accumulation is not None:
             accumulation.rescale_own(scale.read() / before)
 
@@ -318,8 +319,8 @@ class LocalSteps(IndependentGroups):
         (total,) = reducer.sum([local_samples])
         exchanges = self.exchanges
         if exchanges is not None:
-            # A worker that missed rounds started from an older outer state, so that
-            # its pseudo-gradients are computed before the broadcast replaces the state.
+            # A worker that missed rounds started from an older outer state, so its
+            # pseudo-gradients are computed before the broadcast replaces that state.
             gradients = exchanges.outer.pseudo_gradients(self._fragments[number])
             if exchanges.rounds is not None:
                 exchanges.broadcast_state(reducer)
@@ -365,7 +366,7 @@ class LocalSteps(IndependentGroups):
         Args:
             number: Int, index of the fragment, a part of the weights.
             is_over: Scalar bool tensor, or bool, whether the delay, a number of
-                updates, is over, so that the result is due.
+                updates, is over: the result is then due.
             updates: Scalar tensor, local updates so far.
             reducer: `GradientReducer` of all replicas.
         """

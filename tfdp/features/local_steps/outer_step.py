@@ -38,7 +38,10 @@ class OuterStep:
 
     @property
     def carried(self) -> list:
-        """List of Keras variables, which a worker adopts if it missed outer steps."""
+        """List of the optimizer's variables and the outer weights, Keras variables.
+
+        A worker that has missed outer steps adopts their values from the others.
+        """
         return [*self.optimizer.variables, *self.anchors]
 
     def update(
@@ -49,7 +52,7 @@ class OuterStep:
         A pseudo-gradient is an outer weight minus a replica's weight.
 
         Args:
-            positions: Sequence of ints, positions of the weights.
+            positions: Sequence of ints, positions of these weights in `anchors`.
             gradients: Sequence of tensors, their mean pseudo-gradients.
 
         Returns:

@@ -82,8 +82,8 @@ class Pace:
         first = self._num_passed + 1
         positions = {number % self._every for number in range(first, first + count)}
         has_exchange = bool(positions & self._exchange_positions)
-        # The updates after an exchange are never skipped, so that the time of an inner
-        # step is measured in each interval.
+        # The first updates after an exchange are never skipped, so that the time of an
+        # inner step is measured between any two exchanges.
         is_due = self._num_made < self.share * (self._num_passed + count)
         is_made = has_exchange or self._is_first or is_due
         if has_exchange:
@@ -104,6 +104,9 @@ class Pace:
     def _skip(self, model: Any, iterator: Any, count: int) -> None:
         """Skip batches, but count their updates, for schedules and exchanges.
 
+        The batches are taken from the iterator and dropped. If the data ends within
+        them, only the updates of the dropped ones are counted.
+
         Args:
             model: Keras model in `fit`.
             iterator: Iterator of batches.
@@ -115,7 +118,8 @@ class Pace:
             except (StopIteration, tf.errors.OutOfRangeError):
                 if not number:
                     raise
-                # The last execution of an epoch may have fewer steps than the others.
+                # The data ended within an execution: the last one of an epoch may have
+                # fewer steps than the others.
                 count = number
                 break
         optimizer = model.optimizer
@@ -127,7 +131,7 @@ class Pace:
         self._skipped_seconds += time.perf_counter() - self._ended
 
     def _start_clock(self, model: Any) -> None:
-        """Start to time inner steps, after the devices have finished the last one."""
+        """Start timing inner steps, after the devices have finished the last one."""
         _wait_for_step(model)
         self._clock_started = time.perf_counter()
         self._skipped_seconds, self._num_on_clock = 0.0, 0

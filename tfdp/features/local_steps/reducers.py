@@ -84,7 +84,7 @@ def new_reducer(
     extended = strategy.extended
     whole = extended.reducer
     # An explicit `bucket_mb` excludes this reducer from tuning: a compressor keeps
-    # residuals by bucket, so that the buckets must not change.
+    # residuals by bucket, so the buckets must not change.
     bucket_mb = whole.options.bucket_bytes / 2**20
     options = dataclasses.replace(
         whole.options, compression=compression, bucket_mb=bucket_mb

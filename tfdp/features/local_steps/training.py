@@ -34,9 +34,9 @@ class LocalStepsFeature(Feature):
     def equalize_replicas(self, model: Any) -> None:
         """Average weights, slots and moving statistics over the replicas of a model.
 
-        Otherwise each replica would evaluate and save its own weights and statistics.
-        One average of moving statistics equals averaging them in each step, since a
-        step changes them linearly.
+        Without it each replica would evaluate and save its own weights and statistics.
+        Averaging moving statistics once gives the same values as averaging them in each
+        step, since a step changes them linearly.
         """
         equalize = getattr(getattr(model, "optimizer", None), "equalize_replicas", None)
         if equalize is not None:
@@ -66,12 +66,13 @@ class LocalStepsFeature(Feature):
         return paced
 
     def optional_tensors(self) -> dict[str, str]:
-        """Return the warning if a checkpoint's outer optimizer is not restored.
+        """Return which tensors of a checkpoint a model need not restore.
 
-        This is no error: the model that is restored does not use `DiLoCo`.
+        These are the outer optimizer's, since the model may not use `DiLoCo`.
 
         Returns:
-            Dict from the prefix of the names of the optimizer's tensors to the warning.
+            Dict from the prefix of the names of these tensors to the text of a warning
+            that they were not restored.
         """
         return {
             OUTER_PREFIX: "The outer optimizer of `DiLoCo` in the checkpoint was not "

@@ -143,7 +143,8 @@ def facts_of(model: Any) -> Facts:
     try:
         plan = strategy.communication_plan(model)
         num_buckets, num_bytes = len(plan.buckets), plan.num_bytes
-    # The plan of a model that only ran eagerly is unknown, since its inputs are.
+    # A model that only ran eagerly has no communication plan, since the shapes of its
+    # inputs are unknown.
     except ValueError:
         num_buckets = num_bytes = 0
     gathers = strategy.extended.step_gathers.get(model, {}).get("fit", StepGathers())

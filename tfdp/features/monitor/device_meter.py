@@ -25,7 +25,7 @@ from tfdp.ground._compat import runtime
 from tfdp.ground.base.temporary import TemporaryFolder
 
 # Number of the profiled step in an epoch, from 1. Earlier steps still allocate memory,
-# so that their times are not typical.
+# so their times are not typical.
 _PROFILED_STEP = 5
 
 
@@ -69,7 +69,7 @@ class DeviceTimes:
 
 
 class Profile:
-    """Profile of the GPUs between the calls of `begin` and `end`."""
+    """Profiler of the GPUs, from the call of `begin` to that of `end`."""
 
     def __init__(self) -> None:
         self._folder: TemporaryFolder | None = None
@@ -156,7 +156,7 @@ def _events_of(plane: object) -> Iterator[DeviceEvent]:
     names = {key: item.name for key, item in plane.event_metadata.items()}  # type: ignore[attr-defined]
     for line in plane.lines:  # type: ignore[attr-defined]
         # Lines other than those of streams list the same kernels again, by operation,
-        # module or step, so that they would be counted twice.
+        # module or step, so these would be counted twice.
         if not line.name.startswith("Stream"):
             continue
         for event in line.events:
@@ -252,8 +252,8 @@ class DeviceMeter(Meter):
         times = self._times
         if times is None or not self._profiled_seconds:
             return sample
-        # The profile covers all steps of an execution, and a sample is for one step, so
-        # that the profile's times are divided by the number of steps.
+        # The profile covers all steps of an execution, but a sample is for one step:
+        # the profile's times are divided by the number of steps.
         scale = reading.seconds / self._profiled_seconds / reading.num_steps
         exposed = min(seconds, scale * times.exposed_seconds)
         return dataclasses.replace(

@@ -37,7 +37,7 @@ _FEWEST_COLLECTIVES = 20
 # written no record.
 Records = Mapping[int, FlightRecord]
 # The collectives of all workers by lane, number and rank: the members of a collective
-# record it under the same lane and number, so that their entries can be compared.
+# record it under the same lane and number, and their entries are compared by these.
 Lanes = dict[str, dict[int, dict[int, RecordedCollective]]]
 _Timed = TypeVar("_Timed", RecordedCollective, Span)
 
@@ -47,11 +47,13 @@ class IncompleteCollective:
     """A collective that some members of its group have entered, and some have not.
 
     Args:
-        entries: Dict from the rank of a member that has entered to its
+        entries: Dict from the rank of a member that has entered, and waits, to its
             `RecordedCollective`.
-        missing: List of ints, the members that have not, or that left no record.
-        waited_seconds: Float, how long the first member has waited for one of them.
-        begin: Float, when the first member has entered, by the first worker's clock.
+        missing: List of ints, ranks of the members that have not entered, or that left
+            no record.
+        waited_seconds: Float, how long the first member has waited for a missing one.
+        begin: Float, time at which the first member entered, in seconds by the first
+            worker's clock.
     """
 
     entries: dict[int, RecordedCollective]
@@ -72,10 +74,10 @@ class SlowWorker:
     Args:
         rank: Int, rank of the worker.
         waited_seconds: Float, how long the others have waited for it.
-        seconds: Float, time in which workers have entered the collectives: from the
-            first entry of any worker to the last one of any worker.
-        num_late: Int, collectives that it has entered last.
-        num_collectives: Int, collectives that all have entered.
+        seconds: Float, time from the first entry of any worker into a collective to the
+            last entry of any worker.
+        num_late: Int, number of collectives that this worker has entered last.
+        num_collectives: Int, number of collectives that all workers have entered.
     """
 
     rank: int
@@ -125,7 +127,7 @@ def by_one_clock(records: Records) -> Records:
 
 
 def _moved(timed: _Timed, offset: float) -> _Timed:
-    """Return a copy of a collective or span with times earlier by offset seconds."""
+    """Return a copy of a collective or span, with times `offset` seconds earlier."""
     end = None if timed.end is None else timed.end - offset
     return dataclasses.replace(timed, begin=timed.begin - offset, end=end)
 
@@ -143,18 +145,24 @@ def lanes_of(records: Records) -> Lanes:
 
 
 def completed(record: FlightRecord) -> dict[str, Interval]:
-    """Return begin and end of each complete collective of all workers, by a key.
+    """Return begin and end of each complete collective that all workers take part in.
 
-    The key consists of its lane and number, and is the same on all workers. Collectives
-    of a part of the workers, and steps that TensorFlow runs, are left out.
+    Steps that TensorFlow runs are left out.
+
+    Args:
+        record: `FlightRecord` of one worker.
+
+    Returns:
+        Dict from a key, which consists of the lane and the number of the collective and
+        is the same on all workers, to its times in seconds by this worker's clock.
     """
     return {
         f"{each.lane}/{each.number:020d}": (each.begin, each.end)
         for each in record.collectives
         if each.end is not None
         and len(each.ranks) == record.num_workers
-        # Steps that TensorFlow runs are left out, since replicas with local steps do
-        # not end them together.
+        # Steps that TensorFlow runs are left out, since replicas that take local steps
+        # end them at different times.
         and each.kind != TENSORFLOW
     }
 
@@ -239,12 +247,13 @@ def _incomplete(
 ) -> Iterator[IncompleteCollective]:
     """Yield the first collective of a lane that not all members have entered, if any.
 
-    A lane runs its collectives one after another, so that a worker has entered all up
-    to its last one, even those that its flight record has dropped.
+    A lane runs its collectives one after another, so a worker has entered all up to its
+    last one, even those that its flight record has dropped.
 
     Args:
         records: Dict from a rank to its `FlightRecord`.
-        numbers: Dict from a number to the `RecordedCollective` of each rank.
+        numbers: Dict, the collectives of the lane: from the number of each one to a
+            dict from a rank to its `RecordedCollective`.
     """
     last = {rank: number for number, each in numbers.items() for rank in each}
     members = next(iter(next(iter(numbers.values())).values())).ranks
@@ -296,7 +305,8 @@ def slowest_of(records: Records, lanes: Lanes) -> SlowWorker | None:
             (e.begin, r) for r, e in entries.items()
         )
         waits[rank].append((before, begin))
-    # Waits in several lanes may overlap in time, so that their sum would be too large.
+    # Waits in several lanes may overlap in time, so their sum would be too large: time
+    # that is covered by several waits counts once.
     seconds = {rank: seconds_covered(its) for rank, its in waits.items()}
     slowest = max(seconds, key=lambda rank: seconds[rank])
     begins = [entry.begin for entries in common for entry in entries.values()]

@@ -51,10 +51,10 @@ def explain(records: Records) -> str:
         records: Dict from a rank to its `FlightRecord`, with at least one.
 
     Returns:
-        String: how the orders of the workers' collectives differ; or, if they do not,
-        the first collective that not all have entered, who was missing, and what that
-        worker did; or, if there is none, which worker the others wait for, after what
-        has ended the job.
+        String, the first of these that the records show: how the orders of the workers'
+        collectives differ; the first collective that not all have entered, who was
+        missing, and what that worker did; which workers left no record; what has ended
+        the job, and which worker the others wait for.
 
     Source: the flight recorder of PyTorch,
     https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
@@ -216,7 +216,11 @@ def _sentence_of_missing(
 
 
 def _activity(records: Records, rank: int) -> str:
-    """Describe what a worker did instead of entering a collective, as a predicate."""
+    """Describe what a worker did instead of entering a collective.
+
+    Returns:
+        String, a predicate such as `"has not entered it, and was at step 3 of fit"`.
+    """
     if rank not in records:
         return f"has left no record{_describe_last_contact(records, rank)}"
     record = records[rank]
@@ -246,7 +250,12 @@ def _open_collective(record: FlightRecord) -> RecordedCollective | None:
 
 
 def _describe_last_contact(records: Records, rank: int) -> str:
-    """Describe what the others know of a worker without a record, as clauses."""
+    """Describe what the records of others tell of a worker without a record.
+
+    Returns:
+        String to append to a sentence: why the worker was lost, in parentheses, and its
+        last complete collective, or where it was last seen; `""` if nothing is known.
+    """
     causes = [each.reason for each in records.values() if each.lost == rank]
     cause = f" ({causes[0]})" if causes else ""
     if last := _describe_last_collective(records, rank):
@@ -336,8 +345,8 @@ def _number(entry: RecordedCollective) -> int:
 def _place(record: FlightRecord, entry: RecordedCollective) -> str:
     """Name the place in the script from which a worker entered a collective."""
     begin = entry.begin
-    # A step that TensorFlow runs begins at the same time as its span, to within the
-    # precision of the clock. The middle of the step is surely in its own span.
+    # A step that TensorFlow runs begins together with its span. Since the two times are
+    # not exact, the step may seem to begin in the span before. Its middle cannot.
     if entry.kind == TENSORFLOW:
         begin += ((entry.end or record.written_at) - begin) / 2
     before = [span for span in record.spans if span.begin <= begin]
@@ -370,10 +379,10 @@ def _sentence(text: str) -> str:
 
 
 def _have(ranks: Sequence[int]) -> str:
-    """Return `"has"` for one worker, `"have"` for several."""
+    """Return the verb for a list of ranks: `"has"` for one, `"have"` for several."""
     return "has" if len(ranks) == 1 else "have"
 
 
 def _be(ranks: Sequence[int]) -> str:
-    """Return `"is"` for one worker, `"are"` for several."""
+    """Return the verb for a list of ranks: `"is"` for one, `"are"` for several."""
     return "is" if len(ranks) == 1 else "are"

@@ -19,11 +19,11 @@ class GradientNoise(StepFeature):
     """Hooks of a step that measure the gradient noise scale, in moving averages.
 
     The averages are of the squared norm of the true gradient, and of the variance of a
-    single sample's gradient; `scale` is the variance divided by the norm.
+    single sample's gradient; `scale` is the variance divided by that squared norm.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
-        smoothing: Float, weight of the past in the averages.
+        smoothing: Float from 0 to 1, weight of the previous average in each update.
 
     Source: McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, appendix A.1.
     """
@@ -51,7 +51,7 @@ class GradientNoise(StepFeature):
 
     @property
     def counters(self) -> dict[str, Any]:
-        """Dict by name of the averages' variables, which logs show and backups save."""
+        """Dict from a name to the variable of each average, for logs and backups."""
         return {"signal": self.signal, "noise": self.noise}
 
     def check(self, optimizer: Any) -> None:
@@ -108,8 +108,9 @@ class GradientNoise(StepFeature):
             return
         replicas = step.reducer.num_replicas
         if totals.count is not None:
-            # Accumulated gradients contain the weights of several micro-batches, and no
-            # single one, so that each replica counts as an equal part of the update.
+            # Accumulated gradients are weighted by the weights of several
+            # micro-batches, not by a single one, so each replica counts as an equal
+            # part of the update.
             samples = samples * tf.cast(totals.count, tf.float32)
             weight = tf.constant(1.0 / replicas, tf.float64)
         # A replica's gradient is its part of a weighted sum: divided by its weight, it

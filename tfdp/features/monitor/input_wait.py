@@ -114,9 +114,9 @@ def advise(waits: Mapping[int, InputWait], pipeline: Pipeline) -> str:
     others = [wait.share for key, wait in waits.items() if key != rank]
     is_apart = bool(others) and statistics.median(others) < _LITTLE
     who = f"Worker {rank} waits" if others else "Training waits"
-    # An obstacle in the input pipeline delays all workers alike, but a faster worker
-    # prepares data while it waits for the others in collectives. With an obstacle, a
-    # single waiting worker is therefore no sign of a problem on its host.
+    # If an obstacle makes each worker prepare all rows, it delays all workers alike.
+    # But faster workers prepare data while they wait for others in collectives: a
+    # single worker that waits for data is then no sign of a problem on its host.
     is_of_one = is_apart and not pipeline.obstacle
     remedy = _REMEDY_OF_ONE if is_of_one else _remedy(pipeline)
     return f"{who} for its data for {share:.0%} of a step: {remedy}."

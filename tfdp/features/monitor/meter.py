@@ -127,7 +127,7 @@ class TimedSteps(keras.callbacks.Callback):
         meter: `Meter` that times the steps, or `None`: steps are not timed, and
             `on_step_end` is not called.
         step: Int, number of the last step, counted over all epochs.
-        latest: Deque with the last readings, for other observers of the same steps.
+        latest: Deque with the last five readings, for other observers of the steps.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,9 @@ class TimedSteps(keras.callbacks.Callback):
         self.latest = collections.deque(maxlen=_KEPT_READINGS)
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Handle an execution of one or more steps; `self.step` is its last step.
+        """Handle an execution of one or more steps; overridden by subclasses.
+
+        `self.step` is the number of its last step.
 
         Args:
             num_steps: Int, steps of the execution.

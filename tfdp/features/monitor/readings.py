@@ -26,8 +26,8 @@ _KINDS = {
     "reduce_scatters": timing.GRADIENTS,
 }
 KINDS = tuple(name for kind in _KINDS for name in (kind, f"{kind}_exposed"))
-# A collective with its start and end, in seconds of the wall clock, by which time
-# stamps in a graph are taken.
+# A collective with its start and end, in seconds of the wall clock, since time stamps
+# in a graph use that clock.
 Timed = tuple[timing.Collective, float, float]
 
 
@@ -58,7 +58,7 @@ class Sample:
         num_steps: Int, steps of the execution that it represents.
         step_seconds: Float, time from the end of the previous step to that of this one.
         input_seconds: Float, time of the step before its data was available.
-        compute_seconds: Float, the step without exposed communication.
+        compute_seconds: Float, time of the step without exposed communication.
         communication_seconds: Float, time in which a collective was running.
         exposed_seconds: Float, time in which only collectives were running.
         sent_bytes: Float, bytes sent by each replica.
@@ -88,8 +88,8 @@ class ReplicaTimes:
     Args:
         begin: Float, time at which its data was available.
         loss: Float, end of the forward pass.
-        backward_end: Float or `None`, time at which the last gradient was ready for its
-            collective.
+        backward_end: Float, time at which the last gradient was ready for its
+            collective, or `None` if gradients were not reduced.
         collectives: List of `Timed` collectives.
     """
 
@@ -226,8 +226,8 @@ def _marks(
         List of pairs, in the order of `rows`: a `Mark`, and its values as an array of
         shape `[3]`, the two numbers that `name` stands for and an unused one.
     """
-    # A row may have been traced after the reading, so that there may be fewer values
-    # than rows.
+    # There may be fewer values than rows, since a row may have been traced after the
+    # values were read.
     return [
         (row, pair)
         for row, pair in zip(rows, reading.values, strict=False)
@@ -318,7 +318,7 @@ def samples_and_norm(
 
 
 def _covered(intervals: list[Interval], reading: Reading) -> float:
-    """Return the seconds of a reading that the intervals cover."""
+    """Return how many seconds of a reading's execution the intervals cover."""
     return seconds_covered(clipped(intervals, reading.begin, reading.end))
 
 

@@ -116,8 +116,8 @@ class RunReport:
             return
         last = windows[-1]
         if len(windows) == 1 and self._last_of_epoch_before is not None:
-            # Only a worker that is slow in two windows is a straggler, so that an epoch
-            # of a single window needs the last window of the previous epoch, too.
+            # Only a worker that is slow in two windows is a straggler. For an epoch of
+            # a single window, the other one is the last window of the previous epoch.
             windows.appendleft(self._last_of_epoch_before)
         self._last_of_epoch_before = last
         straggler = persistent_straggler(windows, self._hosts)
@@ -207,10 +207,10 @@ class ReportThread(threading.Thread):
         self._silent: set[int] = set()
 
     def put(self, make: Callable[[], Window]) -> None:
-        """Queue a window of this worker, which the thread computes.
+        """Queue a window of this worker, unless an error has ended the reports.
 
         Args:
-            make: Callable that returns the `Window`.
+            make: Callable that returns the `Window`, called on the thread.
         """
         if self.error is None:
             self._queue.put(make)
@@ -221,7 +221,7 @@ class ReportThread(threading.Thread):
         self._queue.put(None)
 
     def close(self) -> None:
-        """Wait until all queued windows are processed, for a limited time."""
+        """Have the thread end after all queued windows; wait at most 20 seconds."""
         self.stop()
         self.join(_PARTING_SECONDS)
 

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from tfdp.features.monitor.time_intervals import Interval, clipped, merged
 
-# Commands that do not import TensorFlow write traces, too, so that `readings`, which
-# needs TensorFlow, is imported for type checkers only.
+# Some commands write traces without importing TensorFlow. `readings` needs TensorFlow,
+# and is therefore imported for type checkers only.
 if TYPE_CHECKING:
     from tfdp.features.monitor.readings import Reading, ReplicaTimes
 
 # Lane 0 of a worker shows its steps. Each replica has two lanes, since its collectives
 # run at the same time as its compute.
 _STEPS_LANE, _LANES_PER_REPLICA = 0, 2
-# Times in the file are multiples of 1/8 microsecond. Floats represent these exactly,
-# also in sums, and Perfetto, which truncates to nanoseconds, changes none. Times of the
-# wall clock as float64 are no finer.
+# Times in the file are multiples of 1/8 microsecond: floats represent these and their
+# sums exactly, and Perfetto, which truncates times to nanoseconds, changes none. Times
+# of the wall clock in float64 are no finer.
 _TICKS_PER_MICROSECOND = 8
 # Overlaps of bars in one lane up to this length are errors of the clocks, and are cut
 # off instead of shown in another row.
@@ -106,7 +106,7 @@ class WorkerTrace:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> WorkerTrace:
-        """Restore a trace from the result of `dataclasses.asdict`, also via JSON."""
+        """Restore a trace from the dict of `dataclasses.asdict`, also one from JSON."""
         slices = [Slice(**item) for item in content["slices"]]
         lanes = {int(lane): name for lane, name in content["lanes"].items()}
         collectives = {k: (v[0], v[1]) for k, v in content["collectives"].items()}
@@ -136,8 +136,8 @@ def trace_of_worker(
         for number, replica in enumerate(local):
             compute = 1 + _LANES_PER_REPLICA * number
             collectives = compute + 1
-            # The product below counts the replicas of the workers in front, since all
-            # workers have the same number of replicas.
+            # `rank * len(local)` is the number of replicas on workers of lower rank,
+            # since all workers have the same number of replicas.
             name = f"replica {rank * len(local) + number}"
             trace.lanes[compute] = f"{name}: compute"
             trace.lanes[collectives] = f"{name}: collectives"
@@ -163,9 +163,9 @@ def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
     offsets = {worker.rank: _offset(workers[0], worker) for worker in workers}
     start = min(bar.begin - offsets[w.rank] for w in workers for bar in w.slices)
     events: list[dict[str, Any]] = []
-    # Perfetto looks up names by thread number alone, so that numbers are unique over
-    # all workers, and not 0. It shows the thread whose number equals its process's as
-    # the main one.
+    # Perfetto looks up names by thread number alone, so thread numbers must be unique
+    # over all workers, and not 0. It shows the thread whose number equals that of its
+    # process as the main thread.
     other_tids = itertools.count(2 + max(offsets))
     for worker in workers:
         pid = 1 + worker.rank
@@ -178,8 +178,8 @@ def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
             events.append(_metadata("thread_name", pid, tid, name=name))
             events.append(_metadata("thread_sort_index", pid, tid, sort_index=order))
             events += [_event(pid, tid, bar) for bar in bars]
-    # Metadata events, which name the rows, have no time, so that Perfetto reads them in
-    # file order: they must precede the bars.
+    # Metadata events, which name the rows, have no time. Perfetto reads them in file
+    # order, so they must precede the bars.
     events.sort(key=lambda event: event["ph"] != "M")
     return {
         "traceEvents": events,

@@ -50,7 +50,7 @@ class Window:
         mean: `Sample`, means over the steps; its norm is the latest recorded one.
         loss_scale: Float, the loss scale, or NaN without one.
         skipped_steps: Int, steps skipped so far in this run.
-        times: List of floats, the seconds of a step in each execution.
+        times: List of floats, for each execution the mean seconds of its steps.
     """
 
     step: int
@@ -142,8 +142,8 @@ class Row:
     def waits(self) -> dict[int, float]:
         """Return the seconds that each worker waited for others, by rank.
 
-        All workers run the same collectives, so that the worker with the least exposed
-        communication did not wait, and the excess of the others is waiting.
+        All workers run the same collectives. So the worker with the least exposed
+        communication did not wait, and the others waited for the difference.
         """
         exposed = {r: w.mean.exposed_seconds for r, w in self.workers.items()}
         least = min(exposed.values())
@@ -249,8 +249,8 @@ class RunTotals:
                 self._latest[name] = values[name]
         for name in _MEANS:
             self._means[None, name].add(values[name], count)
-        # The speed is weighted by time, so that its mean is the number of all samples
-        # divided by all seconds.
+        # The speed is weighted by time, not by steps: only then is its mean the number
+        # of all samples divided by all seconds.
         speed = "samples_per_second"
         self._means[None, speed].add(values[speed], count * values["step_seconds"])
         for label, seconds in row.buckets.items():

@@ -181,12 +181,17 @@ class CheckedStep(LoopFeature):
         return ~(computed & _are_equal(_read(self._received[replica])))
 
     def admit(self, gradients: Sequence[Any] | None) -> tf.Tensor | bool:
-        """Implements `StepFeature.admit`: compare the digests of all replicas.
+        """Implements `StepFeature.admit`: compare what replicas and stand-ins computed.
+
+        Their digests are stored for `read`; those of a stand-in, until its own run.
+
+        Args:
+            gradients: Sequence of this replica's gradients before they are reduced, or
+                `None`.
 
         Returns:
-            Scalar bool tensor, whether they agree, so that the update may be made;
-            `False` if `is_stand_in`; `True` if `gradients` is `None`: there are no new
-            ones.
+            Scalar bool tensor, whether they agree and the update may be made; `False`
+            if `is_stand_in`; `True` if `gradients` is `None`: there are no new ones.
 
         Raises:
             ValueError: At a second update in a step.
@@ -218,6 +223,8 @@ class CheckedStep(LoopFeature):
         statistics: GradientStatistics,
     ) -> tf.Tensor | None:
         """Implements `StepFeature.examine`: compare the sums that replicas received.
+
+        Their digests are stored for `read`.
 
         Args:
             step: `Step`.
@@ -301,7 +308,7 @@ def _sums_of(optimizer: Any) -> list:
 
 
 def _has_rows(part: Any) -> bool:
-    """Return whether a part of a batch has rows: it is not a scalar."""
+    """Return whether a leaf of a batch has rows: it has a shape, and is no scalar."""
     shape = getattr(part, "shape", None)
     return shape is not None and shape.rank != 0
 
@@ -337,7 +344,7 @@ def _parts(item: Any) -> list:
 
 
 def _digest(values: Sequence[Any]) -> tf.Tensor:
-    """Return one int64 digest of the bits of all tensors and `tf.IndexedSlices`."""
+    """Return a scalar int64 digest of the bits of tensors and `tf.IndexedSlices`."""
     parts = tf.nest.flatten(list(values), expand_composites=True)
     known = [part for part in parts if part.shape.is_fully_defined()]
     total = combine_checksums(checksums(known)) if known else tf.zeros([], tf.int64)
@@ -348,9 +355,10 @@ def _digest(values: Sequence[Any]) -> tf.Tensor:
 
 
 def _digest_of_rows(rows: tf.Tensor) -> tf.Tensor:
-    """Return a digest of a tensor of any shape, an int64 that may wrap around.
+    """Return one int64 digest of all elements of a tensor of any shape, a scalar.
 
-    Odd factors can be inverted modulo `2**64`, so that a change of one word shows.
+    It is a sum with odd factors that may wrap around. Odd factors can be inverted
+    modulo `2**64`, so a change of one word always changes the digest.
     """
     if rows.dtype == tf.bool:
         rows = tf.cast(rows, tf.uint8)

@@ -21,8 +21,8 @@ from tfdp.training.reduction.training_group import TrainingGroup
 class ReplayGroup(TrainingGroup):
     """Group of replicas in a step that is computed twice; it records what they send.
 
-    When replicas stand in for others, `ranks` gives each one the rank of the next
-    replica, so that it computes that replica's part.
+    When each replica stands in for the next one, `ranks` has the rank of the replica
+    whose part it computes.
 
     Args:
         inner: `TrainingGroup` of the same replicas.
@@ -57,7 +57,7 @@ class _OrderedSums:
         self._gather = gather
 
     def sum(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sum tensors over all replicas, by one gather for each dtype."""
+        """Sum tensors over all replicas by rank, with one gather for each dtype."""
         totals: dict[int, tf.Tensor] = {}
         for dtype in dict.fromkeys(part.dtype for part in parts):
             places = [i for i, part in enumerate(parts) if part.dtype == dtype]

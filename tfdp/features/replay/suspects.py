@@ -32,8 +32,8 @@ class ReplayDigests(NamedTuple):
         differs = own != others
         if not differs.any():
             return 0, []
-        # Only the first digest that differs is evidence: after it, replicas may have
-        # received a wrong part, so that correct ones compute other digests, too.
+        # Only the first digest that differs is evidence: after it, even a correct
+        # replica may compute other digests, from a wrong part that it has received.
         first = int(np.argmax(differs.any(axis=0)))
         size = len(own)
         ranks = np.flatnonzero(differs[:, first]).tolist()
@@ -68,7 +68,7 @@ def suspects(rounds: Sequence[ReplayDigests]) -> list[int]:
     if pairs:
         found = set.intersection(*pairs) or set.union(*pairs)
         # Each replica has two digests, of its own rows and as a stand-in: if one of
-        # them changes between the rounds, the replica has computed wrongly in one.
+        # them changes between the rounds, the replica was wrong in one of the rounds.
         digests = [round_.computed[..., first].T for round_ in rounds]
     else:
         values, counts = np.unique(wrong[-1].received, return_counts=True)

@@ -86,6 +86,13 @@ class ReplayedSteps:
     def _replay(self, step: Callable, data: Any) -> Any:
         """Have two replicas compute each row of a step; repeat it once if bits differ.
 
+        Args:
+            step: Callable, the step without a replay; called if the data has ended.
+            data: Iterator of batches.
+
+        Returns:
+            The logs of the step.
+
         Raises:
             WorkerLost: On all workers, to continue without the one that is wrong.
             RuntimeError: On all workers, if bits differ again.
@@ -100,8 +107,8 @@ class ReplayedSteps:
         while len(rounds) < 2:
             self._run(batch, is_stand_in=True)
             logs = self._run(batch, is_stand_in=False)
-            # The digests are all-gathered, so that all workers read the same ones and
-            # repeat the step together.
+            # The digests were all-gathered: all workers read the same ones, and repeat
+            # the step together.
             rounds.append(ReplayDigests(*self._checked.read()))
             if rounds[-1].is_right:
                 break
@@ -231,7 +238,7 @@ def check_replay(strategy: Any, model: Any) -> None:
 
 @contextlib.contextmanager
 def _activated(checked: CheckedStep) -> Iterator[None]:
-    """Activate the hooks of `checked`, which compare digests, in steps traced here."""
+    """Activate the hooks of `checked` for steps traced in this `with` block."""
     active.activate(checked)
     try:
         yield
@@ -241,7 +248,7 @@ def _activated(checked: CheckedStep) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unoptimized() -> Iterator[None]:
-    """Switch off the rewrites of TensorFlow's graphs in `_REWRITES`, in this context.
+    """Switch off the rewrites of graphs in `_REWRITES` in this `with` block.
 
     Functions then run the operations that were traced. A stand-in makes no update, so
     TensorFlow would optimize its graph in another way, and other kernels round in

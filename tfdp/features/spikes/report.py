@@ -36,7 +36,7 @@ class SkippedUpdate(NamedTuple):
 
     @property
     def median_text(self) -> str:
-        """The median to five digits, or `"none"`."""
+        """String, the median to five digits, or `"none"` if it is infinite."""
         return f"{self.median:.5g}" if math.isfinite(self.median) else "none"
 
 

@@ -33,7 +33,7 @@ MAX_EXCLUDED = 1024
 # clues to the cause.
 MAX_NAMED = 3
 # The least deviation, as a fraction of the median: a nearly constant loss has hardly
-# any deviation, so that each small change would be a spike.
+# any deviation, so each small change would be a spike.
 _MIN_DEVIATION = 0.01
 # Ratio of a normal distribution's standard deviation to its median absolute deviation,
 # which is measured instead, since spikes do not distort it.
@@ -87,15 +87,17 @@ class StepGuard(StepFeature):
         self.num_batches = zeros("num_batches")
         self.num_skipped = zeros("num_skipped")
         self.num_in_a_row = zeros("num_in_a_row")
-        # The host reports skipped updates from these: the number of each one's last
-        # batch; and its loss or gradient norm, with the median of accepted ones before.
+        # The host reports skipped updates from these two: the number of the last batch
+        # of each update; and its loss or gradient norm, with the median of the accepted
+        # values before it.
         self.skipped_batches = zeros("skipped_batches", MAX_LOGGED)
         self.skipped_values = zeros("skipped_values", MAX_LOGGED, 2, dtype="float32")
         # Positions of the variables with the largest gradients, counted from 1, since 0
         # marks an unused element.
         self.largest = zeros("largest", MAX_NAMED)
-        # The last batch of a spike that the host must handle, or 0, and the number of
-        # batches in its update. The step leaves out all updates while it is not 0.
+        # Number of the last batch of a spike that the host must handle, or 0: while it
+        # is not 0, the step leaves out all updates. And the number of batches in the
+        # update of that spike.
         self.waiting = zeros("waiting")
         self.num_of_update = zeros("num_of_update")
         self.excluded = zeros("excluded", MAX_EXCLUDED)
@@ -200,8 +202,8 @@ class StepGuard(StepFeature):
         def skip() -> None:
             """Record an update that is left out.
 
-            After a spike, unless `action` is `"skip"`, later updates are left out, too,
-            until the callback has handled it.
+            After a spike, unless `action` is `"skip"`, all updates are left out until
+            the callback has handled it.
             """
             self._log(value, median)
             self._name_largest(step, statistics)

@@ -112,7 +112,7 @@ def _prepare_rollback(fit: Fit) -> None:
 def _wrap_step(model: Any) -> None:
     """Wrap a model's `train_step` so that the guard can undo a step that it leaves out.
 
-    Only for models without a strategy. A `train_step` that is wrapped stays as it is.
+    Only for models without a strategy. A `train_step` that is already wrapped stays.
     """
     train_step = model.train_step
     if hasattr(train_step, "is_guarded"):
