@@ -58,7 +58,11 @@ _COMPARED = (
 
 
 class Elastic(Feature):
-    """Feature of `on_loss="continue"`: repeats loops with the remaining workers."""
+    """Feature of `on_loss="continue"`: repeats a loop with the remaining workers.
+
+    The loop is the call of `fit`, `evaluate` or `predict` that the loss of a worker has
+    ended.
+    """
 
     def __init__(self) -> None:
         self._num_calls = 0
@@ -129,8 +133,16 @@ class Elastic(Feature):
     ) -> bool:
         """Form a new cluster of the remaining workers, if one was lost.
 
-        Implements `Feature.recover`, whose arguments it has. Data and callbacks in
-        `arguments` are prepared for the next attempt.
+        Implements `Feature.recover`.
+
+        Args:
+            name: String, the loop: `"fit"`, `"evaluate"` or `"predict"`.
+            model: The Keras model.
+            arguments: Dict, the arguments of the loop by name; data and callbacks in it
+                are prepared for the next attempt.
+            error: The error that the loop has raised.
+            stack: `contextlib.ExitStack`, closed at the end of the call; it then
+                restores what was changed in the callbacks.
 
         Returns:
             Bool, whether the loop is repeated: `False` without `on_loss="continue"`, if

@@ -38,8 +38,9 @@ from tfdp.training.reduction.sparse import are_unique, sum_duplicates
 # Worker 0 stores the sums of steps that another worker has not run yet, at most this
 # number of steps and of bytes: beyond that, all wait for the worker.
 _MAX_STEPS, _MAX_BYTES = 256, 256 << 20
-# Numbers in the names of connections, by which both ends find each other. They agree on
-# all workers, which trace the same steps in the same order.
+# Source of the numbers in the names of connections: the two ends of a connection find
+# each other by its name. All workers count alike, since they trace the same steps in
+# the same order.
 _names = itertools.count()
 # A replica sends its number of rows and that of the global batch with its gradients, so
 # that worker 0 can scale a sum that lacks the gradients of late workers.
@@ -308,9 +309,9 @@ def _joined(
 
 
 def _set(waiting: Any, number: int) -> None:
-    """Assign `number`, the sums that wait for this worker, to the variable `waiting`.
+    """Assign the number of sums that wait for this worker to the variable `waiting`.
 
-    If `waiting` is `None`, it does nothing.
+    It does nothing if `waiting` is `None`.
     """
     if waiting is not None:
         waiting.assign(number, read_value=False)

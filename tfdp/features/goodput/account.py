@@ -12,8 +12,9 @@ from typing import Any
 from tfdp.features.goodput.ledger import FORMAT, Moment, moment_of
 from tfdp.ground.arguments import is_integer, is_number
 
-# Classes of time by their names in the lines of a ledger, which must not change: files
-# of earlier versions contain them. `CLASSES` has the names in tables, in row order.
+# Classes of time. These names, which the lines of a ledger contain, must not change,
+# since files of earlier versions have them. `CLASSES` has the names that tables show,
+# in the order of their rows.
 STEP, AGAIN, STARTUP, TRACE = "step", "again", "startup", "trace"
 DATA, EXPOSED, EVALUATION, SAVE = "data", "exposed", "evaluation", "save"
 BACKUP, RECOVERY, IDLE, UNKNOWN = "backup", "recovery", "idle", "unknown"
@@ -388,7 +389,7 @@ class Account:
         return dataclasses.replace(moment_of(line), boot=boot)
 
     def _count(self, name: str, seconds: float) -> None:
-        """Add seconds to a class of the job's time."""
+        """Add seconds to the sum of the class of time `name`."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
 

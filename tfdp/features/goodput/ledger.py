@@ -23,8 +23,8 @@ NAME = "goodput.jsonl"
 # Version of the lines of a ledger, written with each attempt: a line of another version
 # is rejected, since its fields may have another meaning.
 FORMAT = 1
-# Key in `TF_CONFIG`, below `"tfdp"`, by which a launcher passes the place of the ledger
-# to its workers.
+# Key below `"tfdp"` in `TF_CONFIG`, under which a launcher passes the place of the
+# ledger to its workers.
 _KEY = "goodput"
 # Largest number of bytes of a line that are read at once, so that a damaged ledger
 # cannot fill the memory. A valid line has a few hundred bytes.
@@ -300,7 +300,7 @@ class LedgerFile:
 
 
 def _open(path: str) -> int:
-    """Open a ledger for this user alone, and return its file descriptor.
+    """Open a ledger, created for this user alone; return its file descriptor.
 
     Raises:
         ValueError: If it is not a regular file with a single link.

@@ -104,7 +104,7 @@ class GoodputRecorder:
         self._lines = [json.dumps({**line, "launched": launched})]
 
     def fit_begins(self) -> None:
-        """Count a `fit`, and time from now on as its start-up."""
+        """Record the beginning of a `fit`: time from now on counts as its start-up."""
         self._fit += 1
         self._is_done = False
         self._waited = self.wait_seconds()
@@ -244,7 +244,7 @@ class GoodputRecorder:
             self._lines = []
 
     def _change(self, new: str) -> None:
-        """Count the time since the last event, and begin another class of time."""
+        """Add time since the last event to its class, and begin the class `new`."""
         now = uptime()
         elapsed = now - self._at
         self._seconds[self._class] = self._seconds.get(self._class, 0.0) + elapsed

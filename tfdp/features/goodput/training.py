@@ -80,7 +80,7 @@ class _Goodput(Feature):
             self._record(fit, recorder)
 
     def wrap_step(self, model: Any, step: Callable) -> Callable:
-        """Return a step that is timed while `fit` is recorded."""
+        """Return a step that is timed while `fit` is recorded; else `step` itself."""
         if not self._is_measuring or loops.is_nested():
             return step
         timed = self.timed(model, step)
@@ -140,7 +140,7 @@ class _Goodput(Feature):
 
         @functools.wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
-            """Run the step, and record its time."""
+            """Run the step; notify the recorder, if it is set, of begin and end."""
             nonlocal is_new
             recorder, num_traces = self.recorder, self._num_traces
             if recorder is None:
@@ -249,15 +249,15 @@ class _RecorderCallback(keras.callbacks.Callback):
             self.model.train_function = FEATURE.timed(self.model, function)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Record that an epoch begins."""
+        """Notify the recorder that an epoch begins."""
         self._recorder.epoch_begins(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Record that a batch begins."""
+        """Notify the recorder that a batch begins."""
         self._recorder.batch_begins(batch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Write shares of time for TensorBoard to other callbacks' log folders."""
+        """Write the job's shares of time to other callbacks' TensorBoard folders."""
         for folder in sorted(set(filter(None, map(_log_dir_of, self._others)))):
             # An error of writing for TensorBoard is ignored, since the ledger has the
             # same numbers.

@@ -14,8 +14,8 @@ from tfdp.communication.transport.frames import receive_frame, send_frame
 from tfdp.ground.base.threads import run_on_thread
 from tfdp.ground.forks import close_in_forks
 
-# Name of the hub's service in the handshake, by which a client notices that it has
-# reached another service of the job, which has the same secret.
+# Name of the hub's service in the handshake: a client notices by it that it has reached
+# another service of the job. The secret does not show this, since services share it.
 SERVICE = "hub"
 # Seconds between two heartbeats, and seconds without a message after which the other
 # end counts as lost: the TCP connection of a suspended process stays open.

@@ -232,11 +232,12 @@ class IslandTraining:
         self._client: HubClient | None = None
         self._version = 0
         self._batches = 0
-        # Updates since pseudo-gradients were last sent, which are the weight of this
+        # Number of updates since pseudo-gradients were last sent: the weight of this
         # island in the next mean.
         self._new_updates = 0
-        # Value of `_updates` when pseudo-gradients were last sent, from which the delay
-        # of an exchange is counted; `sync` resets both this value and `_updates` to 0.
+        # Value of `_updates` when pseudo-gradients were last sent: the delay of an
+        # exchange is counted from it. `sync` resets both this value and `_updates` to
+        # 0.
         self._sent_at = 0
         self._exchange: Future[bool] | None = None
         self.staleness = self.participants = 0
@@ -381,7 +382,7 @@ class IslandTraining:
             self.participants = reply.participants
         self._version = reply.version
         if reply.keeps:
-            # An error is ignored, since the next exchange connects again.
+            # A lost connection is ignored here, since the next exchange connects again.
             with contextlib.suppress(HubLost):
                 client.keep(reply.version, state.arrays)
         return reply.is_behind

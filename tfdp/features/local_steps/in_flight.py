@@ -25,8 +25,9 @@ from tfdp.ground.text import pluralize
 from tfdp.training.reduction.gradient_reducer import ReplicaReducer
 from tfdp.training.reduction.reducer import Reducer
 
-# Numbers in the names of the connections of rounds, by which both ends find each other.
-# They agree on all workers, which create `RoundExchange`s in the same order.
+# Source of the numbers in the names of connections for rounds: the two ends of a
+# connection find each other by its name. All workers count alike, since they create
+# `RoundExchange`s in the same order.
 _names = itertools.count()
 # A replica sends its number of samples before its pseudo-gradients, since the number is
 # their weight in the mean.
@@ -121,7 +122,7 @@ def background_exchange(
     compressed: Sequence[Any] | None,
     specs: Sequence[tf.TensorSpec],
 ) -> BackgroundThread:
-    """Create a thread that sums the pseudo-gradients of a fragment during the steps.
+    """Create a thread that averages a fragment's pseudo-gradients during the steps.
 
     Args:
         name: String, name of the thread.

@@ -104,7 +104,7 @@ class LocalSteps(IndependentGroups):
 
     @property
     def state(self) -> dict[str, Any]:
-        """Dict of the outer optimizer's variables, by the names of their tensors."""
+        """Dict from the name in a checkpoint to each variable of the outer step."""
         state = {} if self.exchanges is None else self.exchanges.outer.state
         return {f"{OUTER_PREFIX}{name}": variable for name, variable in state.items()}
 

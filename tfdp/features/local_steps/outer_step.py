@@ -79,9 +79,10 @@ class ReplicatedOuterStep(OuterStep):
         self, make_variable: Callable[..., Any], template: Any, trained: Sequence[Any]
     ) -> None:
         self._trained = trained
-        # Whether `begin` has copied the trained weights into the anchors. It copies in
-        # the step: this constructor may run while the first step is being traced, and
-        # an assignment would then become part of the graph of every step.
+        # Whether `begin` has copied the trained weights into the anchors. `begin`
+        # copies in the step, not this constructor, which may run while the first step
+        # is being traced: an assignment would then become part of the graph of every
+        # step.
         self.is_begun = make_variable(
             shape=(), dtype="int", initializer="zeros", name="outer_is_begun"
         )

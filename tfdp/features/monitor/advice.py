@@ -14,8 +14,8 @@ from tfdp.features.monitor.windows import Straggler
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.plans.gathers import StepGathers
 
-# Fractions of a step below which exposed communication, and waiting for data, get no
-# advice, since there is little to gain.
+# Fractions of a step: exposed communication below the first, and waiting for data below
+# the second, get no advice, since there is little to gain.
 _LITTLE, _MUCH_INPUT = 0.1, 0.25
 # A collective below both limits, of bytes and of seconds, is mostly latency. If a small
 # collective takes longer, its link is slow, and fewer collectives would not help.
@@ -29,14 +29,14 @@ class Facts:
     Args:
         num_replicas: Int, number of replicas on all workers.
         num_nodes: Int, number of nodes.
-        num_buckets: Int, all-reduces of gradients in a step.
-        gradient_bytes: Int, size of the gradients that they reduce.
+        num_buckets: Int, number of all-reduces of gradients in a step.
+        gradient_bytes: Int, size in bytes of the gradients that they reduce.
         compression: Bool, whether gradients are compressed.
         accumulates: Bool, whether an update takes several micro-batches.
-        num_gathers: Int, tensors that a step gathers or sums over replicas for
-            operations that need the whole batch. Defaults to 0.
-        gathered_bytes: Int, size of these tensors. Defaults to 0.
-        largest_gather: String, description of the largest one. Defaults to `""`.
+        num_gathers: Int, number of tensors that a step gathers or sums over replicas
+            for operations that need the whole batch. Defaults to 0.
+        gathered_bytes: Int, size in bytes of these tensors. Defaults to 0.
+        largest_gather: String, description of the largest tensor. Defaults to `""`.
     """
 
     num_replicas: int

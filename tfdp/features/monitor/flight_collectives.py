@@ -17,8 +17,8 @@ from tfdp.communication.coordination.flight_steps import TENSORFLOW
 from tfdp.features.monitor.time_intervals import Interval, seconds_covered
 from tfdp.features.monitor.trace import clock_offset
 
-# Seconds of waiting for a worker after which it counts as stuck. Even in a job that
-# runs well, workers write their records at slightly different times.
+# Seconds after which a worker that waits for another one counts as stuck. Shorter waits
+# show nothing, since workers write their records at slightly different times.
 STUCK_SECONDS = 1.0
 # A step whose collectives TensorFlow runs counts as stuck only after this multiple of
 # its usual time, since such a step also computes.
@@ -29,8 +29,8 @@ _LATE_PART = 0.1
 # A worker is slow only if at least this fraction of all waits is for it: otherwise
 # several workers delay the others, and no single one is the cause.
 _OWN_PART = 0.8
-# With fewer collectives than this, no worker counts as slow, since one may be the last
-# by chance.
+# With fewer collectives than this, no worker counts as slow, since a worker may be the
+# last one in them by chance.
 _FEWEST_COLLECTIVES = 20
 
 # Flight records by rank. Ranks may be missing, since a worker that was killed may have

@@ -99,7 +99,7 @@ class ReplicaTimes:
     collectives: list[Timed]
 
     def labelled(self) -> dict[str, Interval]:
-        """Return the interval of each label: from its first collective to its last."""
+        """Return, by label, begin of its first collective and end of its last one."""
         intervals: dict[str, Interval] = {}
         for collective, begin, end in self.collectives:
             first, last = intervals.get(collective.label, (begin, end))
@@ -266,7 +266,7 @@ def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
     spans = [[(begin, end) for _, begin, end in r.collectives] for r in replicas]
     busy = [_covered(span, reading) for span in spans]
     # An execution of several steps has values of its last step only, which begins in
-    # the middle: the wait for data before the first step is not known.
+    # the middle of it: how long the first step has waited for data is unknown.
     is_whole = reading.num_steps == 1
     first = min(replica.begin for replica in replicas)
     waited = max(0.0, first - reading.begin) if is_whole else 0.0
@@ -307,7 +307,7 @@ def samples_and_norm(
     samples, step = math.nan, math.nan
     for _, pair in _marks(reading, rows, step_events.BATCH):
         samples, step = float(pair[0]), float(pair[1])
-    # A norm that was not recorded in the steps of this reading still has its value from
+    # If the steps of this reading have not recorded a norm, its value is still that of
     # an earlier step, as the recorded step number shows, and is left out.
     squares = [
         float(pair[0])

@@ -39,8 +39,8 @@ _NAME = "communication"
 # Stragglers are sought in this number of latest windows only, since a run may have
 # millions of windows.
 _KEPT_WINDOWS = 10_000
-# Timeouts in seconds, since the report must not delay training: of the first worker
-# for another one's windows, and at the end of `fit` for the reporting thread.
+# Timeouts in seconds, so that reports do not delay training: how long the first worker
+# waits for the windows of another, and how long `fit` waits for the reporting thread.
 _PATIENCE_SECONDS, _PARTING_SECONDS = 10.0, 20.0
 # Windows of this number of seconds are sent in one message, since each message slows
 # concurrent steps.

@@ -178,7 +178,7 @@ class CsvFile:
         self._writer.writeheader()
 
     def add(self, row: Row, values: Mapping[str, float]) -> None:
-        """Write the values of a row to the file; unknown values (NaN) are empty."""
+        """Write `values`, by column, as a row; unknown values (NaN) are left empty."""
         del row
         self._writer.writerow({k: v for k, v in values.items() if not math.isnan(v)})
         self._file.flush()
@@ -216,8 +216,8 @@ class TensorBoardFile:
         parts = [summary]
         histograms = histograms_of(row) if self._histogram else {}
         parts += [histogram_pb(t, np.asarray(v)) for t, v in histograms.items() if v]
-        # Concatenated protocol buffers of one type parse as their merged message, so
-        # that one operation writes all values.
+        # Concatenated protocol buffers of one type parse as their merged message:
+        # thus one operation writes all values.
         joined = b"".join(part.SerializeToString() for part in parts)
         with self._writer.as_default():
             tf.summary.experimental.write_raw_pb(joined, row.step)

@@ -325,7 +325,7 @@ def _offset(first: WorkerTrace, other: WorkerTrace) -> float:
 
 
 def _event(pid: int, tid: int, bar: _Bar) -> dict[str, Any]:
-    """Return a complete event ("X") of the Trace Event Format.
+    """Return the event of a bar: a complete event ("X") of the Trace Event Format.
 
     Args:
         pid: Int, number of the process, the worker.

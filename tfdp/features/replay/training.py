@@ -26,8 +26,8 @@ from tfdp.training.replicas.drift import replica_names
 from tfdp.training.step.step import active
 
 _log = logging.getLogger("tfdp")
-# Passes of TensorFlow's graph optimizer that replace operations by others, which may
-# round differently. All are on by default.
+# Passes of TensorFlow's graph optimizer, all on by default, that replay switches off:
+# they replace operations by others, which may round differently.
 _REWRITES = (
     "arithmetic_optimization",
     "common_subgraph_elimination",
@@ -287,7 +287,7 @@ class Replays(Feature):
             fit.model.train_function = None
 
     def wrap_step(self, model: Any, step: Callable) -> Callable:
-        """Return the step with replays, if this `fit` has them."""
+        """Return the step with replays if this `fit` has them, else `step` itself."""
         replays = self.of_model.get(model)
         return step if replays is None else replays.wrap(step)
 

@@ -35,8 +35,8 @@ MAX_NAMED = 3
 # The least deviation, as a fraction of the median: a nearly constant loss has hardly
 # any deviation, so each small change would be a spike.
 _MIN_DEVIATION = 0.01
-# Ratio of a normal distribution's standard deviation to its median absolute deviation,
-# which is measured instead, since spikes do not distort it.
+# Ratio of a normal distribution's standard deviation to its median absolute deviation.
+# The latter is measured, since spikes do not distort it.
 _NORMAL = 1.4826
 
 
