@@ -329,7 +329,7 @@ def _described(data: Any) -> str:
 
 
 def _optimizers(model: Any) -> dict[str, DistributedOptimizer]:
-    """Return the `DistributedOptimizer`s of a model, by the names of its attributes."""
+    """Return a model's `DistributedOptimizer`s by the names of their attributes."""
     every = {"optimizer": model.optimizer, **other_optimizers(model)}
     return {
         n: each for n, each in every.items() if isinstance(each, DistributedOptimizer)

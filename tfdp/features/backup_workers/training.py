@@ -50,7 +50,7 @@ class _DroppedGradients(keras.callbacks.Callback):
         return {"dropped": self._total - self._before}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Count the gradients that the epoch had dropped before the backup, too.
+        """Add the gradients that the epoch had dropped before the backup to its count.
 
         Args:
             state: Dict, the result of `get_state` when the backup was saved.

@@ -67,7 +67,7 @@ class Shares:
 
     Args:
         seconds: Dict from each class of `CLASSES` to its seconds.
-        num_restarts: Int, attempts beyond the first.
+        num_restarts: Int, number of attempts that were restarts of the job.
         num_damaged: Int, lines of the ledger that could not be read. Defaults to 0.
         measures_communication: Bool, whether exposed communication was measured;
             otherwise it is a part of the steps. Defaults to `False`.
@@ -89,7 +89,7 @@ class Shares:
 
     @property
     def total_seconds(self) -> float:
-        """Float, the time of the job."""
+        """Float, seconds of the job, the sum over all classes."""
         return sum(self.seconds.values())
 
     def share(self, name: str) -> float:
@@ -255,7 +255,7 @@ class Account:
         self._opening: list[dict[str, Any]] | None = None
 
     def _add(self, line: dict[str, Any]) -> None:
-        """Add a parsed line to the sums, by its kind: attempt, work or exit."""
+        """Add a parsed line to the sums, if its kind is attempt, work or exit."""
         match line["kind"]:
             case "attempt":
                 self._begin_attempt(line)
@@ -370,7 +370,7 @@ class Account:
         return SAVE if name == BACKUP else name
 
     def _fraction_again(self, line: dict[str, Any]) -> float:
-        """Return the fraction of a line's steps that an earlier attempt had done."""
+        """Return the fraction of a line's steps that were done before: 0.0 to 1.0."""
         if self._furthest is None or "first" not in line:
             return 0.0
         fit, epoch, batch = self._furthest

@@ -38,10 +38,10 @@ _CLASSES = {
 
 
 class GoodputRecorder:
-    """Recorder of worker 0's time, each moment of which has one class.
+    """Recorder that divides worker 0's time into classes, such as steps or saves.
 
-    Each event counts the time since the previous one, and begins the next class. A
-    callback and the wrapped step notify it of the events of `fit`, and
+    Each event adds the time since the previous one to the current class, and begins the
+    next. A callback and the wrapped step notify it of the events of `fit`, and
     `tfdp.ground.base.activities` of evaluations and saves. Lines are written at most
     about once a second, and wait in memory until a write succeeds.
 

@@ -88,7 +88,7 @@ class HubConnection:
 
         Args:
             is_over: `threading.Event` that ends the heartbeats earlier.
-            lock: Context manager, entered to send a heartbeat.
+            lock: Context manager, held while a heartbeat is sent.
         """
         # If the other end is lost, the heartbeats end without an error, since the next
         # message on this connection raises one.

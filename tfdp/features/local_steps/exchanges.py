@@ -272,12 +272,13 @@ class Exchanges:
     def _step(
         self, number: int, sums: Sequence[tf.Tensor], mixing: float | tf.Tensor = 0.0
     ) -> None:
-        """Make an outer step, and keep the fraction `mixing` of the local weights.
+        """Make an outer step with a fragment, and set this replica's weights by it.
 
         Args:
             number: Int, index of the fragment, a part of the weights.
             sums: Sequence of tensors, mean pseudo-gradients.
-            mixing: Float or scalar tensor from 0 to 1. Defaults to `0.0`.
+            mixing: Float or scalar tensor from 0 to 1, the fraction of the local
+                weights that is kept. Defaults to `0.0`.
         """
         values = self.outer.update(self._fragments[number], sums)
         variables = self._variables_of(number)

@@ -257,7 +257,12 @@ class RoundExchange:
 def _round_endpoint(
     strategy: Any, least: int, patience_seconds: float
 ) -> RoundLeader | RoundFollower:
-    """Connect this worker for rounds: return a leader on worker 0, else a follower."""
+    """Connect this worker for rounds: return a leader on worker 0, else a follower.
+
+    Raises:
+        ValueError: If the transport does not support rounds, or if there are fewer than
+            `least` workers.
+    """
     extended = strategy.extended
     transport, worker_group = extended.group.transport, extended.worker_group
     connect = getattr(transport, "connect", None)

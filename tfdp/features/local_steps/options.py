@@ -29,9 +29,10 @@ def _check(
     Args:
         options: `OuterOptions` or `LocalStepsOptions`.
         name: String, name of the field.
-        check: Callable that takes the name, the value and the further arguments.
-        *arguments: Arguments of `check`.
-        **limits: Keyword arguments of `check`.
+        check: Callable that takes the name, the value, `arguments` and `limits`, and
+            returns the checked value, or raises an error.
+        *arguments: Further arguments of `check`.
+        **limits: Keyword arguments of `check`, such as bounds of the value.
     """
     value = check(name, getattr(options, name), *arguments, **limits)
     object.__setattr__(options, name, value)

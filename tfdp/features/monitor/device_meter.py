@@ -199,7 +199,7 @@ class DeviceMeter(Meter):
         return _labels(self._times)
 
     def interrupt(self) -> None:
-        """Leave the time until the next step begins out of all steps' times.
+        """Exclude the time until the next step begins from the times of steps.
 
         The next step counts as the first one of an epoch, whose fifth step is profiled.
         """

@@ -88,13 +88,15 @@ class SlowWorker:
 
 
 def of_one_attempt(records: Iterable[FlightRecord]) -> tuple[Records, list[int]]:
-    """Return the records of the newest attempt; files of earlier ones may remain.
+    """Return the records of a job's newest attempt, without those of earlier ones.
 
     Args:
-        records: Iterable of `FlightRecord`.
+        records: Iterable of `FlightRecord`, some of which earlier attempts may have
+            left.
 
     Returns:
-        Tuple of the records by rank, and of the ranks whose record was left out.
+        Tuple of the kept records by rank, and of the ranks that have a record that was
+        left out.
     """
     ordered = sorted(records, key=lambda record: record.written_at)
     kept: dict[int, FlightRecord] = {}

@@ -243,7 +243,8 @@ def _activity(records: Records, rank: int) -> str:
 def _open_collective(record: FlightRecord) -> RecordedCollective | None:
     """Return the collective in which a worker waits, or `None`.
 
-    A collective without an end that another one in its lane follows has failed.
+    A collective without an end that another one in its lane follows has failed, and
+    does not count.
     """
     last = {each.lane: each for each in record.collectives}
     return next((each for each in last.values() if each.end is None), None)

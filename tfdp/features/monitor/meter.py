@@ -53,7 +53,7 @@ class Meter:
         self.recorder.stop()
 
     def interrupt(self) -> None:
-        """Leave the time until the next step begins out of all steps' times."""
+        """Exclude the time until the next step begins from the times of steps."""
         self._begin = None
 
     def step_begins(self) -> None:
@@ -179,11 +179,11 @@ class TimedSteps(keras.callbacks.Callback):
         self.on_step_end(num_steps, reading)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Leave the time between epochs out of all steps' times."""
+        """Exclude the time between two epochs from the times of steps."""
         self._interrupt()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Leave the time of an evaluation out of all steps' times."""
+        """Exclude the time of an evaluation from the times of steps."""
         self._interrupt()
 
     def _interrupt(self) -> None:

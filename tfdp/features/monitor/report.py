@@ -182,7 +182,8 @@ def _no_windows() -> collections.deque[SlowestWorker]:
 class ReportThread(threading.Thread):
     """Thread that sends this worker's windows to the first worker, which merges them.
 
-    Training never waits for it; windows of workers that do not answer are left out.
+    A window has the means over several steps. Training does not wait for this thread,
+    and windows of workers that do not answer are left out.
 
     Args:
         mailbox: `Mailbox` of all workers.

@@ -90,9 +90,10 @@ class ReportCallback(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def _saved(model: Any) -> Iterator[str]:
-    """Save the model into a temporary folder, on all workers, and yield its path.
+    """Save the model into a temporary folder, and yield the path of the folder.
 
-    All workers must save, since state may be sharded.
+    The folder is deleted at the end of the `with` block. All workers must save, since
+    state may be sharded.
     """
     with TemporaryFolder("model") as folder:
         model.save(os.path.join(folder, FILE_NAME))

@@ -186,8 +186,8 @@ class CheckedStep(LoopFeature):
         Their digests are stored for `read`; those of a stand-in, until its own run.
 
         Args:
-            gradients: Sequence of this replica's gradients before they are reduced, or
-                `None`.
+            gradients: Sequence of this replica's gradients of the micro-batch, or
+                `None` in an update with the accumulated ones.
 
         Returns:
             Scalar bool tensor, whether they agree and the update may be made; `False`

@@ -57,7 +57,7 @@ class _OrderedSums:
         self._gather = gather
 
     def sum(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sum tensors over all replicas by rank, with one gather for each dtype."""
+        """Sum tensors over all replicas in rank order, by one gather for each dtype."""
         totals: dict[int, tf.Tensor] = {}
         for dtype in dict.fromkeys(part.dtype for part in parts):
             places = [i for i, part in enumerate(parts) if part.dtype == dtype]

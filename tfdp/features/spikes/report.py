@@ -96,7 +96,7 @@ def failure(optimizer: Any, guard: StepGuard, last: SkippedUpdate) -> str:
     Args:
         optimizer: `DistributedOptimizer`.
         guard: `StepGuard`.
-        last: `SkippedUpdate`, the last one.
+        last: `SkippedUpdate`, the last of these updates.
     """
     trained = keras_optimizer.trained_by(optimizer)
     paths = [path_of(trained[int(i) - 1]) for i in guard.largest.numpy() if i > 0]

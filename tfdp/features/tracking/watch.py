@@ -178,10 +178,10 @@ def _start_run(start: Callable, instance: Any, args: tuple, kwargs: dict) -> Any
 
 
 def _set_experiment(choose: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-    """Choose an experiment of MLflow, by its name only where trackers are disabled.
+    """Choose an experiment of MLflow; where trackers are disabled, by name, not by id.
 
-    The temporary store of such a worker has no experiment of that id. MLflow creates a
-    missing experiment only by name: that of the call, or a default one.
+    The temporary store of such a worker has no experiment with the id of the call, and
+    MLflow creates a missing experiment only by name: that of the call, or a default.
 
     Args:
         choose: Callable, `mlflow.set_experiment`.
