@@ -39,8 +39,8 @@ from tfdp.training.reduction.sparse import are_unique, sum_duplicates
 # number of steps and of bytes: beyond that, all wait for the worker.
 _MAX_STEPS, _MAX_BYTES = 256, 256 << 20
 # Source of the numbers in the names of connections: the two ends of a connection find
-# each other by its name. All workers count alike, since they trace the same steps in
-# the same order.
+# each other by its name. The numbers agree on all workers, since these trace the same
+# steps in the same order.
 _names = itertools.count()
 # A replica sends its number of rows and that of the global batch with its gradients, so
 # that worker 0 can scale a sum that lacks the gradients of late workers.

@@ -236,8 +236,7 @@ class IslandTraining:
         # island in the next mean.
         self._new_updates = 0
         # Value of `_updates` when pseudo-gradients were last sent: the delay of an
-        # exchange is counted from it. `sync` resets both this value and `_updates` to
-        # 0.
+        # exchange is counted from it. `sync` resets this value and `_updates` to 0.
         self._sent_at = 0
         self._exchange: Future[bool] | None = None
         self.staleness = self.participants = 0

@@ -26,8 +26,8 @@ from tfdp.training.reduction.gradient_reducer import ReplicaReducer
 from tfdp.training.reduction.reducer import Reducer
 
 # Source of the numbers in the names of connections for rounds: the two ends of a
-# connection find each other by its name. All workers count alike, since they create
-# `RoundExchange`s in the same order.
+# connection find each other by its name. The numbers agree on all workers, since these
+# create `RoundExchange`s in the same order.
 _names = itertools.count()
 # A replica sends its number of samples before its pseudo-gradients, since the number is
 # their weight in the mean.

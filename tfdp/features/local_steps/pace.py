@@ -118,8 +118,8 @@ class Pace:
             except (StopIteration, tf.errors.OutOfRangeError):
                 if not number:
                     raise
-                # The data ended within an execution: the last one of an epoch may have
-                # fewer steps than the others.
+                # The data has ended within this execution: the last one of an epoch may
+                # have fewer steps. Only the batches that were dropped are counted.
                 count = number
                 break
         optimizer = model.optimizer

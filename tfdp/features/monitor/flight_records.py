@@ -347,7 +347,8 @@ def _place(record: FlightRecord, entry: RecordedCollective) -> str:
     """Name the place in the script from which a worker entered a collective."""
     begin = entry.begin
     # A step that TensorFlow runs begins together with its span. Since the two times are
-    # not exact, the step may seem to begin in the span before. Its middle cannot.
+    # not exact, the step may seem to begin in the span before, so the span in which its
+    # middle lies is taken.
     if entry.kind == TENSORFLOW:
         begin += ((entry.end or record.written_at) - begin) / 2
     before = [span for span in record.spans if span.begin <= begin]

@@ -308,7 +308,7 @@ def samples_and_norm(
     for _, pair in _marks(reading, rows, step_events.BATCH):
         samples, step = float(pair[0]), float(pair[1])
     # If the steps of this reading have not recorded a norm, its value is still that of
-    # an earlier step, as the recorded step number shows, and is left out.
+    # an earlier step. The recorded step number shows this, and the value is left out.
     squares = [
         float(pair[0])
         for _, pair in _marks(reading, rows, step_events.NORM)
