@@ -95,9 +95,9 @@ class StepGuard(StepFeature):
         # Positions of the variables with the largest gradients, counted from 1, since 0
         # marks an unused element.
         self.largest = zeros("largest", MAX_NAMED)
-        # `waiting` is the number of the last batch of a spike that the host must handle
-        # or 0; while it is not 0, the step leaves out all updates. `num_of_update` is
-        # the number of batches in the update of that spike.
+        # `waiting` is 0, or the number of the last batch of a spike that the host must
+        # handle: until then, the step leaves out all updates. `num_of_update` is the
+        # number of batches in the update of that spike.
         self.waiting = zeros("waiting")
         self.num_of_update = zeros("num_of_update")
         self.excluded = zeros("excluded", MAX_EXCLUDED)
