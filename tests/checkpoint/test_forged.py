@@ -391,7 +391,9 @@ def test_the_probe_of_a_directory_follows_no_link(tmp_path):
     folder.mkdir()
     (folder / ".tfdp-probe").symlink_to(victim)
 
-    Backups(str(folder), 1, WorkerGroup(0, 1)).prepare()
+    backups = Backups(str(folder), 1, WorkerGroup(0, 1))
+    backups.prepare()
+    backups.release()
     assert victim.read_text() == "mine"
     assert os.listdir(folder) == [".tfdp-probe"]
 

@@ -25,7 +25,8 @@ _CHECKPOINT = r"(/index\.json|/data-[0-9a-f]{12}(/.*)?)?"
 _LEDGER = "backup.goodput.jsonl"
 # What a job that was cut short may leave where it saves; the next one clears it away.
 _MAY_BE = re.compile(
-    rf"checkpoint{_CHECKPOINT}|backup(/\.tfdp-probe-[0-9a-f-]+|/step-\d+{_CHECKPOINT})?"
+    rf"checkpoint{_CHECKPOINT}"
+    rf"|backup(/\.tfdp-probe-[0-9a-f-]+|/\.run-[0-9a-f]+|/step-\d+{_CHECKPOINT})?"
 )
 # TensorFlow removes what it generates at the end of a process, if that has an end.
 _GENERATED = re.compile(r"__autograph_generated_file.*")

@@ -197,6 +197,7 @@ class BackupAndRestore(StrategyCallback):
             background=self.background,
             has_memory=self.memory_every is not None,
         )
+        self._position.exit_stack.callback(self._backups.release)
         self._position.exit_stack.callback(self._backups.close)
         self._state = RunState(
             self.model,

@@ -203,6 +203,12 @@ class Backups:
         except Exception as error:  # noqa: BLE001 must not hide an error of the caller
             say(error)
 
+    def release(self) -> None:
+        """Remove this run's claim, on worker 0; a later `save` raises an error."""
+        if self._worker_group.is_chief:
+            with contextlib.suppress(OSError):
+                self._storage.remove_file(self._claim)
+
     def list_steps(self) -> list[int]:
         """Return the steps of the backups that have an index, the newest first.
 
