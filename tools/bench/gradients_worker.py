@@ -47,7 +47,10 @@ class GradientVariants:
     ) -> None:
         self._models = setup["models"]
         self._strategies: dict[str, Any] = {}
-        for route, options in setup["routes"].items():
+        # `backend="ring"` uses TensorFlow's server, which has to start before TensorFlow,
+        # so the strategies of these routes are created first.
+        routes = setup["routes"].items()
+        for route, options in sorted(routes, key=lambda r: r[1]["backend"] != "ring"):
             if self._strategies:
                 communication = CommunicationOptions(**options)
                 made = auto_strategy(communication=communication)
