@@ -57,13 +57,21 @@ def _logs_of_eager_step(strategy: Any, model: Any, outputs: Any) -> Any:
         Nest with the structure of `outputs`, with one tensor for each value.
     """
     local = [_local_values(strategy, x) for x in tf.nest.flatten(outputs)]
-    are_independent = loops.independent_groups() is not None
-    means = list(map(_weighted_by_rows, local)) if are_independent else []
-    merged = _sum_over_replicas(strategy, model, means)
-    values = (
-        map(_cast_like, merged, local) if are_independent else [own[0] for own in local]
-    )
-    return tf.nest.pack_sequence_as(outputs, list(values))
+    if loops.independent_groups() is None:
+        _sum_over_replicas(strategy, model, [])
+        values = [own[0] for own in local]
+    else:
+        # Only steps of a loop have logs, so the loop is not `None`.
+        loop: Any = loops.current()
+        states = [_weighted(own, loop.batch_weights) for own in local]
+        *sums, total = _sum_over_replicas(
+            strategy, model, [*states, loop.batch_weights]
+        )
+        means = [
+            tf.math.divide_no_nan(each, tf.cast(total, each.dtype)) for each in sums
+        ]
+        values = list(map(_cast_like, means, local))
+    return tf.nest.pack_sequence_as(outputs, values)
 
 
 def mean_over_workers(worker_group: WorkerGroup, logs: Any) -> Any:
@@ -132,24 +140,19 @@ def _local_values(strategy: Any, value: Any) -> list:
     return values if len(values) == num_local else values * num_local
 
 
-def _weighted_by_rows(local_values: list) -> list[tf.Tensor]:
-    """Multiply local replicas' means by their shares of this worker's rows.
-
-    The shares are computed from the running loop's `batch_weights`.
+def _weighted(local_values: list, weights: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Multiply the means of the local replicas by the weights of their rows.
 
     Args:
         local_values: List with the mean of one log on each local replica, a tensor.
+        weights: List of scalar tensors, one for each local replica.
 
     Returns:
         List of the products, float64 tensors.
     """
-    # Only steps of a loop have logs, so the loop is not `None`.
-    loop: Any = loops.current()
-    total = tf.add_n(loop.batch_weights)
-    shares = [tf.math.divide_no_nan(weight, total) for weight in loop.batch_weights]
     return [
-        tf.math.multiply_no_nan(tf.cast(value, tf.float64), tf.cast(share, tf.float64))
-        for value, share in zip(local_values, shares, strict=True)
+        tf.math.multiply_no_nan(tf.cast(value, tf.float64), tf.cast(weight, tf.float64))
+        for value, weight in zip(local_values, weights, strict=True)
     ]
 
 
