@@ -81,6 +81,20 @@ def test_what_is_under_way_outlives_a_step_that_fails():
     np.testing.assert_array_equal(steps.collect()[0], [3.0, 3.0])
 
 
+def test_what_was_launched_before_the_end_is_not_waited_for():
+    may_go_on = threading.Event()
+
+    def later(parts: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        assert may_go_on.wait(_SECONDS)
+        return add_up(parts)
+
+    steps = Steps(later)
+    steps.launch(tf.constant(1.0))
+    steps.background.end()
+    may_go_on.set()
+    steps.background.wait()  # would not return
+
+
 def test_the_step_that_collects_ends_with_the_reason_of_a_failure():
     def fail(parts: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
         raise RuntimeError("worker 1 has left")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -228,6 +229,9 @@ def _serve(
         failure: Failure | None = None
         while True:
             failure = _serve_call(replica_queues, function, num_served, failure)
+    # Calls that were launched, but not answered, before the queues were closed count as
+    # ended: `BackgroundThread.wait` would otherwise never return.
+    num_served.set(sys.maxsize)
 
 
 def _serve_call(
