@@ -421,7 +421,7 @@ class BackupAndRestore(StrategyCallback):
     def _continues_after_loss(self) -> bool:
         """Return whether `fit` continues on the other workers if one is lost.
 
-        That is the option `on_loss="continue"` of the strategy.
+        It does with the option `on_loss="continue"` of the strategy.
         """
         strategy = strategy_of(self.model)
         return strategy is not None and strategy.extended.continues_after_loss

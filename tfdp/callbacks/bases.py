@@ -103,7 +103,7 @@ class OptimizerCallback(keras.callbacks.Callback):
 
 
 def distributed_optimizer(model: Any) -> DistributedOptimizer:
-    """Wrap the model's optimizer in a `DistributedOptimizer`, unless it is one.
+    """Return the model's `DistributedOptimizer`; wrap a plain optimizer first.
 
     Args:
         model: A compiled Keras model.

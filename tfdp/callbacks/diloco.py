@@ -161,7 +161,7 @@ class DiLoCo(LocalStepsCallback):
             super().enable_feature(optimizer)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Start local steps unless they are active; on an island, join the others.
+        """Start local steps unless they are active; on an island, join other islands.
 
         Only the first call joins: the island connects to the hub, and adopts the common
         weights. An island is one of the separate jobs under `tfdp run --islands`.
@@ -195,7 +195,7 @@ class DiLoCo(LocalStepsCallback):
             self._island.begin_fit()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Return to synchronous training; disconnect an island from the others."""
+        """Return to synchronous training; disconnect an island from other islands."""
         super().on_train_end(logs)
         if self._island is not None:
             self._island.leave()

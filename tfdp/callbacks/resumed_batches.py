@@ -295,7 +295,10 @@ def _set_warmup(model: Any, options: WarmupOptions) -> None:
 
 
 def _inner_optimizers(model: Any) -> list:
-    """Return the optimizers of the model without their wrappers."""
+    """Return a list of the Keras optimizers inside the wrappers of `model.optimizer`.
+
+    It has several for a `MultiOptimizer`, and otherwise one.
+    """
     optimizer = model.optimizer
     while hasattr(optimizer, "inner_optimizer"):  # wrappers may be nested
         optimizer = optimizer.inner_optimizer

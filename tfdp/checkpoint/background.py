@@ -245,7 +245,7 @@ class BackgroundSaves:
         self._buffer = np.empty(0, "uint8")
 
     def _wait(self) -> None:
-        """Wait until the present save has ended; raise its error unless a call has."""
+        """Wait until the present save has ended; raise its error if no call has yet."""
         pending = self._pending
         if pending is None:
             return
@@ -307,8 +307,8 @@ class BackgroundSaves:
     def _copy(self, state: Sequence[StateTensor]) -> Read:
         """Copy the state; return a function that returns the copy, or raises its error.
 
-        Workers exchange errors only when they call that function, so this one does not
-        raise.
+        Workers exchange errors only when they call that function, so this method raises
+        no error itself.
         """
         error: Exception | None = None
         try:

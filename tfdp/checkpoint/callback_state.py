@@ -232,7 +232,11 @@ def _call_set_state(callback: Any, key: str, state: Any) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """Encode a value as JSON supports it, also arrays and dict keys other than strings.
+    """Encode a value for JSON, also arrays, tuples and dict keys other than strings.
+
+    Returns:
+        `None`, bool, number or string, or a nest of these in lists and dicts whose keys
+        are strings.
 
     Raises:
         TypeError: If the value, or a value inside it, has another type.
@@ -260,7 +264,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Decode a value that `to_json` encoded."""
+    """Return the value that `to_json` encoded as `value`."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):
@@ -290,7 +294,7 @@ def _encode_array(value: Any) -> dict[str, list]:
 
 
 def _array_specs(arrays: Iterable[Any]) -> list:
-    """Return for each array the list of its sizes and the name of its dtype."""
+    """Return a list of pairs: the shape of each array, a list, and its dtype's name."""
     return [[list(a.shape), np.dtype(a.dtype).name] for a in map(np.asarray, arrays)]
 
 
@@ -313,6 +317,9 @@ def _has_state_methods(callback: Any) -> bool:
 
 
 def _state_attributes(callback: Any) -> tuple[str, ...]:
-    """Return the names of the state attributes of a Keras callback, or `()`."""
+    """Return a tuple of the names of a Keras callback's state attributes.
+
+    It is empty for a callback that is not of a class in `CALLBACK_STATE`.
+    """
     kinds = keras_model.CALLBACK_STATE.items()
     return next((names for kind, names in kinds if isinstance(callback, kind)), ())

@@ -31,7 +31,7 @@ _OP_NOISE = re.compile(r"\{\{.*?\}\}\s*|\s*\[Op:\w+\].*", re.DOTALL)
 
 
 def metadata_of(state: Sequence[StateTensor]) -> tuple[TensorMetadata, ...]:
-    """Return the metadata of state tensors, as an index lists them."""
+    """Return a tuple of the `TensorMetadata` of each state tensor, for an index."""
     return tuple(TensorMetadata(t.name, tuple(t.shape), t.dtype) for t in state)
 
 

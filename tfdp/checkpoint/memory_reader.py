@@ -159,7 +159,7 @@ class PartsReader:
         item.assign()
 
     def _exchange(self, number: int) -> dict[int, Iterator[np.ndarray]]:
-        """Send pieces to the workers that requested them; receive those for this one.
+        """Send other workers the pieces that they requested; receive this worker's.
 
         Args:
             number: Int, from 0, the number of the batch of variables. Each batch has

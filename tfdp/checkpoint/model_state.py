@@ -201,7 +201,10 @@ def loss_scale_of(optimizer: Any) -> tuple[Any, Any] | None:
 
 
 def installed_features(optimizer: Any) -> list:
-    """Return the `StepFeature`s of tfdp's optimizer; `[]` for another one or `None`."""
+    """Return a list of a `DistributedOptimizer`'s installed `StepFeature`s.
+
+    It is empty for any other optimizer, and for `None`.
+    """
     features = getattr(optimizer, "features", None)
     return [] if features is None else list(features.installed.values())
 

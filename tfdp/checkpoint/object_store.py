@@ -71,7 +71,7 @@ def open_storage(path: str) -> Storage:
 def absolute_path(path: str) -> str:
     """Return a path that stays the same if the working directory changes, or a URL.
 
-    What `open_storage` refuses is returned as it is.
+    A path or URL that `open_storage` refuses is returned unchanged.
     """
     is_url = "://" in path or _MERGED_SLASHES.match(path)
     return path if is_url or not path else os.path.abspath(path)
@@ -311,7 +311,7 @@ class ObjectStore(Storage):
 
 
 def _with_timeout(request: Callable[[], Any], seconds: float) -> Any:
-    """Run a request in a thread; raise `TimeoutError` after a number of seconds.
+    """Return the result of a request, or raise `TimeoutError` after `seconds`.
 
     The timeouts of s3fs do not suffice: it waits indefinitely for a server that
     receives the beginning of a PUT and then hangs.
