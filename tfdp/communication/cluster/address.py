@@ -89,7 +89,7 @@ def canonical_host(host: str) -> str:
 
 
 def is_local_name(host: str) -> bool:
-    """Whether a host is `localhost` or a loopback address."""
+    """Return whether a host is `localhost` or a loopback address."""
     return canonical_host(host) == "localhost"
 
 
@@ -103,7 +103,7 @@ def ip_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 
 def _can_be_looked_up(host: str) -> bool:
-    """Whether a host's name can be encoded in IDNA, as a look-up encodes it."""
+    """Return whether a host's name can be encoded in IDNA, as for a look-up."""
     try:
         host.encode("idna")
     except UnicodeError:

@@ -110,7 +110,7 @@ def _with_job_names(spec: Any) -> Any:
         spec: Parsed JSON, the value of `CLUSTER_SPEC`.
 
     Returns:
-        Parsed JSON in the format of `TF_CONFIG`; a value that is no dict, as it is.
+        Parsed JSON in the format of `TF_CONFIG`; `spec` itself if it is not a dict.
     """
     if not isinstance(spec, dict):
         return spec
@@ -127,12 +127,15 @@ def _with_job_names(spec: Any) -> Any:
 
 
 def _parse(text: str, name: str, cloud: str) -> Any:
-    """Parse JSON; raise `ValueError` that names the variable or file and the cloud.
+    """Parse JSON text from a cloud, and return its value, of any JSON type.
 
     Args:
         text: String, JSON.
         name: String, name of the variable or file.
         cloud: String, name of the cloud that has set it.
+
+    Raises:
+        ValueError: If it is not valid JSON; the message has the name and the cloud.
     """
     try:
         return json.loads(text)
@@ -144,7 +147,7 @@ def _parse(text: str, name: str, cloud: str) -> Any:
 
 
 def _are_distinct_names(hosts: Any) -> bool:
-    """Whether a value is a list of host names without repeats, at least one."""
+    """Return whether a value is a list of distinct host names, at least one."""
     if not isinstance(hosts, list) or not all(type(h) is str and h for h in hosts):
         return False
     return 0 < len(set(hosts)) == len(hosts)

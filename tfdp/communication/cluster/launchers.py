@@ -82,7 +82,7 @@ def unconnected_processes(environ: Mapping[str, str] = os.environ) -> str | None
 
 
 def has_mpi4py() -> bool:
-    """Whether mpi4py is installed; does not import it, which would start MPI.
+    """Return whether mpi4py is installed, without an import, which starts MPI.
 
     Returns:
         Bool.

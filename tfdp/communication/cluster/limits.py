@@ -55,8 +55,10 @@ def needed_files(num_workers: int, *, one_host: bool, connects: bool) -> int:
         needed += _SERVER_FILES + num_workers
     else:
         connections = (_NUM_LANES + 1) * (num_workers - 1)
-        # A lane opens a descriptor of each member's shared memory, and closes it only
-        # after it has mapped the memory.
+        # While a lane maps the shared memory of a member, `mmap` holds a duplicate of
+        # its descriptor. Lanes that are still being opened also hold the originals, for
+        # which two further sets of descriptors are counted. Too low a count would let
+        # workers start that fail at the limit of open files later.
         memory = (_NUM_LANES + 2) * num_workers if one_host else 0
         needed += _MESH_FILES + connections + memory
     return needed

@@ -126,7 +126,7 @@ def _rank_and_num_workers() -> tuple[int, int]:
 
 
 def _uses_other_source(launched: LaunchedRank) -> bool:
-    """Whether `TF_CONFIG` or a Slurm step, rather than MPI, defines the cluster.
+    """Return whether `TF_CONFIG` or Slurm, rather than MPI, defines the cluster.
 
     Args:
         launched: `LaunchedRank` of this process.
@@ -140,7 +140,7 @@ def _is_in_tf_config() -> bool:
 
 
 def is_of_slurm(launched: LaunchedRank) -> bool:
-    """Whether `srun` has started the ranks, rather than one `mpiexec` per node.
+    """Return whether `srun` has started the ranks, not one `mpiexec` per node.
 
     `mpiexec` starts a helper process on each node by `srun`, and the ranks inherit
     Slurm's variables from it.

@@ -196,7 +196,7 @@ class MpiJob:
     def finish_kept_requests(self, seconds: float) -> bool:
         """Complete or cancel the requests that `keep_requests` has kept.
 
-        No process may send new messages any more.
+        All processes must have stopped sending new messages.
 
         Args:
             seconds: Float, longest time to try.

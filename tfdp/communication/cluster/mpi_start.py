@@ -190,7 +190,7 @@ def _another_mpi(launched: LaunchedRank, library: str, launcher: str) -> str:
 def _initialize(
     mpi: Any, launched: LaunchedRank | None, timeout_seconds: float | None
 ) -> None:
-    """Run MPI_Init; a guard process kills this one if that exceeds the timeout.
+    """Run MPI_Init; a guard kills this process if that exceeds the timeout.
 
     Args:
         mpi: The module `mpi4py.MPI`.

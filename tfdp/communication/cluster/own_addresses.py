@@ -76,7 +76,7 @@ def _addresses_of_interfaces() -> list[str]:
 
 
 def _is_usable(text: str) -> bool:
-    """Whether a text is an IP address that other hosts may reach.
+    """Return whether a text is an IP address that other hosts may reach.
 
     Loopback, link-local, multicast and unspecified addresses are not.
     """
@@ -108,7 +108,7 @@ def addresses_of(host: str) -> list[str]:
 
 
 def is_own(address: str) -> bool:
-    """Whether an address belongs to this host.
+    """Return whether an address belongs to this host.
 
     Args:
         address: String, an IPv4 or IPv6 address.
@@ -154,22 +154,23 @@ def parse_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IPv4 or IPv6 address is reachable only from this host."""
+    """Return whether an IPv4 or IPv6 address is reachable only from this host."""
     return parse_address(address).is_loopback
 
 
 @contextlib.contextmanager
 def answer_with_token(bound: socket.socket) -> Iterator[str]:
-    """Answer connections to a port with a token that identifies this process.
+    """Return a context that answers connections to a port with a random token.
 
-    A connection alone does not prove which host was reached: container bridges have
-    the same address on many hosts.
+    A process that receives the token knows that it has reached this one. A connection
+    alone does not prove which host was reached: container bridges have the same address
+    on many hosts.
 
     Args:
-        bound: Socket that is bound to the port.
+        bound: Socket that is bound to the port, and does not listen yet.
 
     Yields:
-        String, the token that is sent to each connection.
+        String, the token. A thread sends it to each connection until the context ends.
     """
     token = secrets.token_hex(_TOKEN_BYTES)
     bound.listen(128)
@@ -229,7 +230,7 @@ def reachable_addresses(
 
 
 def _answers(address: str, port: int, token: str) -> bool:
-    """Whether the process at an address and a port sends the expected token."""
+    """Return whether a process at an address and a port sends the expected token."""
     try:
         with socket.create_connection((address, port), _PROBE_SECONDS) as connection:
             return connection.makefile("rb").read(len(token)) == token.encode()

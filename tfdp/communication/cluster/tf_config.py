@@ -174,7 +174,9 @@ def _read_task(config: dict[str, Any]) -> tuple[str, int]:
 
 
 def _to_index(index: Any) -> Any:
-    """Return the index of a task, as an int where it is a string of digits.
+    """Convert the index of a task to an int if it is a string of up to nine digits.
+
+    Any other value is returned unchanged.
 
     Shell scripts write the index as a string, and TensorFlow's resolver accepts it.
     """

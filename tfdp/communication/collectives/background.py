@@ -177,7 +177,12 @@ class _ReplicaQueues(Queues):
         return int(self._number.numpy())
 
     def take(self) -> list[tf.Tensor]:
-        """Wait for the replica's next launch; return its number, then its tensors."""
+        """Wait for the replica's next launch, and dequeue it.
+
+        Returns:
+            List of tensors: the number of the launch, a scalar int64, and the tensors
+            that the replica passed to `launch`.
+        """
         return self._requests.dequeue()
 
     def give(self, number: tf.Tensor, results: Sequence[tf.Tensor]) -> None:

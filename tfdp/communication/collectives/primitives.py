@@ -255,7 +255,7 @@ def _joined_shape(tensor: tf.Tensor, count: int) -> tf.TensorShape:
 
 
 def _sum_of_rows(rows: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Sum `rows` over axis 0, and cast to `dtype`; half precision adds in float32."""
+    """Sum `rows` over axis 0, half precision in float32, and cast to `dtype`."""
     wide = tf.float32 if dtype.is_floating and dtype.size < 4 else dtype
     return tf.cast(tf.reduce_sum(tf.cast(rows, wide), axis=0), dtype)
 

@@ -147,7 +147,11 @@ def record_batch(samples: tf.Tensor | None) -> None:
     values = timing.mark_variable(BATCH, 0)
 
     def assign() -> Any:
-        """Assign the number of samples, and add one to the number of steps."""
+        """Assign the number of samples, and add one to the number of steps.
+
+        Returns:
+            The result of `tf.Variable.assign`.
+        """
         samples = tf.cast(count, tf.float64)
         return values.assign(tf.stack([samples, values[1] + 1.0, 0.0]))
 

@@ -322,7 +322,7 @@ class Acceptor:
 
 
 def is_own_user(sock: socket.socket) -> bool:
-    """Whether the other end of a Unix socket runs as this user; true for TCP.
+    """Return whether a Unix socket's other end runs as this user; true for TCP.
 
     Args:
         sock: `socket.socket`, connected.

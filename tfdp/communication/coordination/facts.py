@@ -202,7 +202,10 @@ def _first_differing_path(first: Any, other: Any) -> tuple | None:
 
 
 def _value_at(value: Any, path: tuple) -> Any:
-    """Return the value at a path in nested dicts and lists, or `_MISSING`."""
+    """Return the value at a path of keys in nested dicts and lists, of any type.
+
+    It is `_MISSING` if there is no such path.
+    """
     for key in path:
         try:
             value = value[key]

@@ -228,7 +228,7 @@ class ThreadStack:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """Last known state of another worker, in the flight record of this one.
+    """Last known state of another worker, in the flight record of this worker.
 
     Args:
         place: String, the place in its script, as `Span.name`.

@@ -97,8 +97,9 @@ def start_worker(
         _cluster_of(resolver) if resolver else find_cluster(options.timeout_seconds)
     )
     if cluster is None or not cluster.is_job:
-        # A process outside of a job trains or evaluates alone. As in TensorFlow, an
-        # evaluator is not part of the training cluster.
+        # This process trains or evaluates alone: it has no cluster, is the only worker
+        # of its cluster, or is an evaluator, which as in TensorFlow is not part of the
+        # cluster that trains.
         if cluster is not None and cluster.devices_per_worker:
             set_logical_cpus(cluster.devices_per_worker)
         resolver = resolver or resolver_of_environment(cluster)

@@ -232,7 +232,7 @@ class ProgressRecorder:
         self._left_scopes[line] = self._left_scopes.get(line, 0) + 1
 
     def has_left_scope(self, other: WorkerProgress, line: str) -> bool:
-        """Return whether another worker has left a scope in which this one waits.
+        """Return whether another worker has left a scope in which this worker waits.
 
         It has done so if it has left the scope of `line` more often than this worker
         since the last all-gather of texts, at which all were at the same call. The

@@ -72,7 +72,7 @@ def start_server(
 
 
 def _needs_server(options: CommunicationOptions) -> bool:
-    """Whether the option `backend` makes this worker use TensorFlow's collectives."""
+    """Return whether `options.backend` makes this worker use TensorFlow's server."""
     if options.backend == "auto":
         has_gpus = bool(tf.config.get_visible_devices("GPU"))
         return has_gpus or sys.platform != "linux"

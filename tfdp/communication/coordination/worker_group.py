@@ -236,7 +236,7 @@ class WorkerGroup:
                     raise
 
     def _warn_of_wait(self, key: str, ranks: list[int], topic: str) -> None:
-        """Warn, once for each call, of the workers that this one waits for.
+        """Warn, once for each call, of the workers that this worker waits for.
 
         Args:
             key: String, key of the all-gather, which identifies the call.

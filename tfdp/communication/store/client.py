@@ -243,7 +243,7 @@ class Store:
         """End the connection, and make all calls fail.
 
         Args:
-            reason: String, why the store cannot be used any more.
+            reason: String, why the store can no longer be used.
         """
         self.fail(reason)
         # A call may be blocked while it sends to a suspended host. Shutting down the
@@ -360,7 +360,7 @@ class Store:
     def _connect_to_standby(self) -> None:
         """Connect to the standby once it is the host, and send open requests again.
 
-        Called on a thread of its own after the loss of the host. If this worker is the
+        Called on a separate thread after the loss of the host. If this worker is the
         standby, it first becomes the host. All calls fail if the standby has ended, or
         is not reached within about three seconds.
         """
@@ -440,7 +440,7 @@ class PendingAnswer(concurrent.futures.Future):
 
     Args:
         number: Int, id of the request.
-        encoded: Bytes, the request, repeated to the next host if this one ends.
+        encoded: Bytes, the request, sent again to the next host if this host ends.
     """
 
     def __init__(self, number: int, encoded: bytes) -> None:

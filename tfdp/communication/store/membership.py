@@ -189,7 +189,7 @@ class Membership:
             lost: Sequence of ints, ranks of workers that are known to be lost.
 
         Raises:
-            ConnectionFailed: If that worker does not host the store, or not yet.
+            ConnectionFailed: If that worker does not host the store yet.
         """
         self.store.close("The store of the job is lost.")
         ended = self.ended(range(self.cluster.rank))
@@ -365,8 +365,8 @@ class Membership:
                 topic="missing workers",
             )
 
-    # `Store` cannot import this class, which imports `Store`. So it calls the next
-    # three methods through the interface `Hosts`.
+    # `Store` cannot import this class, which imports `Store`. So it calls `connect`,
+    # `watch` and `host` through the interface `Hosts`.
 
     def connect(self, rank: int, seconds: float = ATTEMPT_SECONDS) -> HostConnection:
         """Connect once to a worker that hosts the store, or soon will.

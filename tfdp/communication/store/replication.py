@@ -178,7 +178,7 @@ class Replication:
         """Choose another standby if the standby has left.
 
         Args:
-            member: `Receiver` of the member that has left, not in `members` any more.
+            member: `Receiver` of the member that has left, no longer in `members`.
         """
         if member is self.standby:
             self.begin()
@@ -194,7 +194,7 @@ class Replication:
             self._release()
 
     def _release(self) -> None:
-        """Send the answers that need not wait for the standby any more.
+        """Send the answers that no longer have to wait for the standby.
 
         These are the ones whose changes it has, or all if there is no standby.
         """

@@ -12,7 +12,7 @@ _HALVES = ("float16", "bfloat16")
 
 
 def is_half(dtype: np.dtype) -> bool:
-    """Whether a dtype is float16 or bfloat16, whose values are added in float32.
+    """Return whether a dtype is float16 or bfloat16; these are added in float32.
 
     Args:
         dtype: `np.dtype`, for bfloat16 the one of `ml_dtypes`.

@@ -99,7 +99,7 @@ def new_tag(generation: int, text: str) -> int:
 
 
 def steps_ahead(error: Exception, generation: int) -> int | None:
-    """Return by how many failed steps other workers are ahead of this one.
+    """Return by how many failed steps other workers are ahead of this worker.
 
     Args:
         error: Exception of a collective, detected here or by another member.

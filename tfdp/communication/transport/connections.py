@@ -239,7 +239,7 @@ class Connection:
         return PeerLost(close_reason.rank, close_reason.cause)
 
     def has_left(self) -> bool:
-        """Whether the other end has closed the connection without an error.
+        """Return whether the other end has closed the connection without an error.
 
         Returns:
             Bool. The call may wait a moment for the peer's reason, which shows whether
@@ -359,7 +359,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def _is_within_host(sock: socket.socket) -> bool:
-    """Whether both ends of a TCP connection have the same address."""
+    """Return whether both ends of a TCP connection have the same address."""
     try:
         return bool(sock.getsockname()[0] == sock.getpeername()[0])
     except OSError:  # the connection has ended: its first use raises the error

@@ -39,7 +39,7 @@ class Link(Protocol):
         """
 
     def has_left(self) -> bool:
-        """Whether the other end has closed the connection without an error."""
+        """Return whether the other end has closed the connection without an error."""
 
 
 class PieceCounter:
@@ -122,7 +122,7 @@ class _Queue:
         return passed
 
     def can_move(self) -> bool:
-        """Whether the current piece is ready, and its socket has not blocked."""
+        """Return whether the current piece is ready, and its socket has not blocked."""
         return self.piece is not None and not self.is_blocked and self.piece.is_ready
 
     def advance(self, num_bytes: int) -> None:

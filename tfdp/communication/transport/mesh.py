@@ -203,7 +203,7 @@ class Mesh:
         raise self._closed_error()
 
     def share_host(self, ranks: Iterable[int]) -> bool:
-        """Whether workers share this host, its network namespace and its user.
+        """Return whether workers share this host, its network namespace and its user.
 
         Args:
             ranks: Iterable of int, the workers.

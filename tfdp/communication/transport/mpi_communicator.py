@@ -31,7 +31,7 @@ from tfdp.ground.text import pluralize
 
 
 def is_mpi_job(num_workers: int | None = None) -> bool:
-    """Whether this process belongs to an MPI job, and mpi4py is installed.
+    """Return whether this process belongs to an MPI job, and mpi4py is installed.
 
     Args:
         num_workers: Int, required number of processes of the job, or `None` for any.
@@ -282,7 +282,7 @@ class MpiCommunicator:
     def _all_gather(
         self, array: Array, bounds: Sequence[int], call: CollectiveHeader
     ) -> None:
-        """Receive the parts of the other members into `array`; send them this one's.
+        """Receive the other members' parts into `array`; send them this member's.
 
         Args:
             array: Flat array, with this member's part.
@@ -351,7 +351,7 @@ class MpiCommunicator:
         self._messages.exchange(dict.fromkeys(children, (array, nothing)), call)
 
     def _others(self) -> list[int]:
-        """Return the indices of the other members, starting after this one."""
+        """Return the indices of the other members, starting after this member."""
         size = len(self.ranks)
         return [(self.index + step) % size for step in range(1, size)]
 
@@ -380,7 +380,7 @@ class MpiCommunicator:
 def _create_comm(
     job: MpiJob, ranks: tuple[int, ...], lane: str, timeout_seconds: float | None
 ) -> Any:
-    """Create the MPI communicator of a group, after all members have joined.
+    """Wait for all members of a group; return its new `mpi4py` communicator.
 
     Args:
         job: `MpiJob`.

@@ -43,9 +43,10 @@ _MAX_BYTES = 1 << 30
 # longer, since the other members compute and need the cores. While data moves, they are
 # shorter, since MPI makes progress only during polls.
 _MAX_WAIT_SECONDS, _MAX_MOVE_SECONDS = 1e-3, 1e-4
-# A check for members that have left tests a request of every other member, so only
-# every eighth pause is followed by a check. A member is lost after three checks that
-# find that it has left, since its last messages may still arrive.
+# While a collective waits, it pauses between polls of MPI. It checks whether members
+# have left at every eighth pause only, since a check tests a request for each of the
+# other members. The last messages of a member that has left may still arrive, so a
+# member counts as lost only at the third check that finds one gone.
 _PAUSES_PER_CHECK, _CHECKS_UNTIL_LOST = 8, 3
 # Longest wait of `close` for a thread in a collective, which may be computing a sum:
 # after a longer time, that thread cleans up by itself.
@@ -360,7 +361,7 @@ class MpiMessages:
         self._clean_up()
 
     def _send_leave_reason(self) -> None:
-        """Send all other members the reason that this one leaves."""
+        """Send all other members the reason that this member leaves."""
         reason = self._reason or "it has closed the communicator"
         text = reason.encode()[:_LEAVE_REASON_BYTES]
         sends: list[Any] = []

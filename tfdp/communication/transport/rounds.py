@@ -220,7 +220,7 @@ class Rounds:
         return [m for m in self._members.values() if m.contribution is not None]
 
     def _is_complete(self, *, is_late: bool) -> bool:
-        """Whether the present round can end.
+        """Return whether the present round can end.
 
         It needs the leader's contribution, if there is a leader. Without `least` it
         also needs those of all other participants that have begun. With `least`, that
@@ -407,7 +407,7 @@ class RoundLeader(Rounds):
             member: `Participant`, the follower.
             generation: Int, number of synchronizations of all workers so far.
             version: Int, number of rounds that the follower has made since the last
-                one, or `_PAUSE_VERSION` if it pauses.
+                synchronization, or `_PAUSE_VERSION` if it pauses.
             samples: Float, number of samples, the weight of the follower.
             arrays: List of arrays to average.
 

@@ -260,7 +260,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
             self._check(memoryview(answer)[:HEADER_BYTES], call, index)
 
     def _is_for_sockets(self, array: Array) -> bool:
-        """Whether an array goes over the sockets, rather than through shared memory.
+        """Return whether an array is sent over sockets, not through shared memory.
 
         Small arrays do; all do if the group has no shared memory, or only one member.
         """
@@ -326,7 +326,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         return outboxes if self._agree(bool(outboxes), _HAVE_MAPPED) else []
 
     def _agree(self, can_own: bool, tag: int) -> bool:
-        """Whether all members vote true, exchanged over the sockets.
+        """Exchange votes over the sockets; return whether all members vote true.
 
         Args:
             can_own: Bool, the vote of this member.

@@ -236,7 +236,7 @@ class FailureDetector:
         return f"its process has ended{after} ({status.evidence})"
 
     def stragglers(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
-        """Return the progress of the workers that are behind this one, by rank.
+        """Return the progress of the workers that are behind this worker, by rank.
 
         Args:
             own: `WorkerProgress` of this worker.

@@ -79,7 +79,7 @@ class Heartbeat(threading.Thread):
     Args:
         rank: Int, rank of this worker.
         store: `Store` of the job.
-        detector: `FailureDetector`, which records what is known of the others.
+        detector: `FailureDetector`, which records the state of the other workers.
         wake: Callable, called when another worker may be lost. Defaults to a function
             that does nothing.
     """
@@ -177,7 +177,7 @@ class Heartbeat(threading.Thread):
         )
 
     def _beat(self) -> None:
-        """Send this worker's report to the store, and record the others' reports."""
+        """Send this worker's report to the store; record the other workers' reports."""
         with self._condition:
             self._count += 1
         self._idle.update()
@@ -200,7 +200,7 @@ class Heartbeat(threading.Thread):
         )
 
     def _report(self) -> dict[str, Any]:
-        """Build this worker's report to the others, a dict that JSON supports.
+        """Build this worker's report to the other workers, a dict that JSON supports.
 
         Returns:
             Dict with `"progress"`, `"process"` and `"failure"`, the fields of

@@ -61,7 +61,7 @@ class FlightRecorder:
 
     Args:
         heartbeat: `Heartbeat` of this worker.
-        detector: `FailureDetector`, with the progress of the others.
+        detector: `FailureDetector`, with the progress of the other workers.
 
     Attributes:
         folder: `Path` of the folder.
@@ -82,7 +82,7 @@ class FlightRecorder:
 
         Args:
             cause: String, a clause.
-            lost: Int, rank of the worker that was lost, or of this one.
+            lost: Int, rank of the worker that was lost, or of this worker.
         """
         with self._lock:
             if not self._is_final:
@@ -160,7 +160,7 @@ class FlightRecorder:
         return record, stacks
 
     def _write(self, reason: str, lost: int | None) -> None:
-        """Write a record on a thread; on this one while the interpreter shuts down.
+        """Write a record on a new thread; on the caller's while Python shuts down.
 
         Args:
             reason: String, why the record is written, a clause.

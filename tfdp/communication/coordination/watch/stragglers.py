@@ -26,7 +26,7 @@ class StragglerCheck:
 
     Args:
         heartbeat: `Heartbeat` of this worker.
-        detector: `FailureDetector`, with the progress of the others.
+        detector: `FailureDetector`, with the progress of the other workers.
         addresses: Sequence of strings, `"host:port"` by rank.
         timeout_seconds: Float or `None`, wait after which a worker is declared lost.
         declare_lost: Callable, receives the rank of a worker that is to be declared
@@ -50,7 +50,7 @@ class StragglerCheck:
         self._since = 0.0
 
     def check(self) -> None:
-        """Warn of workers that this one awaits; after the timeout, declare one lost.
+        """Warn of workers that this worker awaits; at the timeout, declare one lost.
 
         Without such workers, check whether all wait for each other.
         """
@@ -110,7 +110,7 @@ class StragglerCheck:
         return waited, self._detector.not_in_collective(*awaited)
 
     def _past_this_step(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
-        """Return the workers, by rank, that have left the step in which this one waits.
+        """Return the workers, by rank, that left the step in which this worker waits.
 
         A worker leaves a step without the others if its script catches an error of the
         step. The result is empty unless this worker computes, waits for no data, and
@@ -165,7 +165,7 @@ class StragglerCheck:
         waited: float,
         stragglers: dict[int, WorkerProgress],
     ) -> None:
-        """Warn of the workers behind this one, unless a lower rank that waits warns.
+        """Warn of workers behind this worker, unless a waiting lower rank warns.
 
         Args:
             own: `WorkerProgress` of this worker.

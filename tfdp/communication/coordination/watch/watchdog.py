@@ -149,7 +149,7 @@ class Watchdog(threading.Thread):
         super().start()
 
     def run(self) -> None:
-        """Check the other workers, and this one's data, every second until one is lost.
+        """Check the other workers, and this worker's data, each second until one fails.
 
         Then collectives are aborted, and the process is ended if it hangs.
         """
@@ -257,7 +257,7 @@ class Watchdog(threading.Thread):
         self._heartbeat.last_error = text
 
     def check(self, rank: int, is_over: bool, call: str) -> None:
-        """Raise if the worker that this one waits for, or another one, is lost.
+        """Raise if a worker is lost: the one that this worker waits for, or another.
 
         Args:
             rank: Int, the worker that this worker waits for.
@@ -331,7 +331,7 @@ class Watchdog(threading.Thread):
         self._recorder.record_request(f"worker {rank} has received a signal for it")
 
     def leave(self) -> None:
-        """Announce that this worker leaves the cluster, and stop watching the others.
+        """Announce that this worker leaves the cluster; stop watching other workers.
 
         The threads of the watchdog and of the heartbeat end. No announcement is needed
         if the next cluster of the job replaces this one.
@@ -376,7 +376,7 @@ class Watchdog(threading.Thread):
     def _message(
         self, failure: WorkerFailure, place: str, bucket: str = "", call: str = ""
     ) -> str:
-        """Format the message of a failure, of another worker or of this one.
+        """Format the message of a failure, of another worker or of this worker.
 
         Args:
             failure: `WorkerFailure`.
