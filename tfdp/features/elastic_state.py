@@ -494,7 +494,7 @@ def _checked_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encoded(values: dict[str, Any]) -> Any:
-    """Return the values of a loop as nested values that can be written as JSON.
+    """Return the values of a loop, encoded by `to_json` so that JSON can hold them.
 
     Raises:
         TypeError: If a value has another type than those that are saved.

@@ -121,7 +121,12 @@ class Launch:
             return None
 
     def add_to(self, config: dict[str, Any]) -> None:
-        """Add this launch to `config`, the value of `TF_CONFIG` as a dict, in place."""
+        """Add this launch to a `TF_CONFIG`, so that `from_environment` finds it.
+
+        Args:
+            config: Dict, the parsed value of `TF_CONFIG`, changed in place: the launch
+                is stored as `config["tfdp"]["goodput"]`.
+        """
         config.setdefault("tfdp", {})[_KEY] = dataclasses.asdict(self)
 
     @property
@@ -174,7 +179,7 @@ def find(directory: str) -> list[str]:
     A script that gives each `fit` its own directory of backups has a ledger for each.
 
     Args:
-        directory: String, a directory of backups, which need not exist any more; a
+        directory: String, a directory of backups, which may no longer exist; a
             folder of logs; or the path of a ledger.
 
     Raises:

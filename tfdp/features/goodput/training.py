@@ -140,7 +140,10 @@ class _Goodput(Feature):
 
         @functools.wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
-            """Run the step; notify the recorder, if it is set, of begin and end."""
+            """Run the step, and return its result.
+
+            The recorder, if it is set, is notified of the step's beginning and end.
+            """
             nonlocal is_new
             recorder, num_traces = self.recorder, self._num_traces
             if recorder is None:
@@ -313,9 +316,10 @@ class _RecorderCallback(keras.callbacks.Callback):
 
 
 def without_ledger(callbacks: Any) -> Any:
-    """Return callbacks without the recording one that an earlier `fit` has added.
+    """Return callbacks without the `_RecorderCallback` of an earlier `fit`.
 
-    It is removed from a `CallbackList` in place; other callbacks are returned as given.
+    The callback is removed from a `CallbackList` in place. Any other argument, to which
+    an earlier `fit` has added nothing, is returned unchanged.
 
     Args:
         callbacks: Callback, list of callbacks or `CallbackList` from the user.

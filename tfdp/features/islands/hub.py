@@ -68,7 +68,7 @@ class IslandRounds(Rounds):
 
     @property
     def is_over(self) -> bool:
-        """Bool, whether no island is connected, and none will connect any more."""
+        """Bool, whether no island is connected, and no further one will connect."""
         with self._changed:
             return not self._members and not self._may_come
 
@@ -156,13 +156,13 @@ class IslandRounds(Rounds):
     def _may_begin(self) -> bool:
         """Return whether the islands that wait to join may receive a state.
 
-        That is when there is a common state, or when all expected islands have joined.
+        They may if there is a common state, or if all expected islands have joined.
         """
         return self._state is not None or not self._expected
 
 
 def _difference(settings: dict[str, Any], others: dict[str, Any]) -> str:
-    """Describe the first setting in which an island differs from the others.
+    """Describe the first setting in which an island differs from other islands.
 
     Args:
         settings: Dict, the settings of the island.

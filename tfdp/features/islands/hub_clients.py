@@ -138,7 +138,7 @@ class HubClient:
         self._send({"kind": "state", "version": version}, state)
 
     def close(self, *, is_through: bool = False) -> None:
-        """Disconnect; the other islands no longer wait for this one.
+        """Disconnect; the other islands no longer wait for this island.
 
         Args:
             is_through: Bool, whether this island has finished this `fit`, and will

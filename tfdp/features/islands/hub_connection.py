@@ -101,7 +101,7 @@ class HubConnection:
     def beating(self) -> Iterator[None]:
         """Send heartbeats while the body of a `with` block runs.
 
-        They show the other end, which waits for the body's result, that this one is
+        They show the other end, which waits for the body's result, that this end is
         alive. The body must not send on this connection.
         """
         is_over = threading.Event()

@@ -326,7 +326,7 @@ class IslandTraining:
         self.sync()
 
     def leave(self, *, is_through: bool = True) -> None:
-        """Leave the other islands, which no longer wait for this one.
+        """Leave the other islands, which no longer wait for this island.
 
         Args:
             is_through: Bool, whether its `fit` has finished. If not, the hub expects

@@ -388,7 +388,7 @@ class LocalSteps(IndependentGroups):
 
 
 def _means(variables: Sequence[Any], reducer: GradientReducer, share: Any) -> list:
-    """Return the means of variables over all replicas.
+    """Return a list of tensors, the mean of each variable over all replicas.
 
     Args:
         variables: Sequence of Keras variables.
@@ -413,7 +413,7 @@ def _local_samples() -> tf.Tensor:
 
 
 def slots_of(optimizer: Any) -> list:
-    """Return the slots of an optimizer: its variables that depend on gradients.
+    """Return a list of an optimizer's slots, the variables that depend on gradients.
 
     Its scalars, such as the learning rate and the number of updates, depend only on
     the number of steps, and are always the same on all replicas.

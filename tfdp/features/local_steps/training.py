@@ -53,7 +53,7 @@ class LocalStepsFeature(Feature):
 
         @functools.wraps(step)
         def paced(iterator: Any) -> Any:
-            """Run the step, or skip it, by the pace of this worker.
+            """Run the step, or skip it by the pace of this worker; return logs.
 
             Batches of a skipped step are taken from the iterator and dropped; the logs
             of the last step that was made are returned.

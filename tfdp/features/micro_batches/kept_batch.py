@@ -23,7 +23,10 @@ class KeptBatch:
         self._queues_and_args: dict[tuple, tuple[tf.queue.FIFOQueue, tuple]] = {}
 
     def keep(self, args: tuple, rows: tf.Tensor) -> tuple:
-        """Enqueue the arguments of a step in its graph, and return them for the step.
+        """Enqueue the arguments of a step in its graph, and return copies of them.
+
+        The step must run with the returned arguments: their tensors wait until the
+        arguments are in the queue.
 
         Args:
             args: Tuple of nests of tensors and distributed values.
@@ -75,7 +78,7 @@ class KeptBatch:
 
 
 def _packed(args: tuple, tensors: Sequence[tf.Tensor]) -> tuple:
-    """Return `args` with its tensors replaced by others, in order."""
+    """Return a tuple like `args`, with `tensors` in place of its tensors, in order."""
     remaining = iter(tensors)
     flat = [
         next(remaining) if tf.is_tensor(part) else part

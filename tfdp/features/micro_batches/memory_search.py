@@ -1,4 +1,4 @@
-"""Search for the fewest micro-batches that a known limit of memory allows.
+"""Search for the fewest micro-batches that a known memory limit allows.
 
 The kernel kills a process that exceeds the limit of its container, and TensorFlow ends
 one in which a small allocation fails, such as that of a thread: no error can be caught.
@@ -27,7 +27,7 @@ _USABLE = 0.5
 
 
 class MemoryPredictor:
-    """Predicts whether a step with twice the rows stays below one limit of memory.
+    """Predicts whether a step with twice the rows stays below one memory limit.
 
     Args:
         peak: Callable that returns the most bytes in use since a step began.
@@ -68,7 +68,7 @@ class MemorySearch:
         num_processes: Int, number of processes that share the memory of the container.
 
     Attributes:
-        predictors: List of `MemoryPredictor`, one for each limit of memory that exists:
+        predictors: List of `MemoryPredictor`, one for each memory limit that exists:
             that of the container, and that of the process.
     """
 

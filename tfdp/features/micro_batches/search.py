@@ -67,7 +67,11 @@ class MicroBatchSearch(Feature):
 
         @functools.wraps(step)
         def fitting(data: Any) -> Any:
-            """Run a step, and repeat it with twice the micro-batches until it fits."""
+            """Run a step, repeated with twice the micro-batches until it fits.
+
+            Returns:
+                The result of the step that has fit in memory.
+            """
             if not division.has_begun:
                 division.has_begun = True
                 _begin(model, division)
@@ -119,7 +123,7 @@ def _begin(model: Any, division: MicroBatches) -> None:
     is_limited = bool(memory_search.predictors) and on_cpus
     is_known = kept is not None or division.number > 1
     # All workers use the same number of micro-batches, so all of them search if any one
-    # has a limit of memory.
+    # has a memory limit.
     if any(group.all_gather("limit of memory", is_limited)) and not is_known:
         division.begin_memory_search(memory_search)
 
@@ -213,7 +217,7 @@ def _any_worker(strategy: Any, value: bool) -> bool:
 
     @tf.function(autograph=False)
     def on_replicas(flag: tf.Tensor) -> Any:
-        """Return the sum of `flag` over all replicas, on each local replica."""
+        """Return a per-replica value: the sum of all replicas' `flag` on each."""
 
         def on_replica() -> tf.Tensor:
             """Return the sum over all replicas of the flags of their workers."""

@@ -245,7 +245,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Return a copy of nested values, with `None` for NaN and infinities."""
+    """Return a copy of nested dicts, lists and values; NaN and infinity as `None`."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -87,7 +87,7 @@ class CheckedStep(LoopFeature):
         )
 
     def _taken(self, batch: Any) -> Any:
-        """Return the nest of a batch with the rows that the local replicas compute."""
+        """Return a nest like `batch`, of the rows that the local replicas compute."""
         return tf.nest.map_structure(self._taken_part, batch)
 
     def _taken_part(self, part: Any) -> Any:
@@ -107,7 +107,10 @@ class CheckedStep(LoopFeature):
         return tf_distribute.PerReplica(own) if is_divided else own[0]
 
     def _of_next_worker(self, rows: Any) -> Any:
-        """All-gather the rows of each worker's first replica; return the next worker's.
+        """Return the rows of the next worker's first replica, by an all-gather.
+
+        `rows` are those of this worker's first replica. They are returned unchanged
+        with one worker, and if they are a scalar or no array.
 
         Raises:
             ValueError: If the rows are not dense tensors of numbers.
@@ -245,7 +248,7 @@ class CheckedStep(LoopFeature):
         return _are_equal(received)
 
     def _variable(self, shape: list) -> Any:
-        """Create a variable for int64 digests on the host, with no elements at first.
+        """Create an int64 `tf.Variable` for digests on the host, empty at first.
 
         Args:
             shape: List of ints, or `None` for a size that may change.
@@ -292,7 +295,7 @@ def _local_replica() -> int:
 
 
 def _sums_of(optimizer: Any) -> list:
-    """Return the variables of an optimizer that a step changes even without an update.
+    """Return a list of variables that an optimizer's step changes without an update.
 
     They are the sums of gradients and losses over micro-batches, and the variables of
     active features.

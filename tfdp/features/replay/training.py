@@ -71,7 +71,7 @@ class ReplayedSteps:
 
         @functools.wraps(step)
         def replaying(data: Any) -> Any:
-            """Run the step, or replay it if that is due; return its logs."""
+            """Run the step, or replay it if a replay is due, and return its logs."""
             begin = time.monotonic()
             before, self._num_steps = self._num_steps, self._num_steps + 1
             is_due = self._num_steps % self._period == 0
@@ -117,7 +117,7 @@ class ReplayedSteps:
         return logs
 
     def _run(self, batch: Any, *, is_stand_in: bool) -> Any:
-        """Run a step, and record its digests in the `CheckedStep`; return its logs.
+        """Run a step, record its digests in the `CheckedStep`, and return its logs.
 
         Args:
             batch: The batch of the step.

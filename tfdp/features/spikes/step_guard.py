@@ -75,7 +75,7 @@ class StepGuard(StepFeature):
         self.measures_norm = on == "gradient_norm"
 
         def zeros(name: str, *shape: int, dtype: str = "int") -> Any:
-            """Create a variable of zeros; its name is `name` with prefix `spike_`."""
+            """Create a Keras variable of zeros, named `name` with prefix `spike_`."""
             return make_variable(
                 shape=shape, dtype=dtype, initializer="zeros", name=f"spike_{name}"
             )

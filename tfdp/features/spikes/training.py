@@ -120,7 +120,7 @@ def _wrap_step(model: Any) -> None:
 
     @functools.wraps(train_step)
     def guarded(data: Any) -> Any:
-        """Run the step, and undo what it has changed if it is left out."""
+        """Run the step, undo its changes if it is left out, and return its logs."""
         guard = installed(model.optimizer, StepGuard)
         if guard is None:
             return train_step(data)

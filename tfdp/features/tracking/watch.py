@@ -83,7 +83,11 @@ def are_trackers_disabled() -> bool:
 
 
 def disable_trackers() -> None:
-    """Disable trackers that are imported now or later, except on the first worker."""
+    """On all workers but the first, disable Weights & Biases and MLflow.
+
+    Modules that are imported later are disabled as well. Nothing is disabled if
+    `track_each_worker` was called.
+    """
     if are_trackers_disabled():
         _register_import_hooks()
 
