@@ -16,7 +16,7 @@ from tensorflow.python.framework import (
 
 
 def root_graph() -> Any:
-    """Return the graph of the outermost function that is being traced.
+    """Return the `tf.Graph` of the outermost function that is being traced.
 
     Branches and loop bodies have separate graphs. Keys of collectives must be unique in
     one call, so they are counted in the outermost graph.
@@ -88,7 +88,9 @@ def independent_side_effects() -> Iterator[None]:
 
 
 def as_one_operation(function: Callable) -> Any:
-    """Call a function as one operation of the graph, which is not inlined.
+    """Call a function as one operation of the graph, and return its result.
+
+    The call is not inlined; in eager mode it is an ordinary call.
 
     In a branch that is not taken, the runtime skips each operation separately, which
     takes time; a call that is not inlined is a single operation. No public argument of

@@ -155,7 +155,7 @@ def adapter_of_py_dataset(watch: Callable, **arguments: Any) -> Any:
     adapter.first_batch = None
 
     def standardize_and_keep(batch: Any) -> Any:
-        """Standardize a batch as Keras does, and keep the first one."""
+        """Return a batch as Keras standardizes it; keep the first one."""
         batch = standardize(batch)
         if adapter.first_batch is None:
             adapter.first_batch = batch

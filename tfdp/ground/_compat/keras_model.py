@@ -62,7 +62,11 @@ def in_state_of_caller(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        """Run the function with a copy of the wrapping thread's Keras state."""
+        """Run the function with a copy of the wrapping thread's Keras state.
+
+        Returns:
+            Result of the function.
+        """
         own = vars(global_state.GLOBAL_STATE_TRACKER)
         for name, value in state.items():
             is_container = isinstance(value, (dict, list))
@@ -193,7 +197,7 @@ def _trace_step(model: Any, data_batch: Any, name: str) -> None:
     """
 
     def symbol(spec: Any) -> Any:
-        """Return a symbolic tensor for a spec or an array."""
+        """Return a `keras.KerasTensor` with the shape and dtype of a spec or array."""
         return keras.KerasTensor(spec.shape, spec.dtype.name)
 
     batch = keras.tree.map_structure(
@@ -204,7 +208,7 @@ def _trace_step(model: Any, data_batch: Any, name: str) -> None:
 
 
 def layers_of(model: Any) -> list:
-    """Return all layers of a model, including nested ones."""
+    """Return a list of all layers inside a model, at any depth."""
     return model._flatten_layers(include_self=False)
 
 
@@ -299,7 +303,9 @@ def backup_without_files(callback: Any, folder: TemporaryDirectory) -> Any:
 
 
 def weights_of_layers(model: Any) -> list:
-    """Return the trainable variables of all of a model's layers, frozen or not.
+    """Return a list of the weights of a model's layers that training may change.
+
+    Those of frozen layers are included.
 
     Each is listed once, by layer. Keras's own lists leave out frozen weights.
     """

@@ -17,7 +17,7 @@ from tfdp.ground._compat.optimizer_views import copy_with
 
 
 def strategy_of_optimizer(optimizer: Any) -> Any:
-    """Return the strategy that an optimizer was created in.
+    """Return the `tf.distribute.Strategy` that an optimizer was created in.
 
     If the optimizer was created in none, the current strategy is returned.
     """
@@ -90,7 +90,7 @@ def set_trained(optimizer: Any, variables: list) -> None:
 
 
 def trained_by(optimizer: Any) -> list:
-    """Return the variables that an optimizer was built for."""
+    """Return a list of the Keras variables that an optimizer was built for."""
     return list(optimizer._trainable_variables)
 
 
@@ -163,7 +163,7 @@ def uses_weight_decay(optimizer: Any, variable: Any) -> bool:
 
 
 def drop_missing_gradients(optimizer: Any, gradients: list, variables: list) -> tuple:
-    """Return gradients and variables without those whose gradient is `None`.
+    """Return a pair of gradients and variables, without those of gradient `None`.
 
     Keras warns of the dropped variables, and raises if no gradient is left.
     """
@@ -171,7 +171,9 @@ def drop_missing_gradients(optimizer: Any, gradients: list, variables: list) -> 
 
 
 def overwrite_by_gradients(optimizer: Any, gradients: list, variables: list) -> tuple:
-    """Set float8 scales to their gradients; return other gradients and variables.
+    """Set float8 scales to their gradients; return a pair of lists without these.
+
+    The lists have the remaining gradients and their variables.
 
     The gradient of such a scale is its new value.
     """
@@ -179,7 +181,7 @@ def overwrite_by_gradients(optimizer: Any, gradients: list, variables: list) -> 
 
 
 def clip_gradients(optimizer: Any, gradients: list) -> list:
-    """Return gradients clipped by an optimizer's settings, such as `clipnorm`."""
+    """Return a list of gradients, clipped by an optimizer's `clipnorm` and the like."""
     return optimizer._clip_gradients(gradients)
 
 

@@ -14,7 +14,7 @@ from tfdp.ground._compat.tf_distribute import outside_strategies
 
 
 def own_variables(optimizer: Any) -> list:
-    """Return an optimizer's variables in the order in which Keras saves them.
+    """Return a list of an optimizer's variables, in the order of Keras's files.
 
     The first is the counter, then follows the learning rate if it is a variable. Those
     of inner optimizers are left out.
@@ -23,7 +23,7 @@ def own_variables(optimizer: Any) -> list:
 
 
 def state_variables(optimizer: Any) -> list:
-    """Return a built optimizer's variables except for counter and learning rate."""
+    """Return a list of a built optimizer's variables without counter and rate."""
     own = (optimizer._iterations, optimizer._learning_rate)
     return [v for v in optimizer._variables if not any(v is item for item in own)]
 
@@ -39,7 +39,10 @@ def single_variables(optimizer: Any) -> dict[str, Any]:
 
 
 def slots_of(optimizer: Any) -> dict[str, list]:
-    """Return a built optimizer's lists of slots by attribute, without accumulators."""
+    """Return the lists of a built optimizer's slots, by the attribute's name.
+
+    A slot belongs to one trained variable. Accumulators of gradients are left out.
+    """
     count = len(optimizer._trainable_variables)
     skipped = ("_trainable_variables", "_variables", "_accumulated_gradients")
     return {
@@ -53,7 +56,7 @@ def slots_of(optimizer: Any) -> dict[str, list]:
 
 
 def averages_in(slots: dict[str, list]) -> list:
-    """Return the moving averages in a result of `slots_of`; empty without averages."""
+    """Return the list of moving averages in a result of `slots_of`; may be empty."""
     return slots.get("_model_variables_moving_average", [])
 
 
@@ -70,7 +73,7 @@ def num_variables_before_accumulators(optimizer: Any) -> int:
 
 
 def accumulators_of(optimizer: Any) -> list:
-    """Return the gradient accumulator of each trained variable, `None` without one."""
+    """Return a list: each trained variable's gradient accumulator, or `None`."""
     return list(optimizer._accumulated_gradients)
 
 
@@ -83,7 +86,7 @@ def micro_batch_counter(optimizer: Any) -> Any:
 
 
 def accumulators(optimizer: Any) -> list:
-    """Return an optimizer's existing gradient accumulators; empty without any."""
+    """Return a list of an optimizer's gradient accumulators; empty without any."""
     sums = getattr(optimizer, "_accumulated_gradients", None) or []
     return [variable for variable in sums if variable is not None]
 
@@ -94,7 +97,11 @@ def has_accumulators(optimizer: Any) -> bool:
 
 
 def pop_accumulators(optimizer: Any) -> list:
-    """Remove the gradient accumulators from a built optimizer and return them."""
+    """Remove the gradient accumulators from a built optimizer.
+
+    Returns:
+        List of them, one for each trained variable, or `None` for one without.
+    """
     sums = list(optimizer._accumulated_gradients)
     untrack(optimizer, [variable for variable in sums if variable is not None])
     optimizer._accumulated_gradients = []

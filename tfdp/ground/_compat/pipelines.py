@@ -33,7 +33,7 @@ def function_of_map(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
     wrapper = dataset._map_func
 
     def call(element: Any) -> Any:
-        """Apply the traced function to an element, a nest of tensors."""
+        """Return the traced function's result for an element, both nests of tensors."""
         inputs = structure.to_tensor_list(wrapper._input_structure, element)
         returned = wrapper.function(*inputs)
         return structure.from_compatible_tensor_list(wrapper.output_structure, returned)
@@ -46,14 +46,21 @@ def python_function_of_map(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
     function = dataset._map_func._func
 
     def call(element: Any) -> Any:
-        """Apply the Python function; a tuple is passed as several arguments."""
+        """Return the Python function's result for an element.
+
+        A tuple is passed as several arguments.
+        """
         return function(*element) if type(element) is tuple else function(element)
 
     return call
 
 
 def parallelism_of(dataset: tf.data.Dataset) -> Any:
-    """Return the `num_parallel_calls` of a `map` or `batch`, or `None`."""
+    """Return the `num_parallel_calls` of a last stage `map` or `batch`.
+
+    It is a number, or a tensor if TensorFlow does not know it statically; `None` if it
+    was not given.
+    """
     return _value(getattr(dataset, "_num_parallel_calls", None))
 
 

@@ -162,7 +162,7 @@ def is_call(op: tf.Operation) -> bool:
 
 
 def function_graph(op: tf.Operation) -> Any:
-    """Return the graph of the function that an operation calls."""
+    """Return the `FuncGraph` of the function that an operation calls."""
     name = op.get_attr("f").name if op.type in _CALLS else op.type
     for graph in graphs_around(op.graph):
         function = graph._get_function(name)
@@ -236,7 +236,11 @@ class OperationTemplate:
 
 
 def call_inline(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the Python function of a `tf.function` inline, in the graph being traced."""
+    """Call a `tf.function`'s Python function, in the graph that is being traced.
+
+    Returns:
+        Result of the Python function.
+    """
     called = function._python_function
     if function._autograph:
         called = autograph_util.py_func_from_autograph(

@@ -97,7 +97,7 @@ def attached(graph: Any, key: Any, make: Any) -> Any:
 
 
 def all_attached(graph: Any) -> list:
-    """Return all objects that `attached` has stored with a graph."""
+    """Return a list of all objects that `attached` has stored with a graph."""
     return list((getattr(graph, "_tfdp_attached", None) or {}).values())
 
 

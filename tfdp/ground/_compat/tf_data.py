@@ -404,7 +404,9 @@ def any_has_value(optionals: list[list]) -> tf.Tensor:
 
 
 def values_or_empty(iterator: Any, optionals: list[list]) -> Any:
-    """Return the values of optionals as one batch; an empty optional has no rows.
+    """Return the values of optionals as one batch, a nest of per-replica values.
+
+    For an empty optional the batch has no rows.
 
     Args:
         iterator: Distributed iterator of TensorFlow.

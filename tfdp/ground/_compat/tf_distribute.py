@@ -302,12 +302,12 @@ def copy_local_parts(source: Any, target: Any, factor: float) -> None:
 
 
 def select_replica(replica: int, structure: Any) -> Any:
-    """Return one local replica's part of a nest of distributed values."""
+    """Return a nest like `structure`, of one local replica's part of each value."""
     return distribute_utils.select_replica(replica, structure)
 
 
 def per_replica(local_values: list, *, always_wrap: bool = False) -> Any:
-    """Wrap one value for each local replica in tf.distribute's own container.
+    """Return one value for each local replica as a `tf.distribute` per-replica value.
 
     Args:
         local_values: List of values, in the order of the local replicas.

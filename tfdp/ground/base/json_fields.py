@@ -40,7 +40,7 @@ def from_fields(kind: type[_T], content: Mapping[str, Any]) -> _T:
 
 
 def _value_of(hint: Any, value: Any) -> Any:
-    """Return a value from JSON as the type of a field.
+    """Convert a value from JSON to the type of a dataclass field.
 
     Args:
         hint: Type of the field.

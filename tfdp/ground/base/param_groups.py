@@ -48,7 +48,7 @@ class ParamGroup:
     indices: tuple[int, ...]
 
     def of(self, items: Sequence) -> list:
-        """Select the group's items from a sequence with one for each variable."""
+        """Return a list of this group's items, of one item for each variable."""
         return [items[index] for index in self.indices]
 
 

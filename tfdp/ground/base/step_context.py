@@ -101,7 +101,7 @@ def in_context_of_caller(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        """Run the function in a copy of the context of the thread that wrapped it."""
+        """Return the function's result, in a copy of the wrapping thread's context."""
         return context.copy().run(function, *args, **kwargs)
 
     return run

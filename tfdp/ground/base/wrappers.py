@@ -78,7 +78,10 @@ def other_optimizers(model: Any) -> dict[str, Any]:
 
 
 def rate_variables(model: Any) -> list:
-    """Return the learning rates of a model's optimizers that are Keras variables."""
+    """Return a list of the learning rates of a model's optimizers.
+
+    Only those that are Keras variables are included, and no schedules.
+    """
     optimizers = [getattr(model, "optimizer", None), *other_optimizers(model).values()]
     variables = [v for o in optimizers if o is not None for v in o.variables]
     return [v for v in variables if v.name == "learning_rate"]

@@ -57,11 +57,11 @@ class ShardBucket:
 
     @property
     def indices(self) -> frozenset[int]:
-        """Frozen set of ints, positions of the variables in the bucket."""
+        """Frozen set of ints, the positions of the variables that the bucket holds."""
         return frozenset(segment.index for row in self.rows for segment in row)
 
     def padding(self, owner: int) -> int:
-        """Return the elements of an owner's shard that belong to no variable."""
+        """Return the number of elements of an owner's shard that only pad it."""
         return self.slice_size - _length(self.rows[owner])
 
     def places(self, owner: int) -> Iterator[tuple[Segment, int, int]]:

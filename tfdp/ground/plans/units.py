@@ -92,7 +92,9 @@ DEFAULT_UNITS = UnitOptions()
 def resolve_gather_groups(
     gather_groups: Sequence[str], units: Sequence[str] | None
 ) -> Any:
-    """Return `gather_groups`; or `units`, its deprecated name, with a warning.
+    """Return the names of layers in `gather_groups` or in `units`, its old name.
+
+    If `units` is given, the user is warned that it is deprecated.
 
     Raises:
         ValueError: If both are given.
