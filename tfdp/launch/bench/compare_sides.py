@@ -21,8 +21,8 @@ ALONE = "no communication"
 PACKS_MB = (1, 4, 25)
 _GIBIBYTE = str(2**30)
 # Environment variables with which glibc keeps the freed memory of a large tensor for
-# the next one. Otherwise glibc returns the memory to the system and gets new pages,
-# which the kernel clears.
+# the next one. Otherwise glibc returns it to the system, and each large tensor costs
+# the time in which the kernel clears new pages.
 _KEPT_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": _GIBIBYTE,
     "MALLOC_TRIM_THRESHOLD_": _GIBIBYTE,

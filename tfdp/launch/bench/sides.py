@@ -219,7 +219,15 @@ class Runner(Protocol):
     name: str
 
     def run(self, variant: str, steps: int) -> Any:
-        """Run steps of the named variant; return the list of workers' measurements."""
+        """Run a block of steps of a variant, and measure them.
+
+        Args:
+            variant: String, name of the variant.
+            steps: Int, number of steps.
+
+        Returns:
+            List of the measurements, one for each worker.
+        """
 
 
 def alternate(
@@ -303,12 +311,12 @@ def calibrate_steps(
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """The median of paired ratios with its 95 % interval.
+    """The median of paired ratios with its 95 % confidence interval.
 
     Args:
         median: Float, the median.
-        low: Float, lower end of the interval.
-        high: Float, upper end of the interval.
+        low: Float, lower end of the confidence interval.
+        high: Float, upper end of the confidence interval.
         num_pairs: Int, number of ratios.
     """
 
@@ -324,7 +332,7 @@ class Ratio:
 
     @property
     def interval(self) -> str:
-        """String, the interval in brackets, such as `"[1.100, 1.300]"`."""
+        """String, the 95 % confidence interval, such as `"[1.100, 1.300]"`."""
         return f"[{self.low:.3f}, {self.high:.3f}]"
 
     def __str__(self) -> str:

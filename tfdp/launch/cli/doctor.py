@@ -201,7 +201,7 @@ def local_devices(tf: Any, cluster: Cluster | None) -> list[str]:
     gpus = tf.config.list_physical_devices("GPU")
     for gpu in gpus:
         # Without memory growth, TensorFlow would allocate the whole memory of a GPU
-        # that a running training may need.
+        # that a training job that is running may need.
         tf.config.experimental.set_memory_growth(gpu, True)
     count = cluster.devices_per_worker if cluster else None
     has_one_worker = cluster is None or cluster.num_workers == 1

@@ -55,7 +55,7 @@ def import_without_gpus(name: str) -> Any:
         with quiet_stderr():
             import tensorflow as tf
 
-            # The GPUs are hidden, since a running training may need them.
+            # The GPUs are hidden, since a training job that is running may need them.
             # `RuntimeError` means that TensorFlow has already initialized its devices,
             # so GPUs cannot be hidden any more.
             with contextlib.suppress(RuntimeError):

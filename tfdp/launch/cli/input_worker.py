@@ -31,9 +31,9 @@ def main(arguments: list[str]) -> None:
     # to `sys.path`; it adds only a folder or an archive that it runs.
     if os.path.isfile(script):
         sys.path[0] = os.path.dirname(os.path.abspath(script))
-    # Python must not exit while threads that prefetch data may still call it. They end
-    # with the dataset, so the exception is dropped, whose frames hold the dataset, and
-    # garbage is collected.
+    # Python must not exit while TensorFlow's threads that prefetch data may still call
+    # it. They end once the dataset is freed. The frames of `EnoughSteps` refer to the
+    # dataset, so this exception is dropped, and garbage is collected.
     with contextlib.suppress(EnoughSteps):
         runpy.run_path(script, run_name="__main__")
     gc.collect()

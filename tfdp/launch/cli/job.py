@@ -30,7 +30,7 @@ from tfdp.launch.cli.start import Starter
 from tfdp.launch.cli.worker import LogFile, Worker, shell_code
 from tfdp.launch.rendezvous.failure import LOST_EXIT_SECONDS
 
-# Time limits are checked once in a round of the loop, so a round waits for events at
+# Time limits are checked once per round of the loop, so a round waits for events at
 # most this many seconds.
 _POLL_SECONDS = 0.1
 # A worker that hangs writes no flight record, so the wait for records ends after
@@ -44,8 +44,8 @@ _BEHIND_SECONDS = 0.01
 # The request to save is repeated after this many seconds, since a worker outside of
 # `fit` does not receive a request.
 _ASK_AGAIN_SECONDS = 5.0
-# A check whether workers wait for one that has ended connects to them, so it is made
-# only at this interval in seconds.
+# To check whether workers wait for one that has ended, the launcher connects to those
+# that still run, so it checks at most once per this many seconds.
 _CHECK_SECONDS = 2.0
 
 

@@ -20,11 +20,11 @@ from tfdp.launch.cli.ssh_worker import SshWorker
 from tfdp.launch.cli.tracebacks import Tracebacks
 from tfdp.launch.rendezvous.failure import NODE_LOST
 
-# Time limits are checked once in a round of the loop, so a round waits for events at
+# Time limits are checked once per round of the loop, so a round waits for events at
 # most this many seconds.
 _POLL_SECONDS = 0.1
-# Python may be read from a network file system on a host, so its launcher has this many
-# seconds for its first line.
+# A host may read Python from a slow network file system, so the launcher on a host is
+# given this many seconds to print its first line. After that the job fails.
 _ANSWER_SECONDS = 60.0
 # After a failure the launchers notify each other, and normally end by themselves, so
 # this process ends the rest only after this many seconds.

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _PACKAGES = frozenset(["tensorflow", "keras", "tfdp"])
-# These functions change the environment without `os.environ`, so the imports of a
-# script that uses one cannot be done early.
+# These functions change environment variables without `os.environ`. An import may read
+# a variable that they change, so a script that uses one gets no early imports.
 _CHANGES_ENVIRONMENT = frozenset(["putenv", "unsetenv", "load_dotenv"])
 # These methods only read `os.environ`, so a script may call them before its imports.
 _READS_ENVIRONMENT = frozenset(["get", "copy", "items", "keys", "values"])
