@@ -200,7 +200,9 @@ def as_numpy(array: Any) -> np.ndarray:
 
 
 def bytes_of(values: np.ndarray, *, only_names: bool) -> Any:
-    """Return an array's values as bytes, the same for equal values on any machine.
+    """Return an array's values as bytes, equal for equal values on any machine.
+
+    The result is a flat uint8 array, or a `bytes` object for strings and objects.
 
     Args:
         values: NumPy array.

@@ -22,7 +22,7 @@ def weigh_batches(
     Args:
         local_batches: List of nests, the batch of each local replica.
         host_group: `ProcessGroup` with one member for each worker.
-        num_replicas: Int, on all workers.
+        num_replicas: Int, number of replicas on all workers.
         total: Scalar float32 tensor, the number of rows of the global batch, or `None`
             if workers have to all-reduce it.
 

@@ -146,7 +146,7 @@ def check_element(model: Any, spec: Any) -> None:
 
 
 def check_structure(data: Any) -> Any:
-    """Wrap a generator, to raise at the first batch with another structure.
+    """Return a generator's batches; raise at the first with another structure.
 
     Args:
         data: Data of a loop; anything but a generator is returned unchanged.

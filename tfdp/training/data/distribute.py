@@ -182,6 +182,9 @@ def _distribute_by_policy(
         options: `tf.distribute.InputOptions` or `None`.
         policy: `AutoShardPolicy.FILE` or `AutoShardPolicy.OFF`.
         stock: `super()` of the strategy, see `distribute`.
+
+    Returns:
+        A distributed dataset.
     """
     worker_group = strategy.extended.worker_group
     is_by_file = policy == _POLICY.FILE
@@ -352,7 +355,7 @@ def _divide_early(
     Args:
         strategy: A tfdp strategy.
         dataset: `tf.data.Dataset` of global batches.
-        ranks: List of ints, consecutive, the replicas of this worker.
+        ranks: List of consecutive ints, the ranks of this worker's replicas.
 
     Returns:
         `tf.data.Dataset` of pairs: a tuple with the rows of each rank, and the number

@@ -113,8 +113,12 @@ def divide_early(
 
     Args:
         batches: `tf.data.Dataset` of global batches.
-        ranks: List of ints, consecutive, the replicas whose rows the result has.
-        num_replicas: Int, on all workers.
+        ranks: List of consecutive ints, the replicas whose rows the result has.
+        num_replicas: Int, number of replicas on all workers.
+
+    Returns:
+        `Division`: its `dataset` has the rows of `ranks`; its `obstacle` says why each
+        worker prepares all rows, if it does.
     """
     if tf_data.is_unordered(batches):
         return Division(obstacle=why_not_split_early(batches, _UNORDERED_REASON))
@@ -150,8 +154,8 @@ def _divide_arrays(
         stage: `tf.data.Dataset` that ends in Keras's gathering of array rows.
         after: List of `Stage`, those of the pipeline after `stage`, which are appended
             to the result again.
-        ranks: List of ints, consecutive, the replicas of this worker.
-        num_replicas: Int, on all workers.
+        ranks: List of consecutive ints, the ranks of this worker's replicas.
+        num_replicas: Int, number of replicas on all workers.
 
     Returns:
         `tf.data.Dataset` of pairs: a tuple with the rows of each rank, and the number
@@ -183,8 +187,8 @@ def _batch_local_rows(
 
     Args:
         stage: `tf.data.Dataset` that ends in `batch`.
-        ranks: List of ints, consecutive, the replicas of this worker.
-        num_replicas: Int, on all workers.
+        ranks: List of consecutive ints, the ranks of this worker's replicas.
+        num_replicas: Int, number of replicas on all workers.
 
     Returns:
         Tuple of three items: a `tf.data.Dataset` of pairs, this worker's rows of a
@@ -227,8 +231,8 @@ def _local_elements(
     Args:
         raw: `tf.data.Dataset` of single elements.
         size: Int, number of rows of a global batch.
-        ranks: List of ints, consecutive, the replicas of this worker.
-        num_replicas: Int, on all workers.
+        ranks: List of consecutive ints, the ranks of this worker's replicas.
+        num_replicas: Int, number of replicas on all workers.
         drops: Bool, whether a smaller last batch is dropped.
 
     Returns:
@@ -266,8 +270,8 @@ def divide_local_rows(
     Args:
         batches: `tf.data.Dataset` of pairs: a nest of this worker's rows, or one row if
             it has none; and the number of rows of the global batch, int64.
-        ranks: List of ints, consecutive.
-        num_replicas: Int, on all workers.
+        ranks: List of consecutive ints, the ranks of the replicas.
+        num_replicas: Int, number of replicas on all workers.
         static: Int, number of rows of every global batch, or `None` if it varies.
             Defaults to `None`.
         is_shared: Bool, whether the rows are copied, because they may share memory with
@@ -280,7 +284,7 @@ def divide_local_rows(
 
     @no_autograph
     def divide(rows: Any, total: tf.Tensor) -> Any:
-        """Divide this worker's rows among `ranks`; pass on the batch's row count."""
+        """Return a tuple of each rank's rows, and the batch's row count as float32."""
         part = LocalRowRange(total, static, ranks[0], is_shared)
         parts = tuple(rows_of_rank(rows, rank, num_replicas, part) for rank in ranks)
         # `DeepCopy` is stateful, which keeps TensorFlow from making the `map` parallel.
@@ -301,8 +305,8 @@ def batch_local_rows(
 
     Args:
         batches: `tf.data.Dataset` of this worker's rows, in batches of the global size.
-        ranks: List of ints, consecutive, the replicas of this worker.
-        num_replicas: Int, on all workers.
+        ranks: List of consecutive ints, the ranks of this worker's replicas.
+        num_replicas: Int, number of replicas on all workers.
 
     Returns:
         `tf.data.Dataset`, or `None` if the pipeline does not end in `batch`, possibly
@@ -385,7 +389,7 @@ def _elements_of_zip(dataset: tf.data.Dataset) -> Elements:
     calls = tf.nest.pack_sequence_as(nest, [_compose(each) for each in maps])
 
     def call(element: Any) -> Any:
-        """Map each part of a zipped element by the maps of the dataset it is from."""
+        """Return a zipped element, each part mapped by the maps of its own dataset."""
         return keras.tree.map_structure_up_to(
             calls, lambda one, part: one(part), calls, element
         )
@@ -400,7 +404,7 @@ def _compose(stages: list[Stage]) -> Callable[[Any], Any]:
     """Return a function that calls the functions of `map` stages one after another."""
 
     def call(element: Any) -> Any:
-        """Call the functions of all stages on an element, in order."""
+        """Return an element after the functions of all stages, called in order."""
         for stage in stages:
             element = stage.call(element)
         return element

@@ -12,7 +12,7 @@ from tfdp.training.data.rows import named_leaves
 
 
 def element_spec_of(value: Any, source: Any) -> Any:
-    """Return the element spec of a `PerReplicaDataset` or its iterator.
+    """Return the nest of specs of a `PerReplicaDataset`'s or its iterator's element.
 
     Args:
         value: `PerReplicaDataset` or `PerReplicaIterator`.
@@ -37,7 +37,10 @@ def _with_any_row_count(spec: Any) -> Any:
 
 
 def _per_replica_spec(specs: tuple) -> Any:
-    """Merge the specs of the local replicas into one per-replica spec."""
+    """Merge the local replicas' nests of specs into one nest of per-replica specs.
+
+    A single nest is returned unchanged.
+    """
     if len(specs) == 1:
         return specs[0]
 
@@ -56,7 +59,10 @@ def _per_replica_spec(specs: tuple) -> Any:
 
 
 def empty_of(spec: Any) -> Any:
-    """Return a value of a spec with no rows, for a worker that has run out of data."""
+    """Return a tensor of a spec without rows, for a worker that is out of data.
+
+    It is `None` for a spec of `None`.
+    """
     if isinstance(spec, tf_data.NoneTensorSpec):
         return None
     if isinstance(spec, tf.OptionalSpec):

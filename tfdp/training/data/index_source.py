@@ -69,7 +69,7 @@ def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
 
     @no_autograph
     def element(index: tf.Tensor) -> Any:
-        """Load the element of an index in a graph, as a nest of tensors."""
+        """Return a nest of tensors, the element of an index that a graph loads."""
         dtypes = [spec.dtype for spec in specs]
         # A `map` with a stateful function is not divided among workers: each worker
         # would load all elements. So the function is marked as stateless.

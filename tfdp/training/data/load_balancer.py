@@ -231,7 +231,7 @@ def rows_of_ranks_by_weight(batch: Any, ranks: list[int], weights: tf.Tensor) ->
     """
 
     def take(tensor: Any, rank: int) -> Any:
-        """Return a replica's rows of a tensor; what has no rows is returned whole."""
+        """Return a replica's rows of a tensor; all of a leaf that has no rows."""
         if not has_rows(tensor):
             # Each replica gets a copy: TensorFlow would merge one object for all
             # replicas into a value that they share.

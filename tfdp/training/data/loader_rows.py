@@ -49,8 +49,8 @@ class LocalRowsSampler:
 
     Args:
         batches: `torch.utils.data.BatchSampler` of global batches.
-        ranks: Sequence of ints, consecutive, the replicas of this worker.
-        num_replicas: Int, on all workers.
+        ranks: Sequence of consecutive ints, the ranks of this worker's replicas.
+        num_replicas: Int, number of replicas on all workers.
 
     Attributes:
         totals: `collections.deque` of ints, the number of rows of each global batch of
@@ -132,7 +132,10 @@ def rows_of_loader(strategy: Any, loader: Any) -> Any:
     local_loader = loader_of_rows(loader, loader.dataset, *division)
 
     def describe() -> tuple:
-        """Build the dataset of this worker's rows, and a dict that workers compare."""
+        """Return a pair: the dataset of this worker's rows, and facts to compare.
+
+        The facts are a dict that must be the same on all workers.
+        """
         facts = {
             "number of batches": len(loader),
             "rows": len(loader.dataset),
@@ -203,8 +206,8 @@ def loader_of_rows(
     Args:
         loader: `torch.utils.data.DataLoader` of global batches.
         dataset: The loader's dataset, or one with the same number of rows.
-        ranks: Sequence of ints, consecutive, the replicas of this worker.
-        num_replicas: Int, on all workers.
+        ranks: Sequence of consecutive ints, the ranks of this worker's replicas.
+        num_replicas: Int, number of replicas on all workers.
         **changed: Settings that differ from those of `loader`.
     """
     import torch
@@ -244,8 +247,8 @@ def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
 
     Args:
         loader: `torch.utils.data.DataLoader` of global batches.
-        ranks: Sequence of ints, consecutive, the replicas of this worker.
-        num_replicas: Int, on all workers.
+        ranks: Sequence of consecutive ints, the ranks of this worker's replicas.
+        num_replicas: Int, number of replicas on all workers.
 
     Returns:
         Tuple: list of dicts as `items_of` yields them, and whether the dataset draws
@@ -311,7 +314,7 @@ def _arrays_of(batch: Any) -> tuple:
 
 
 def _random_states() -> list:
-    """Return the states of the generators of Python, NumPy and torch."""
+    """Return a list of the generators' states: Python's, NumPy's and torch's."""
     import torch
 
     numpy_state: Any = np.random.get_state()

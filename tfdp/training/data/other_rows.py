@@ -122,10 +122,11 @@ class _ZippedBatches(NamedTuple):
 
 
 def _rows_by_stages(dataset: tf.data.Dataset) -> list:
-    """Describe where the row count of each part of a dataset's batch comes from.
+    """Describe what determines the row count of each part of a dataset's batch.
 
-    `_rows_may_differ` compares the descriptions of two parts: parts with the same one
-    have the same row counts, unless it is `_UNKNOWN_ROWS`.
+    A part is a tensor of the batch. Two parts with equal descriptions have the same row
+    count in each batch, unless the description is `_UNKNOWN_ROWS`. `_rows_may_differ`
+    compares them.
 
     Returns:
         List with a description for each part: `_UNKNOWN_ROWS` after a `map` that may

@@ -146,8 +146,8 @@ class LocalRowsDataset(keras.utils.PyDataset):
 
     Args:
         source: `keras.utils.PyDataset` of the user, with `rows` and `num_rows`.
-        ranks: Sequence of ints, consecutive, the replicas of this worker.
-        num_replicas: Int, on all workers.
+        ranks: Sequence of consecutive ints, the ranks of this worker's replicas.
+        num_replicas: Int, number of replicas on all workers.
     """
 
     def __init__(self, source: Any, ranks: Sequence[int], num_replicas: int) -> None:
@@ -205,7 +205,10 @@ def rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) ->
     make = adapter.get_tf_dataset
 
     def describe() -> tuple:
-        """Build the dataset of this worker's rows, and a dict that workers compare."""
+        """Return a pair: the dataset of this worker's rows, and facts to compare.
+
+        The facts are a dict that must be the same on all workers.
+        """
         facts = describe_batches(dataset)
         items = make()
         return items, facts | {"batch": describe_spec(items.element_spec["rows"])}
@@ -397,7 +400,7 @@ class StoredArraysAdapter(keras_data.ArrayDataAdapter):
 
         @no_autograph
         def read_stored_rows(*batch: Any) -> Any:
-            """Replace row numbers in a batch by the rows of the files."""
+            """Return a batch with the rows of the files in place of row numbers."""
             batch = batch if type(stored) is tuple else batch[0]
             return keras.tree.map_structure(read, batch, stored)
 

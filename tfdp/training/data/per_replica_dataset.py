@@ -87,7 +87,7 @@ def divide_and_prefetch(
     Args:
         batches: `tf.data.Dataset` of global batches.
         ranks: List of ints, the replicas whose rows the result has.
-        num_replicas: Int, on all workers.
+        num_replicas: Int, number of replicas on all workers.
         checks: Bool, whether different numbers of rows of a batch's parts are an error.
             Defaults to `None`: only if there are several replicas.
         others: Collection of ints, indices of the flattened parts that are divided by
@@ -184,7 +184,7 @@ class PerReplicaDataset(tf_data.DistributedDatasetsFromFunction):
 
     @property
     def cardinality(self) -> Any:
-        """Number of steps, as `tf.data.Dataset.cardinality` gives it."""
+        """Scalar int64 tensor, number of steps as in `tf.data.Dataset.cardinality`."""
         return self.dataset.cardinality()
 
     @property
@@ -299,7 +299,7 @@ class PerReplicaIterator(StepIterator):
         return tf_distribute.per_replica(list(parts))
 
     def _empty_element(self) -> Any:
-        """Return an element without rows, for a worker that has run out of data."""
+        """Return a nest of tensors without rows, for a worker that is out of data."""
         return tf.nest.map_structure(empty_of, self._iterator.element_spec)
 
     @property

@@ -391,7 +391,7 @@ def _describe_files(dataset: tf.data.Dataset) -> dict[str, Any]:
 
 
 def _common_or_list(descriptions: list[dict]) -> Any:
-    """Return the common description if all are equal, or else the list."""
+    """Return the first description, a dict, if all are equal; or else the list."""
     alike = all(other == descriptions[0] for other in descriptions)
     return descriptions[0] if alike else descriptions
 

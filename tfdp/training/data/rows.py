@@ -62,7 +62,7 @@ def divide_batches(
     Args:
         dataset: `tf.data.Dataset` of global batches.
         ranks: List of ints, the replicas whose rows the result has.
-        num_replicas: Int, on all workers.
+        num_replicas: Int, number of replicas on all workers.
         checks: Bool, whether different numbers of rows of a batch's parts are an error.
             Dense parts with another static number of rows are exempt if both numbers
             are multiples of `num_replicas`. Defaults to `None`: only if there are
@@ -86,7 +86,7 @@ def divide_batches(
         check_equal_rows(equal_parts)
 
     def divide(element: Any) -> Any:
-        """Return the rows of each of `ranks`, and the number of rows of the batch."""
+        """Return a tuple of each rank's rows, and the number of rows of the batch."""
         if checks:
             _assert_equal_rows(
                 {n: p for n, p in parts_with_rows(element).items() if n in equal_parts}
@@ -145,7 +145,7 @@ def rows_of_rank(
         batch: Nest of tensors, ragged or sparse ones too, with the rows along
             the first axis; scalars and `None` are given to every replica.
         rank: Int, the replica.
-        num_replicas: Int, on all workers.
+        num_replicas: Int, number of replicas on all workers.
         part: `LocalRowRange`, the rows of a global batch that `batch` has, or `None`
             if it has all of them. Defaults to `None`.
 
@@ -279,7 +279,7 @@ def _parts_of_equal_rows(
 
     Args:
         spec: Nest of type specs of a global batch.
-        num_replicas: Int, on all workers.
+        num_replicas: Int, number of replicas on all workers.
         others: Collection of ints, indices of flattened parts that are exempt, too,
             since they are divided by their own number of rows.
 
@@ -337,7 +337,7 @@ def count_of(tensor: Any) -> tf.Tensor:
 
 
 def take_rows(tensor: Any, begin: tf.Tensor, size: tf.Tensor) -> Any:
-    """Slice rows from a dense, ragged or sparse tensor.
+    """Return a range of the rows of a dense, ragged or sparse tensor.
 
     Args:
         tensor: The tensor.
@@ -355,7 +355,7 @@ def take_rows(tensor: Any, begin: tf.Tensor, size: tf.Tensor) -> Any:
 
 
 def join_rows(parts: list) -> Any:
-    """Concatenate dense, ragged or sparse tensors along the first axis."""
+    """Return dense, ragged or sparse tensors of one kind, joined along axis 0."""
     if isinstance(parts[0], tf.SparseTensor):
         return tf.sparse.concat(0, parts, expand_nonconcat_dims=True)
     return tf.concat(parts, axis=0)
@@ -382,7 +382,7 @@ def _begin_and_size(num_rows: Any, rank: int, num_replicas: int) -> tuple[Any, A
     Args:
         num_rows: Int or scalar tensor, rows of the global batch.
         rank: Int, the replica.
-        num_replicas: Int, on all workers.
+        num_replicas: Int, number of replicas on all workers.
 
     Returns:
         Pair of scalar int64 tensors.
@@ -400,8 +400,8 @@ def bounds_of_ranks(
 
     Args:
         num_rows: Int or scalar tensor, rows of the global batch.
-        ranks: Sequence of ints, consecutive.
-        num_replicas: Int, on all workers.
+        ranks: Sequence of consecutive ints, the ranks of the replicas.
+        num_replicas: Int, number of replicas on all workers.
 
     Returns:
         Pair of scalar int64 tensors, the first row and the one after the last.
@@ -421,8 +421,8 @@ def rows_of_worker(num_rows: int, ranks: Sequence[int], num_replicas: int) -> ra
 
     Args:
         num_rows: Int, rows of the global batch.
-        ranks: Sequence of ints, consecutive.
-        num_replicas: Int, on all workers.
+        ranks: Sequence of consecutive ints, the ranks of the replicas.
+        num_replicas: Int, number of replicas on all workers.
 
     Example:
 
@@ -442,8 +442,8 @@ def rows_to_read(num_rows: int, ranks: Sequence[int], num_replicas: int) -> rang
 
     Args:
         num_rows: Int, rows of the global batch, at least 1.
-        ranks: Sequence of ints, consecutive, the worker's replicas.
-        num_replicas: Int, on all workers.
+        ranks: Sequence of consecutive ints, the ranks of the worker's replicas.
+        num_replicas: Int, number of replicas on all workers.
     """
     own = rows_of_worker(num_rows, ranks, num_replicas)
     start = min(own.start, num_rows - 1)

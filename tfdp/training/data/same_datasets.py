@@ -60,7 +60,7 @@ def compare_datasets(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
 
 
 def list_by_worker(values: Iterable[Any]) -> str:
-    """List a value of each worker, for a message.
+    """Format one value of each worker as a text, for a message.
 
     Args:
         values: Iterable, ordered by worker.

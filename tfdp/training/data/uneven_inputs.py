@@ -254,11 +254,11 @@ class ComponentsSpec(tf.TypeSpec):
         return self._inner
 
     def _to_components(self, value: Any) -> Any:
-        """Return the components of a value."""
+        """Return the `components` of a value of the class that the spec describes."""
         return value.components
 
     def _from_components(self, components: Any) -> Any:
-        """Rebuild a value from its components."""
+        """Return a value of the spec's class, rebuilt from its components."""
         return self.value_type(components, *self._settings)
 
 
