@@ -141,7 +141,15 @@ class OptimizerProgressCheck(keras.callbacks.Callback):
             self._check()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Check for overflows, and give all replicas the same state, to be saved."""
+        """Check for overflowing gradients, and equalize replicas for a save.
+
+        If replicas update independently, their weights and slots are averaged. If
+        several workers accumulate gradients, each replica gets an equal part of the
+        sum, since a save computes the sum from local replicas alone.
+
+        Raises:
+            RuntimeError: After ten overflows in a row at the smallest loss scale.
+        """
         self._check()
         equalize_replicas(self.model)
         # A save computes the sum of accumulated gradients from local replicas alone.

@@ -96,7 +96,7 @@ def configs_of(
 
 
 def _without_rates(value: Any) -> Any:
-    """Return a nest of dicts and lists without the entries of learning rates."""
+    """Return a nest of dicts and lists without entries named `learning_rate`."""
     if isinstance(value, dict):
         kept = {n: v for n, v in value.items() if n != "learning_rate"}
         return {name: _without_rates(each) for name, each in kept.items()}
@@ -150,9 +150,9 @@ def _comparable_dict(value: dict) -> dict[str, Any]:
 def _is_ignored(key: str, value: Any) -> bool:
     """Return whether an entry of a config is not compared: it may differ by worker."""
     if key == "learning_rate":
-        # A schedule, whose config is a dict, is compared. A number is not: in a new
-        # optimizer it will be replaced by worker 0's, and a number that a script
-        # assigns is compared as the value of a variable.
+        # A learning rate that is a schedule has a dict as its config, and is compared.
+        # A learning rate that is a number is not: in a new optimizer worker 0's number
+        # replaces it, and one that a script has assigned is compared as a variable.
         return not isinstance(value, dict)
     return key == "name" or key in _IGNORED_KEYS or key.endswith(_IGNORED_ENDINGS)
 

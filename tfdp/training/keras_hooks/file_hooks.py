@@ -48,11 +48,14 @@ def save_file(
 
     The file has the Keras optimizer that the `DistributedOptimizer` wraps. `original`
     is the function, called with all other arguments.
+
+    Returns:
+        Result of the function.
     """
 
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
-        """Call `original` while the model has the wrapped Keras optimizer."""
+        """Return the result of `original`; the model has the wrapped optimizer then."""
         return _save_with_plain_optimizer(original, *args, **kwargs)
 
     strategy = strategy_of(model)
@@ -70,6 +73,9 @@ def _save_with_plain_optimizer(
     """Save by a function of Keras, with the Keras optimizer inside tfdp's wrapper.
 
     With sharded state all workers take part, and worker 0 writes.
+
+    Returns:
+        Result of the function.
 
     Raises:
         OSError: With sharded state, on all workers but 0, if worker 0 could not save.
@@ -119,6 +125,9 @@ def save_tensors(
     """Write a TensorFlow checkpoint, atomically if there are several workers.
 
     `original` is the method `save` of the `saver`, called with the other arguments.
+
+    Returns:
+        Result of the method.
     """
     if num_joined_workers() == 1 or not tf.executing_eagerly():
         return original(saver, file_prefix, options)
@@ -132,6 +141,9 @@ def load_with_plain_optimizer(
     original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Load by a function of Keras, into the Keras optimizer inside tfdp's wrapper.
+
+    Returns:
+        Result of the function.
 
     Raises:
         ValueError: With sharded state, if only some workers see the file.

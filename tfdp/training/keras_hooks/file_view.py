@@ -269,6 +269,9 @@ def _view_with_accumulation(
             optimizers all accumulate.
         steps: Int, number of micro-batches of an update.
         sums: `AccumulatedGradients` of the optimizer, or `None` if there are none.
+
+    Returns:
+        Keras optimizer, the view.
     """
     parts = innermost(optimizer)
     views = {
@@ -294,6 +297,9 @@ def _view_of_part_with_accumulation(
         optimizer: Keras optimizer without inner optimizers.
         steps: Int, number of micro-batches of an update.
         sums: `AccumulatedGradients` of `outer`, or `None` if there are none.
+
+    Returns:
+        Keras optimizer, a shallow copy of `optimizer`.
     """
     if sums is None:
         return optimizer_views.as_accumulating(optimizer, steps, None)

@@ -45,6 +45,9 @@ def reduce_values(
         values: As in `original`.
         sample_weight: As in `original`. Defaults to `None`.
         reduction: As in `original`. Defaults to `"sum_over_batch_size"`.
+
+    Returns:
+        Tensor like the result of `original`.
     """
     result = original(values, sample_weight, reduction)
     is_mean = reduction not in (None, "none", "sum")
@@ -64,6 +67,9 @@ def scale_loss(original: Callable, value: Any) -> Any:
     Args:
         original: Callable, `scale_loss_for_distribution` of Keras.
         value: Tensor, the loss.
+
+    Returns:
+        Tensor like `value`.
     """
     return original(value) if program_trace.current() is None else value
 
@@ -77,6 +83,9 @@ def unscale_loss(original: Callable, value: Any) -> Any:
     Args:
         original: Callable, `unscale_loss_for_distribution` of Keras.
         value: Tensor, the loss.
+
+    Returns:
+        Tensor like `value`.
     """
     if (trace := program_trace.current()) is not None:
         trace.add([value], lambda given: step_events.record_loss(given[0]), "as is")
@@ -160,6 +169,9 @@ def normalize(
 
     An eager step runs on the rows of all replicas. The moving statistics become the
     mean over replicas, weighted by rows.
+
+    Returns:
+        Tensor like `inputs`, the normalized rows.
     """
     trace = program_trace.current()
     is_eager = trace is not None and trace.is_eager
@@ -203,11 +215,11 @@ def rematerialize(original: Callable, function: Callable) -> Callable:
 
     @functools.wraps(function)
     def compute(*args: Any, **kwargs: Any) -> Any:
-        """Call the function, which the backward pass then computes again."""
+        """Return the function's result, which the backward pass computes again."""
 
         @functools.wraps(function)
         def with_keywords(*inputs: Any) -> Any:
-            """Call the function with the keyword arguments of this call."""
+            """Return the function's result for `inputs` and the outer keywords."""
             return function(*inputs, **kwargs)
 
         return original(with_keywords)(*args)
@@ -222,6 +234,9 @@ def pad_empty_batch(original: Callable, inputs: Any, *args: Any, **kwargs: Any) 
     return the shape of the input, and later layers fail; the gradient of pooling ends
     the process. Observed with TensorFlow 2.19 to 2.21, and covered by
     tests/keras_hooks/cases_normalization.py.
+
+    Returns:
+        Tensor, the result for `inputs`.
     """
     if not _may_be_empty(inputs):
         return original(inputs, *args, **kwargs)
@@ -258,10 +273,13 @@ def _may_be_empty(inputs: Any) -> bool:
 
 
 def draw_seed(original: Callable, seed: Any) -> Any:
-    """Draw a Keras seed, and add an offset by which replicas draw different numbers.
+    """Return a Keras seed plus an offset, so that replicas draw different numbers.
 
     The offset of rank 0 is zero. A step that is traced as on one device has one seed,
     and so has an optimizer's update, after which all replicas have the same weights.
+
+    Returns:
+        Integer tensor of shape `[2]`, the seed.
     """
     drawn = original(seed)
     if (trace := program_trace.current()) is not None:
@@ -302,8 +320,8 @@ def _moments_per_replica(
 ) -> tuple[Any, Any]:
     """Compute the moments of each replica's rows, in a step traced as on one device.
 
-    Marked tensors tell `tfdp.training.program` which values belong to one replica, and
-    which to all.
+    Marks on tensors show `tfdp.training.program` which values belong to one replica,
+    and which to all.
 
     Returns:
         Tuple of the mean and the variance, marked as those of a replica.
@@ -316,6 +334,9 @@ def _moments_per_replica(
         A mark is an attribute of an identity operation. When `tfdp.training.program`
         plans the program, tensors after the first mark are values of one replica, and
         a gradient after the second holds a replica's rows of the global batch.
+
+        Returns:
+            Tuple of the marked rows, and a function from a gradient to a marked one.
         """
         own = programs.marked(rows, "rows of a replica")
         return own, lambda upstream: programs.marked(upstream, "rows of all")
@@ -325,6 +346,9 @@ def _moments_per_replica(
         """Mark a moment, and also its gradient, as a replica's own.
 
         The gradient is a partial sum, and the mark keeps the replicas from summing it.
+
+        Returns:
+            Tuple of the marked moment, and a function from a gradient to a marked one.
         """
         own = programs.marked(moment, "moment of a replica")
         return own, lambda upstream: programs.marked(upstream, "part of a replica")

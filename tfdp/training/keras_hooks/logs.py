@@ -92,7 +92,10 @@ def mean_over_workers(worker_group: WorkerGroup, logs: Any) -> Any:
 
 
 def _flatten_logs(logs: Any) -> Any:
-    """Flatten nested dicts in logs, such as those of compiled metrics, as in Keras."""
+    """Return logs with nested dicts, as of compiled metrics, merged as in Keras.
+
+    Logs other than a dict are returned unchanged.
+    """
     if not isinstance(logs, dict):
         return logs
     flat: dict[str, Any] = {}

@@ -38,7 +38,11 @@ def checking_own_function(model: Any, loop_name: str) -> Iterator[None]:
 
     @functools.wraps(make)
     def make_checked(*args: Any, **kwargs: Any) -> Any:
-        """Let the model make its function, and wrap that to check its first step."""
+        """Let the model make its function, and wrap that to check its first step.
+
+        Returns:
+            Result of the model's method that makes the function.
+        """
         result = make(*args, **kwargs)
         function = getattr(model, function_name)
         # A function that Keras's method has made, or that is wrapped already, has the
@@ -73,7 +77,11 @@ def _checked(model: Any, method: str, function: Callable) -> Callable:
 
     @functools.wraps(function)
     def step(*args: Any, **kwargs: Any) -> Any:
-        """Compute a step; raise a `ValueError` if no replica has run it."""
+        """Compute a step; raise a `ValueError` if no replica has run it.
+
+        Returns:
+            Result of the function of the step.
+        """
         nonlocal has_run
         if has_run:
             return function(*args, **kwargs)

@@ -26,7 +26,11 @@ from tfdp.training.replicas.random_seed import stand_in_seed
 def all_reduce(
     original: Callable, context: Any, reduce_op: Any, value: Any, options: Any = None
 ) -> Any:
-    """All-reduce a value; in a step traced as on one device, return it unchanged."""
+    """All-reduce a value; in a step traced as on one device, return it unchanged.
+
+    Returns:
+        Value like `value`.
+    """
     if program_trace.current() is not None:
         return value
     return original(context, reduce_op, value, options)
@@ -42,7 +46,11 @@ def replica_id(original: Callable, context: Any) -> Any:
 def call_for_each_replica(
     original: Callable, strategy: Any, function: Callable, args: tuple, kwargs: dict
 ) -> Any:
-    """Run a function on every replica, with this thread's state of tfdp and Keras."""
+    """Run a function on every replica, with this thread's state of tfdp and Keras.
+
+    Returns:
+        Results of the function, as TensorFlow's method `original` returns them.
+    """
     function = keras_model.in_state_of_caller(function)
     return original(strategy, step_context.in_context_of_caller(function), args, kwargs)
 
@@ -60,6 +68,9 @@ def gradient(
     While Keras builds a model symbolically, gradients with respect to variables are
     zeros: some variables have no value yet, and outside of replicas TensorFlow finds no
     gradients of others.
+
+    Returns:
+        Nest like `sources`, of a gradient or `None` for each source.
     """
     variables = (keras.Variable, tf.Variable)
     if keras_model.is_built_symbolically() and any(
@@ -91,6 +102,9 @@ def call_flat(original: Callable, function: Any, *args: Any) -> Any:
 
     Functions with collectives run one at a time. If only a failed collective is
     reported, tfdp's error with the reason replaces it.
+
+    Returns:
+        Result of the function, as TensorFlow's method `original` returns it.
     """
     try:
         with one_at_a_time(function, args):
@@ -118,6 +132,9 @@ def cache(
     """Cache a dataset, on several workers in a separate file for each worker.
 
     TensorFlow locks a cache file, so a second worker would fail.
+
+    Returns:
+        `tf.data.Dataset`, the cached one.
     """
     group = latest_group()
     is_path = isinstance(filename, (str, os.PathLike))
@@ -136,6 +153,9 @@ def seeds_of_operation(original: Callable, op_seed: Any) -> Any:
     Args:
         original: Callable, `get_seed` of TensorFlow.
         op_seed: Int, the operation's own seed, or `None`.
+
+    Returns:
+        Tuple of two ints, or of `None` twice, as from TensorFlow's `get_seed`.
     """
     draws = step_context.current().update_draws
     if op_seed is None and draws is not None:
@@ -151,6 +171,9 @@ def key_of_generator(original: Callable, generator: Any, key: Any) -> Any:
 
     In a step that is traced as on one device, and in an optimizer's update, the key is
     returned unchanged.
+
+    Returns:
+        Tensor, the key.
     """
     context = step_context.current()
     if context.trace is not None or context.update_draws is not None:
@@ -162,6 +185,9 @@ def call_function(original: Callable, function: Any, *args: Any, **kwargs: Any) 
     """Inline a `tf.function` that a step calls while the step is traced.
 
     The program of the step then includes the updates inside the function.
+
+    Returns:
+        Result of the function.
     """
     if program_trace.traced() is None or tf.executing_eagerly():
         return original(function, *args, **kwargs)

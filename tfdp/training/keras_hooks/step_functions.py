@@ -76,7 +76,11 @@ def make_function(
 
     @functools.wraps(function)
     def compute(data: Any) -> Any:
-        """Compute a step; before the first one, build the layers of `predict_step`."""
+        """Compute a step; before the first one, build the layers of `predict_step`.
+
+        Returns:
+            Result of the step, as Keras's function returns it.
+        """
         nonlocal is_built
         if not is_built:
             is_built = True
@@ -136,7 +140,11 @@ def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
 
     @functools.wraps(compute)
     def step(*args: Any, **kwargs: Any) -> Any:
-        """Compute a step; at the end of data, update without gradients, and raise."""
+        """Compute a step; at the end of data, update without gradients, and raise.
+
+        Returns:
+            Result of the step.
+        """
         try:
             with recording(updates):
                 return compute(*args, **kwargs)
@@ -289,6 +297,9 @@ def reduce_per_replica(
         strategy: The strategy of the model.
         reduction: String, `"concat"` if the outputs are rows, as in `predict`. For any
             other value they are logs, and become those of the global batch.
+
+    Returns:
+        Nest like `values`, of merged tensors.
     """
     if not is_tfdp(strategy):
         return original(values, strategy, reduction)
@@ -312,6 +323,9 @@ def _join_outputs(strategy: Any, value: Any) -> Any:
         strategy: A tfdp strategy.
         value: Per-replica value of dense, ragged or sparse tensors, or of scalars,
             which are the same on all replicas.
+
+    Returns:
+        Tensor of the same kind with the rows of all replicas, or the scalar.
     """
     local = strategy.experimental_local_results(value)
     first = local[0]

@@ -56,6 +56,9 @@ def run_loop(
     """Run `fit`, `evaluate` or `predict`; repeat it after an error a feature handles.
 
     The hook `recover` of a `Feature` returns true for an error that it handles.
+
+    Returns:
+        Result of the loop, as Keras's method returns it.
     """
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     arguments = bound.arguments
@@ -148,6 +151,9 @@ def _run_loop(
         model: The Keras model.
         bound: `inspect.BoundArguments` of the call, which are changed in place.
         strategy: The model's tfdp strategy, or `None`.
+
+    Returns:
+        Result of the loop, as Keras's method returns it.
     """
     arguments = bound.arguments
     step_functions.drop_stale_function(model, name)
@@ -301,6 +307,9 @@ def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
 
     If an interrupted run had completed all batches of the epoch, its last logs are
     used. Logs over each worker's own rows are averaged over the workers.
+
+    Returns:
+        Dict of the logs by name.
     """
     position = data_position.current()
     if not logs and position is not None and position.last_logs:
@@ -395,7 +404,11 @@ def _suspend_recording() -> Iterator[None]:
 
 
 def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `train_on_batch` or a similar method on a global batch, divided by rows."""
+    """Run `train_on_batch` or a similar method on a global batch, divided by rows.
+
+    Returns:
+        Result of Keras's method: the logs or the predictions of the batch.
+    """
     strategy, name = strategy_of(model), original.__name__
     if strategy is None:
         if name == "train_on_batch":
@@ -441,6 +454,9 @@ def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> 
     """Compile a model in the strategy's scope, into which its optimizer is moved.
 
     A `LossScaleOptimizer` that Keras adds around a `DistributedOptimizer` is removed.
+
+    Returns:
+        Result of Keras's `compile`.
     """
     strategy = strategy_of(model)
     if strategy is None:

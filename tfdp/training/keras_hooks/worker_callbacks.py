@@ -209,6 +209,9 @@ def prepend_callback(
         model: The Keras model.
         callbacks: Callback, list of callbacks or `CallbackList` from the user.
         added: Keras callback.
+
+    Returns:
+        List of callbacks; or `callbacks` itself if it is a `CallbackList`.
     """
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         return [added, *callback_list(callbacks)]
