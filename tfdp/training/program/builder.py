@@ -566,6 +566,9 @@ class Builder:
             tensor: Tensor of the program.
             need: `Need`: own rows, a partial sum or the whole tensor. Defaults to the
                 form that the replica holds.
+
+        Returns:
+            Tensor, which may be a variant or a resource.
         """
         if self.parent is not None and id(tensor) in self.parent[1]:
             builder, sources = self.parent
@@ -591,6 +594,9 @@ class Builder:
             fact: `Fact` of the tensor.
             need: `Need`: as they are for this replica's rows; or those of the whole
                 batch, whole, as a partial sum or sliced by rows.
+
+        Returns:
+            Integer tensor.
         """
         if need.kind is NeededForm.AS_IS:
             return self.sizes_of(tensor, of_all=False)
@@ -631,6 +637,9 @@ class Builder:
             tensor: Tensor of the program.
             fact: `Fact` of the tensor: the form in which replicas hold it.
             need: `Need`, the needed form, which differs from that of `fact`.
+
+        Returns:
+            Tensor in the needed form.
         """
         # No collective can carry a list or another variant, nor a resource. The only
         # conversion that needs no collective makes a partial sum of a value that all
@@ -669,6 +678,9 @@ class Builder:
             fact: `Fact` of the tensor: own rows are gathered, partial sums added up,
                 and values of single replicas averaged with the numbers of rows as
                 weights.
+
+        Returns:
+            Tensor, equal on all replicas.
         """
         if fact.form is Form.LOCAL:
             return self.replica.sum([self.replica.weight_by_rows(own)])[0]
@@ -703,6 +715,9 @@ class Builder:
             tensor: Integer tensor of the program.
             of_all: Bool, true for sizes of the whole batch, false for those of this
                 replica's rows.
+
+        Returns:
+            Integer tensor.
         """
         if self.parent is not None and id(tensor) in self.parent[1]:
             builder, sources = self.parent
@@ -728,6 +743,9 @@ class Builder:
             fact: `Fact` of the tensor, with known elements.
             tensor: Integer tensor of the program.
             of_all: Bool, true for the whole batch, false for this replica's rows.
+
+        Returns:
+            Integer tensor with the dtype of `tensor`.
         """
         parts = [
             self._size_from_rows(size, of_all=of_all) for size in fact.value.ravel()
@@ -744,6 +762,9 @@ class Builder:
         Args:
             size: `Size`, a number or a multiple of the rows.
             of_all: Bool, true for the whole batch, false for this replica's rows.
+
+        Returns:
+            Number, or a scalar int32 tensor if it depends on the rows.
         """
         rows = self.replica.rows.total if of_all else self.own_rows
         return rows * size.number if size.kind == "rows" else size.number
@@ -818,6 +839,9 @@ class Builder:
             axis: Int, the axis.
             shape: Function that returns the shape of `source` on this replica.
             of_all: Bool, true for the whole batch, false for this replica's rows.
+
+        Returns:
+            Number or scalar int32 tensor.
         """
         assert fact.sizes is not None
         if fact.sizes[axis].number is not None:

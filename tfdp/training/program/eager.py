@@ -182,7 +182,8 @@ class EagerStep:
     def _run(self, program: EagerProgram, args: tuple) -> Any:
         """Run the step as an eager program, and return its result.
 
-        If the program does not contribute, set the states of metrics to zero after it.
+        If `program.contributes` is false, another worker's metrics count, so the states
+        of this worker's metrics are set to zero after the step.
 
         Args:
             program: `EagerProgram` that records the updates of the step.

@@ -105,7 +105,11 @@ class Fact:
 
 
 def have_same_value(one: Fact, other: Fact) -> bool:
-    """Return whether the known elements of two tensors are equal, or both unknown."""
+    """Return whether two `Fact`s have the same `value`, the elements of a tensor.
+
+    They do if both are `None`, or if both are arrays of equal shape and all elements
+    are equal; an element that is `UNKNOWN` equals only another unknown one.
+    """
     if one.value is None or other.value is None:
         return one.value is other.value
     return one.value.shape == other.value.shape and bool(

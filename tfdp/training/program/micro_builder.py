@@ -71,12 +71,16 @@ class StagedBuilder(Builder):
             self._build_with_effects(set(self._of_stage(self.micro.last_stage)))
 
     def _gate(self, stage: int) -> tf.Operation:
-        """Create the operation after which a loop's results may be used.
+        """Create the gate of a loop: no result is used before this operation has run.
 
-        The loop is that over micro-batches which follows the stage with this index. The
-        operation runs once all local replicas have run the loop: the caller of `run`
-        connects `gates` of all. A replica that waited in a collective while another one
-        of its process runs out of memory would leave the collective unusable.
+        `run` lets all later operations wait for the gate, and the caller of `run` lets
+        the gate wait for all local replicas. Otherwise a replica could already wait in
+        a collective when another one of its process runs out of memory in the loop, and
+        the collective would be unusable.
+
+        Args:
+            stage: Int, index of the loop over micro-batches, which is that of the stage
+                before it.
         """
         results = [self.tensors[id(tensor)] for tensor in self.micro.results[stage]]
         with tf.control_dependencies(results):
@@ -285,6 +289,9 @@ class _Join:
             total: `TensorArray` or tensor, the combined value of earlier micro-batches.
             index: Scalar int32 tensor, number of micro-batches before this one.
             value: Tensor, the value of this micro-batch.
+
+        Returns:
+            `TensorArray` or tensor, like `total`.
         """
         if self._fact.is_rows:
             return total.write(index, value)

@@ -208,7 +208,7 @@ def with_inputs(last: Any, done: set) -> list[Any]:
 
 
 def _find_unread(graph: Any) -> Iterator[Any]:
-    """Yield the operations that only a comparison of a tensor with itself reads.
+    """Yield operations whose results serve only to compare a tensor with itself.
 
     `tf.recompute_grad` uses such a comparison to delay the second forward pass until
     the gradient arrives. Its result does not depend on the compared value.

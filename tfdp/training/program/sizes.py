@@ -202,7 +202,11 @@ def numbers(values: np.ndarray | None) -> np.ndarray | None:
 
 
 def broadcast(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
-    """Return the shape of the result if operands of these shapes broadcast."""
+    """Return the shape to which operands of these shapes broadcast.
+
+    Args:
+        shapes: List of tuples of `Size`, at least one.
+    """
     rank = max(len(shape) for shape in shapes)
     aligned = [(ONE,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
     return tuple(_broadcast_axis(list(axis)) for axis in zip(*aligned, strict=True))
@@ -231,10 +235,15 @@ def axis_of_rows(shape: Iterable[Size]) -> int | None:
 
 
 def common(shapes: Sequence[Any]) -> Any:
-    """Return the shape that several shapes have in common, or `None`.
+    """Return a shape that holds for several shapes: what is known of all of them.
 
-    A size that differs is `FREE` if it never depends on the rows, or else `UNKNOWN`.
-    The result is `None` if a shape is `None`, or if ranks differ.
+    Args:
+        shapes: Sequence of tuples of `Size`, or `None` for an unknown shape.
+
+    Returns:
+        Tuple of `Size`, or `None` if a shape is unknown, or if ranks differ. A size in
+        which shapes differ is `FREE` if it never depends on the number of rows, and
+        else `UNKNOWN`.
     """
     if any(shape is None or len(shape) != len(shapes[0]) for shape in shapes):
         return None

@@ -210,7 +210,7 @@ class DividedStep:
         self._gates = []
 
     def _rows_of(self, builder: Builder, replica: Replica, result: Any) -> Any:
-        """Return this replica's rows of a result; scalars are returned whole.
+        """Return this replica's rows of a step's result; a scalar is returned whole.
 
         Args:
             builder: `Builder` that has built the step.

@@ -266,7 +266,7 @@ class View:
         return tuple(value)
 
     def part_outputs(self, sizes: Any = None) -> list[Fact]:
-        """Return a `Fact` for each output which says that it is a partial sum.
+        """Return a list of a `Fact` for each output, of the form of a partial sum.
 
         Args:
             sizes: Tuple of `Size`, shape of the only output, or `None` for the shapes

@@ -51,7 +51,11 @@ def _decide_sparse_output(view: View) -> Decision | None:
 
 
 def _build_and_take_rows(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build the operation on whole inputs, and slice this replica's rows."""
+    """Build the operation on whole inputs, and slice this replica's rows.
+
+    Returns:
+        List of one tensor, this replica's output of `op`.
+    """
     whole = builder.copy(op, replica_inputs)[0]
     whole.set_shape(op.outputs[0].shape)
     return [builder.take_rows(op.outputs[0], whole)]

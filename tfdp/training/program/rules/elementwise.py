@@ -106,7 +106,11 @@ def decide_zeros(view: View) -> Decision | None:
 
 
 def _build_zeros(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build zeros or ones in the shape that the output has on this replica."""
+    """Build zeros or ones in the shape that the output has on this replica.
+
+    Returns:
+        List of one tensor, this replica's output of `op`.
+    """
     (fact,), (result,) = builder.facts_of(op.outputs), op.outputs
     make = tf.zeros if op.type == "ZerosLike" else tf.ones
     zeros = make(builder.shape_of(fact), result.dtype)
@@ -278,7 +282,11 @@ def _decide_unknown_rank(view: View) -> Decision | None:
 
 
 def _build_ensure_shape(builder: object, op: object, replica_inputs: list) -> list:
-    """Build `tf.ensure_shape` without a check of this replica's number of rows."""
+    """Build `tf.ensure_shape` without a check of this replica's number of rows.
+
+    Returns:
+        List of one tensor, this replica's output of `op`.
+    """
     fact: Fact = builder.facts_of(op.inputs)[0]  # type: ignore[attr-defined]
     shape = op.get_attr("shape")  # type: ignore[attr-defined]
     sizes_ = tf.TensorShape(shape).as_list()

@@ -118,6 +118,9 @@ def _squeeze(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
 
         TensorFlow would also remove the axis of rows on a replica with a single row,
         which must keep it.
+
+        Returns:
+            List of one tensor, this replica's output of `op`.
         """
         return [tf.squeeze(replica_inputs[0], sorted(taken))]
 
@@ -177,7 +180,11 @@ def _range(view: View) -> Decision | None:
         return None
 
     def build(builder: Any, op: Any, replica_inputs: list) -> list:
-        """Build the numbers of this replica's rows, which continue those of others."""
+        """Build the numbers of this replica's rows, which continue those of others.
+
+        Returns:
+            List of one tensor, this replica's output of `op`.
+        """
         dtype = op.outputs[0].dtype
         begin = tf.cast(builder.first_row * multiple, dtype)
         return [begin + tf.range(tf.cast(builder.own_rows * multiple, dtype))]
@@ -264,7 +271,11 @@ def _join_rows(view: View, facts: Sequence[Fact], axis: int) -> Decision | None:
 
 
 def _build_joined_rows(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Concatenate inputs that hold all rows, and return this replica's rows of it."""
+    """Concatenate inputs that hold all rows, and return this replica's rows of it.
+
+    Returns:
+        List of one tensor, this replica's output of `op`.
+    """
     (joined,), (result,) = builder.copy(op, replica_inputs), op.outputs
     builder.cache_whole(result, joined)
     return [builder.take_rows(result, joined)]

@@ -38,7 +38,11 @@ def _empty(view: View) -> Decision:
 
 
 def _build_empty(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build a new list on this replica, whose items may have any number of rows."""
+    """Build a new list on this replica, whose items may have any number of rows.
+
+    Returns:
+        List of one tensor, the new list.
+    """
     shape = tf.constant(_element_shape(op.inputs[0]), op.inputs[0].dtype)
     return builder.copy(op, [shape, replica_inputs[1]])
 
@@ -244,6 +248,9 @@ def _build_from_tensor(builder: Any, op: Any, replica_inputs: list) -> list:
 
     Inputs are the tensor and the shape of a slice. The shape is replaced by one with -1
     for each axis, since slices may have any number of rows on a replica.
+
+    Returns:
+        List of one tensor, the new list.
     """
     # The gradient of a loop needs the rank of the items. So if the rank is known, the
     # shape has a -1 for each axis; otherwise it is the scalar -1, for any rank.

@@ -144,6 +144,9 @@ def _build_mean(builder: Any, op: Any, replica_inputs: list, others: list[int]) 
 
     Entries are counted along the axis of rows and `others`, the other axes of the
     reduction. The partial means of all replicas add up to the mean.
+
+    Returns:
+        List of one tensor, this replica's output of `op`.
     """
     total = builder.copy(op, replica_inputs, kind="Sum")[0]
     shape = builder.fact(op.inputs[0]).sizes
@@ -155,7 +158,11 @@ def _build_mean(builder: Any, op: Any, replica_inputs: list, others: list[int]) 
 
 
 def _build_reduced_twice(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build a reduction of this replica's rows, and then of all replicas' results."""
+    """Build a reduction of this replica's rows, and then of all replicas' results.
+
+    Returns:
+        List of one tensor, this replica's output of `op`.
+    """
     return [
         builder.replica.reduce_results(op.type, builder.copy(op, replica_inputs)[0])
     ]

@@ -173,7 +173,11 @@ def _open_size(input_fact: Fact, after: Size, inner: Size, size: Size) -> Size:
 
 
 def _build_reshape(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build a reshape on this replica, or return its input if it changes nothing."""
+    """Build a reshape on this replica, or return its input if it changes nothing.
+
+    Returns:
+        List of one tensor, this replica's output of `op`.
+    """
     shape = builder.own_static_shape(op.outputs[0], builder.fact(op.outputs[0]))
     is_same = shape.is_fully_defined() and shape == replica_inputs[0].shape
     return replica_inputs[:1] if is_same else builder.copy(op, replica_inputs)
@@ -183,6 +187,9 @@ def _build_open_reshape(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build a reshape whose shape has a -1, replaced by a computed size.
 
     TensorFlow cannot compute the size for a replica without rows.
+
+    Returns:
+        List of one tensor, this replica's output of `op`.
     """
     (fact,) = builder.facts_of(op.outputs)
     data, target = builder.facts_of(op.inputs)

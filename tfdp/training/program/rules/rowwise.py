@@ -200,6 +200,9 @@ def _build_recurrent(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build a recurrent layer of cuDNN or its gradient on this replica.
 
     cuDNN needs at least one row, so a replica without rows builds empty outputs.
+
+    Returns:
+        List of this replica's outputs of `op`.
     """
     if not builder.may_be_empty:
         return builder.copy(op, replica_inputs)
@@ -265,6 +268,9 @@ def build_or_use_zero_row(builder: Any, op: Any, replica_inputs: list) -> list:
     With oneDNN, in float32 on CPUs, a convolution of no rows returns the shape of its
     input, and the gradient of a pooling ends the process. Seen with TensorFlow 2.19 to
     2.21; tests/keras_hooks/cases_normalization.py guards it.
+
+    Returns:
+        List of one tensor, this replica's output of `op`.
     """
     replica_inputs = _with_own_rows_in_shape(builder, op, replica_inputs)
     if not builder.may_be_empty:
@@ -296,17 +302,21 @@ def build_or_use_zero_row(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _with_own_rows_in_shape(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Return a replica's inputs of an operation, with its own number of rows.
+    """Return an operation's inputs on a replica, with its rows in a shape input.
 
-    Only gradients whose first input is the shape of their output, such as
-    `Conv2DBackpropInput`, are changed, and only if this shape is a constant for all
-    rows. It is one in a step with a fixed number of rows, such as one that creates
-    noise.
+    The first input of some gradients, such as `Conv2DBackpropInput`, is the shape of
+    their output. In a step with a fixed number of rows this shape may be a constant
+    with the number of rows of all replicas, which is replaced by the replica's own.
+    All other inputs, and those of other operations, are returned unchanged.
 
     Args:
         builder: `Builder` of the replica's program.
         op: `tf.Operation` of the program.
-        replica_inputs: List of the replica's inputs of `op`; the last has its rows.
+        replica_inputs: List of tensors, the inputs of `op` on the replica; the last has
+            the replica's rows.
+
+    Returns:
+        List of tensors like `replica_inputs`.
     """
     form = builder.fact(op.inputs[0]).form
     if op.type not in _SHAPE_IS_INPUT or form is Form.SIZES:

@@ -115,10 +115,10 @@ def _equals(values: np.ndarray | None, index: int, size: Size) -> bool:
 
 
 def decide_strided_slice_grad(view: View) -> Decision | None:
-    """Decide how replicas build the gradient of a slice: each that of its own rows.
+    """Decide how replicas build a `StridedSliceGrad`: each for its own rows.
 
-    The decision is `None` if the slice drops rows, or if its shape or the gradient has
-    no rows.
+    The decision is `None` if the slice drops rows, if the shape of the sliced tensor is
+    not known or has no axis of rows, or if the incoming gradient has no rows.
     """
     shape, gradient = view.facts[0].value, view.facts[4]
     axis = None if shape is None else sizes.axis_of_rows(shape)

@@ -126,7 +126,11 @@ def decide_random(view: View) -> Decision | None:
 
 
 def _build_and_slice(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build the random numbers of all rows, and slice this replica's rows."""
+    """Build the random numbers of all rows, and slice this replica's rows.
+
+    Returns:
+        List of one tensor, this replica's output of `op`.
+    """
     return [builder.take_rows(op.outputs[0], builder.copy(op, replica_inputs)[0])]
 
 
@@ -137,6 +141,9 @@ def _build_own_block(builder: Any, op: Any, replica_inputs: list) -> list:
 
     Philox generates four numbers for each value of its counter: Salmon et al. 2011,
     https://doi.org/10.1145/2063384.2063405.
+
+    Returns:
+        List of one tensor, this replica's output of `op`.
     """
     (fact,) = builder.facts_of(op.outputs)
     shape, key, counter, algorithm = replica_inputs
@@ -231,7 +238,11 @@ def decide_stateful_random(view: View) -> Decision | None:
 
 
 def _build_on_first(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build outputs that count on the first replica only; others return zeros."""
+    """Build outputs that count on the first replica only; others return zeros.
+
+    Returns:
+        List of this replica's outputs of `op`.
+    """
     return [
         builder.replica.only_on_first(tensor)
         for tensor in builder.copy(op, replica_inputs)
@@ -242,6 +253,9 @@ def _build_rows_of_first(builder: Any, op: Any, replica_inputs: list) -> list:
     """Draw random numbers for all rows on the first replica, and slice own rows.
 
     Later operations then stay divided by rows.
+
+    Returns:
+        List of one tensor, this replica's output of `op`.
     """
     (total,) = builder.replica.sum(_build_on_first(builder, op, replica_inputs))
     builder.cache_whole(op.outputs[0], total)
@@ -268,6 +282,9 @@ def _build_python(builder: Any, op: Any, replica_inputs: list) -> list:
     In a loop, which must have no collectives, each replica calls it. TensorFlow keeps
     one tape for all calls of a function, which the gradient of the first call consumes:
     a second call would have no gradient.
+
+    Returns:
+        List of this replica's outputs of `op`.
     """
     if builder.is_in_loop:
         return builder.copy(op, replica_inputs)
@@ -278,6 +295,9 @@ def _build_and_broadcast(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build an operation on the first replica, and broadcast its results.
 
     Other replicas do not know the shapes of the results.
+
+    Returns:
+        List of this replica's outputs of `op`.
     """
     replica = builder.replica
     is_first = not replica.rank

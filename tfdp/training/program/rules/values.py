@@ -105,7 +105,7 @@ def _strided_slice(view: View, data: Any, begin: Any, end: Any, strides: Any) ->
 
 
 def _slice(view: View, data: Any, begin: Any, size: Any) -> Any:
-    """Return the result of `tf.slice`, or `None` if it would fail."""
+    """Return the result of `tf.slice`, an array; or `None` if it would fail."""
     ends = np.where(size == -1, data.shape, begin + size)
     if (begin < 0).any() or (ends < begin).any() or (ends > data.shape).any():
         return None
@@ -115,14 +115,17 @@ def _slice(view: View, data: Any, begin: Any, size: Any) -> Any:
 def _gather(view: View, data: Any, indices: Any, axis: Any) -> Any:
     """Return the result of `tf.gather`, or `None` if it is not known.
 
-    It is not known with `batch_dims`, or with a negative index, which does not count
-    from the end: it fails, and is 0 with XLA.
+    It is not known with `batch_dims`, or with a negative index. Such an index does not
+    count from the end: TensorFlow raises an error for it, and XLA returns 0.
 
     Args:
         view: `View` of the operation.
         data: Array of `Size`, the elements to take from.
         indices: Array of numbers.
         axis: Array of one number.
+
+    Returns:
+        Array of `Size`, or `None`.
     """
     if view.attribute("batch_dims") or (indices < 0).any():
         return None
@@ -130,19 +133,22 @@ def _gather(view: View, data: Any, indices: Any, axis: Any) -> Any:
 
 
 def _select(view: View, condition: Any, one: Any, other: Any) -> Any:
-    """Return the result of `tf.where` for a scalar condition, `None` for any other."""
+    """Return the result of `tf.where`, an array; `None` if no scalar decides it."""
     if condition.ndim:
         return None
     return np.broadcast_arrays(one, other)[0 if condition else 1]
 
 
 def _fill(view: View, dims: Any, value: Any) -> Any:
-    """Return the result of `tf.fill`, or `None` if it has over 64 elements.
+    """Return the result of `tf.fill`, an array; `None` if it has over 64 elements.
 
     Args:
         view: `View` of the operation.
         dims: Array of numbers, the shape of the result.
         value: Array of rank 0 of `Size`, the element.
+
+    Returns:
+        Array of `Size`, or `None`.
     """
     if np.prod(dims) > _MAX_ELEMENTS:
         return None
@@ -356,7 +362,11 @@ def _decide_shapes(view: View) -> Decision | None:
 
 
 def _build_shapes(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build the shapes of several tensors, with this replica's number of rows."""
+    """Build the shapes of several tensors, with this replica's number of rows.
+
+    Returns:
+        List of integer tensors, one for each output of `op`.
+    """
     return [builder.shape(op, index, of_all=False) for index in range(len(op.outputs))]
 
 
@@ -400,6 +410,9 @@ def _build_axes(builder: Any, op: Any, replica_inputs: list) -> list:
 
     They are constants if known, or else computed from sizes of the whole batch.
     A replica with one row or none would compute other axes from its own sizes.
+
+    Returns:
+        List of integer tensors, one for each output of `op`.
     """
     facts = builder.facts_of(op.outputs)
     if all(fact.value is not None for fact in facts):
