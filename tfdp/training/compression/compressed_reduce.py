@@ -304,7 +304,7 @@ def _check_result(
         dtype: `tf.DType` that the tensor must have.
 
     Raises:
-        ValueError: With the compressor's class, and what it returned instead.
+        ValueError: The message has the compressor's class and what it returned.
     """
     what = f"`{type(compressor).__name__}.{method}`"
     is_pair = isinstance(result, tuple) and len(result) == 2

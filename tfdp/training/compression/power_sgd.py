@@ -126,7 +126,11 @@ class PowerSGD(Compressor):
             return [group.all_reduce(bucket.flat), residual, factors]
 
         def compressed() -> list[tf.Tensor]:
-            """Return a list: the compressed sum, the new residual, the new factors."""
+            """Sum the bucket with low-rank factors of its matrices.
+
+            Returns:
+                List of the sum, this replica's new residual and the new factors.
+            """
             return _reduce(bucket, matrices, residual, factors, group)
 
         if self.start_step:

@@ -62,9 +62,9 @@ class ResidualState:
         return all(ref() is not None for ref in self.refs)
 
     def portable_name(self, positions: Mapping[int, int]) -> tuple:
-        """Return a name of the state that is valid in other processes.
+        """Return a name of the state that is valid in other processes, a tuple.
 
-        The name is a tuple of the key's `kind` and `number`, the positions of the
+        It consists of the key's `kind` and `number`, the positions of the
         variables in the model, the level and the compressor.
 
         Args:
@@ -359,7 +359,7 @@ def _check_state(
         old: Dict from names to tensors, the current state.
 
     Raises:
-        ValueError: With the class of the compressor.
+        ValueError: The message names the class of the compressor.
     """
     what = f"The new state that `{type(compressor).__name__}` returned"
     if new.keys() != old.keys():

@@ -82,7 +82,11 @@ def _gather_with_gradient(value: tf.Tensor, context: Any) -> tf.Tensor:
 
     @tf.custom_gradient
     def gather(rows: tf.Tensor) -> Any:
-        """Return the rows of all replicas, and a function for their gradient."""
+        """Return the rows of all replicas, and a function for their gradient.
+
+        Returns:
+            Tuple of the rows of all replicas, and the function `gradient`.
+        """
         joined, counts = _gather_rows(rows, context)
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:

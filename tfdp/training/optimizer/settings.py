@@ -11,8 +11,8 @@ from tfdp.ground.base.param_groups import innermost
 from tfdp.training.optimizer import arguments
 from tfdp.training.optimizer.features import Features
 
-# Keras's constructor sets defaults for these settings on the wrapper, whose
-# `__setattr__` ignores them there: the wrapped optimizer has the values.
+# Only the wrapped optimizer has values of these settings. Keras's constructor also sets
+# defaults for them on the wrapper; the wrapper's `__setattr__` ignores these defaults.
 _KERAS_SETTINGS = frozenset(
     {
         *("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema"),

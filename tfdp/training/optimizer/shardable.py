@@ -242,6 +242,9 @@ class ShardableOptimizer(OptimizerSettings):
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         """Return the objects that TensorFlow saves, if the state is not sharded.
 
+        Returns:
+            Dict of TensorFlow's trackable objects by name.
+
         Raises:
             ValueError: For `tf.train.Checkpoint` with sharded state, which it would
                 lose.

@@ -65,7 +65,7 @@ def write_entries(path: pathlib.Path, entries: Mapping[str, Any]) -> bool:
         entries: Mapping, the new content.
 
     Returns:
-        Bool, whether the file was written. A full or read-only disk does not stop a
+        Bool, whether the file was written. A full or read-only disk does not stop
         training.
 
     Example:

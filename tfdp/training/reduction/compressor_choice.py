@@ -48,8 +48,9 @@ class LevelFormats:
         inner, outer = (
             _format_of_option(option) for option in options.compression_levels
         )
-        # On a single node, or with one replica per node, one of the two formats is
-        # never used. It is set to the other one, since a flat algorithm has only one.
+        # On a single node nothing is sent across nodes, so `outer` is unused; with one
+        # replica per node, `inner` is. The unused format is set to the used one, since
+        # a flat algorithm can apply only one format.
         if topology.num_nodes == 1:
             outer = inner
         elif topology.replicas_per_node == 1:

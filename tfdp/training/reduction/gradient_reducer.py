@@ -173,7 +173,10 @@ class ReplicaReducer(GradientReducer):
         return tf.math.divide_no_nan(tf.ones([], tf.float64), share * num_means)
 
     def prepare(self, gradients: list) -> list:
-        """Convert sparse gradients to dense tensors if Adasum combines them."""
+        """Return a list of gradients, all dense tensors if Adasum combines them.
+
+        Without Adasum it is `gradients` itself.
+        """
         if not self._reducer.combines_means:
             return gradients
         return [tf.convert_to_tensor(gradient) for gradient in gradients]

@@ -411,7 +411,7 @@ def _is_sparse(value: Any) -> bool:
 
 
 def _divide(value: Any, count: int) -> Any:
-    """Divide a tensor or `IndexedSlices` by a number."""
+    """Return a tensor or `tf.IndexedSlices`, divided by a number."""
     if _is_sparse(value):
         return with_values(value, value.values / count)
     return value / count

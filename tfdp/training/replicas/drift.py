@@ -19,7 +19,7 @@ _MAX_NAMED = 8
 
 
 def replicated_weights(model: Any) -> list:
-    """Return the weights of a model whose values should be equal on all replicas.
+    """Return a list of the weights of a model that should be equal on all replicas.
 
     Keras's `weights` leaves out metric states and the seeds of random layers.
     """
@@ -27,7 +27,7 @@ def replicated_weights(model: Any) -> list:
 
 
 def compared_weights(model: Any) -> list:
-    """Return the weights of a model that workers compare.
+    """Return a list of the weights of a model that workers compare.
 
     They are the replicated weights, and the weights with sharded state, whose
     assignments outside of steps are recorded.

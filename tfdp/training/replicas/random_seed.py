@@ -79,7 +79,8 @@ def _random_states() -> dict[str, str]:
         TensorFlow's generator without a global seed.
     """
     has_seed = random_seeds.global_seed() is not None
-    # Keras without a seed draws from Python's generator, which has a separate entry.
+    # For Keras, the global seed and the state of its seed generator are compared.
+    # Without a seed Keras draws from Python's generator, which `"python"` compares.
     keras_state = (random_seeds.keras_global_seed(), random_seeds.keras_seed_state())
     states = {
         "python": random.getstate(),

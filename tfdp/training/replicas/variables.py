@@ -70,7 +70,15 @@ class MirroredVariable(_Array, tf_distribute.MirroredVariable):
         return super()._update_replica(update_fn, value, **kwargs)
 
     def _in_program(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the named method of this replica's copy, in a step of Keras's loops.
+        """Call a method of this replica's copy, in a step of Keras's loops.
+
+        Args:
+            method: String, name of the method.
+            *args: Positional arguments of the method.
+            **kwargs: Keyword arguments of the method.
+
+        Returns:
+            Result of the method.
 
         Raises:
             NotImplementedError: Outside of a step that is traced as on one device.
@@ -231,7 +239,9 @@ class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
                 component.assign(tf.cast(value, component.dtype))
 
     def _assign_parts(self, total: tf.Tensor) -> Any:
-        """Divide an integer among all replicas' components; rank 0 gets the remainder.
+        """Divide an integer among all replicas' components, and return the variable.
+
+        The component of rank 0 gets the remainder, too.
 
         TensorFlow's method drops the remainder: 1 on two replicas would be read as 0.
         """
@@ -244,7 +254,7 @@ class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
         return self
 
     def _get_cross_replica(self) -> Any:
-        """Return the components of all replicas, merged."""
+        """Return a tensor, the merged components of all replicas."""
         extended = self.distribute_strategy.extended
         if self.aggregation != tf.VariableAggregation.SUM:
             return super()._get_cross_replica()

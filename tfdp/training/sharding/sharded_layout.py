@@ -354,7 +354,7 @@ class ShardedLayout(StateLayout):
             parameter.assign(variable.constraint(parameter.read_value()))
 
     def _momentums(self, group: ParamGroup) -> list:
-        """Return the momentum slots of this replica's shard; empty without momentum."""
+        """Return a list of this replica's momentum slots; empty without momentum."""
         return self._state(self._sharded(group)).slots.get("momentums", [])
 
     def _sharded(self, group: ParamGroup) -> ShardedParamGroup:

@@ -73,7 +73,7 @@ class LocalShard:
 
 
 def reshaped(values: Any, shape: Sequence[int]) -> Any:
-    """Reshape flat values, which a shard's `write` receives, for its variable.
+    """Return flat values, which a shard's `write` receives, in its variable's shape.
 
     Args:
         values: Flat array or tensor.

@@ -203,7 +203,7 @@ class VariableShards(OptimizerShard):
             tf_distribute.local_part(copy).assign(value, read_value=False)
 
     def _clone_with_settings(self, optimizer: Any, variables: list[Any]) -> Any:
-        """Return a copy of `clone`, with its slots and the settings of `optimizer`.
+        """Return a shallow copy of `clone`: its slots, the settings of `optimizer`.
 
         The counter, rate, strategy and decay exclusions of `clone` itself are set to
         those of `optimizer`.
@@ -212,6 +212,9 @@ class VariableShards(OptimizerShard):
             optimizer: Keras optimizer, the user's, whose settings may have changed
                 since the clone was built.
             variables: List of the Keras variables of the plan.
+
+        Returns:
+            Keras optimizer.
         """
         optimizer_views.share_state(self.clone, optimizer)
         for index, copy in self._copies.items():

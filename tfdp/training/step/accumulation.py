@@ -249,7 +249,11 @@ class LocalAccumulation(Accumulator):
         self._state.add(gradients, self._positions)
 
     def _release(self) -> Totals:
-        """Return the sums, multiplied by the number of groups, and reset them."""
+        """Return this replica's accumulated gradients as `Totals`, and reset them.
+
+        They were divided by the number of groups of replicas that update independently,
+        so they are multiplied by it here.
+        """
         sums, count = self._state.release(self._positions)
         return Totals([total * self._num_groups for total in sums], count=count)
 
@@ -352,7 +356,9 @@ def set_to_zero(variable: Any) -> None:
 
 
 def wide_zeros(make_variable: Any, variables: Sequence[Any], suffix: str) -> list:
-    """Create a variable of zeros for each variable, in float32 or a wider dtype.
+    """Return a list of new variables of zeros, one for each of `variables`.
+
+    They are in float32, or in the dtype of the given variable if that is wider.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.

@@ -113,7 +113,7 @@ class Updates:
 
             @tf.function(autograph=False)
             def on_replicas() -> None:
-                """Run the step without data of recorded optimizers on every replica."""
+                """Run the parts of updates that need no gradients on every replica."""
                 # The strategy's own `run` would divide a batch, and an empty step has
                 # none.
                 tf.distribute.Strategy.run(strategy, self._on_replica)

@@ -79,7 +79,7 @@ class LossScale:
         self.options = options
 
         def counter(name: str, shape: tuple[int, ...] = ()) -> Any:
-            """Create a counter with this name, an integer variable of zeros."""
+            """Create an integer Keras variable of zeros, and return it."""
             return make_variable(
                 shape=shape, dtype="int", initializer="zeros", name=name
             )
@@ -194,7 +194,7 @@ def not_finite(gradient: Any) -> tf.Tensor:
 
 
 def _local(variable: Any) -> Any:
-    """Return the component of a variable on the calling replica."""
+    """Return the `tf.Variable` of a variable on the calling replica."""
     return tf_distribute.local_part(variable)
 
 

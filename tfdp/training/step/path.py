@@ -277,7 +277,11 @@ def _skip(
 
 
 def _clip(step: Step, sums: list, statistics: GradientStatistics) -> list:
-    """Stage 5: return each group's gradients, clipped as its optimizer is set to."""
+    """Stage 5: clip the gradients of each parameter group by its optimizer's settings.
+
+    Returns:
+        List of the clipped gradients of each group, as `StateLayout.clip` returns them.
+    """
     return [
         step.layout.clip(group, reduced, statistics)
         for group, reduced in zip(step.param_groups, sums, strict=True)

@@ -197,7 +197,7 @@ class StateLayout:
         part.assign(variable.constraint(part), read_value=False)
 
     def _momentums(self, group: ParamGroup) -> list:
-        """Return the momentum slots of a group, with `None` for missing ones."""
+        """Return a list of a group's momentum slots, with `None` for missing ones."""
         return group.optimizer.momentums
 
 

@@ -13,7 +13,7 @@ from tfdp.training.parameters.sharded_parameter import sharded_parameter
 
 
 def changed_outside_update(model: Any) -> list:
-    """Return the variables that a step changes outside of its update.
+    """Return a list of the variables that a step changes outside of its update.
 
     They are metrics, the statistics of BatchNormalization and the states of random
     generators. Sharded parameters are left out.

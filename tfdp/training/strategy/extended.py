@@ -243,6 +243,9 @@ class ReplicaExtended:
         """Create a variable of tfdp's classes, or a sharded parameter.
 
         A parameter is sharded in a scope with `init="deferred"`.
+
+        Returns:
+            The new variable.
         """
         if is_deferred(self, kwargs):
             return deferred_parameter(self._container_strategy(), kwargs)  # type: ignore[attr-defined]
@@ -278,6 +281,9 @@ class ReplicaExtended:
         """All-reduce a nest of tensors in replica context, without a merge call.
 
         Several eager local replicas use the stock method, which merges their calls.
+
+        Returns:
+            Nest like `value`, of reduced values.
         """
         context = tf.distribute.get_replica_context()
         one_local_replica = len(self.group.devices) == 1
@@ -294,14 +300,14 @@ class ReplicaExtended:
     def _reduce_to(
         self, reduce_op: Any, value: Any, destinations: Any, options: Any
     ) -> Any:
-        """Reduce a nest of values; TensorFlow's multi-worker method takes only one."""
+        """Return a nest of reduced values; TensorFlow's method takes a single value."""
         reduce = super()._reduce_to  # type: ignore[misc]
         return tf.nest.map_structure(
             lambda part: reduce(reduce_op, part, destinations, options), value
         )
 
     def sum_over_replicas(self, values: list) -> list:
-        """Sum values over all replicas by all-reduce, in replica context.
+        """Return a list of the sums of values over all replicas, in replica context.
 
         Args:
             values: List of tensors and `tf.IndexedSlices`.
@@ -309,7 +315,7 @@ class ReplicaExtended:
         return self._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, values)
 
     def _get_cross_device_ops(self, value: Any) -> Any:
-        """Return the operations for a value: between replicas or between hosts.
+        """Return the `CrossDeviceOps` for a value: between replicas or between hosts.
 
         A value with a component for each local replica is reduced between replicas. An
         assertion that the workers have not changed is added to the graph.
@@ -373,7 +379,7 @@ class ReplicaExtended:
                 statistics.weights[replica] = weight
 
     def merge_metric_variables(self, variables: list[MetricVariable]) -> list:
-        """Return the merged metric states of all replicas, a tensor per variable."""
+        """Return a list of tensors, each variable's state merged over all replicas."""
         locals_ = [[part.read_value() for part in v.values] for v in variables]
         kinds = [v.merge for v in variables]
         group = self.host_group

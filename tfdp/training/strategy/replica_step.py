@@ -107,7 +107,7 @@ def run_after(operations: list, fn: Callable) -> Callable:
 
     @functools.wraps(fn)
     def after(*args: Any, **kwargs: Any) -> Any:
-        """Run the function after the operations."""
+        """Run the function after the operations, and return its result."""
         with tf.control_dependencies(operations):
             return fn(*args, **kwargs)
 
@@ -342,7 +342,7 @@ def _wait_for_data(loop: loops.Loop, fn: Callable) -> Callable:
 
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
-        """Run the step after its data has arrived."""
+        """Run the step once its data has arrived, and return its outputs."""
         data = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
         begins = step_events.record_step_begin(data)
         graph = tf.compat.v1.get_default_graph()
@@ -374,14 +374,14 @@ def _local_samples(batch: Any) -> tf.Tensor | None:
 
 
 def _split_global_batch(strategy: Any, batch: Any) -> Any:
-    """Split a nest of global arrays into per-replica rows of local replicas."""
+    """Return a nest of global arrays as a per-replica value of local replicas' rows."""
     tensors = keras.tree.map_structure(
         lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), batch
     )
     num_replicas = strategy.num_replicas_in_sync
 
     def rows_of(rank: int) -> Any:
-        """Return a replica's rows of the global batch, by its rank."""
+        """Return a nest of a replica's rows of the global batch, by its rank."""
         return keras.tree.map_structure(
             lambda x: None if x is None else rows_of_rank(x, rank, num_replicas),
             tensors,
