@@ -9,10 +9,9 @@ from tfdp.checkpoint.callback_state import check_callback_states, check_value
 from tfdp.checkpoint.schema import COUNT, POSITIVE, optional
 
 # A word of the Mersenne twister has 32 bits. A seed may be a signed or an unsigned
-# integer of 64 bits, so the range of seeds covers both; its last value, 2**64, is one
-# more than any such integer.
+# integer of 64 bits, so the range of seeds covers both.
 _WORD = range(2**32)
-_SEED = range(-(2**63), 2**64 + 1)
+_SEED = range(-(2**63), 2**64)
 
 
 def _check_words_and_position(value: Any, where: str) -> None:

@@ -47,8 +47,8 @@ class GradientVariants:
     ) -> None:
         self._models = setup["models"]
         self._strategies: dict[str, Any] = {}
-        # `backend="ring"` uses TensorFlow's server, which has to start before TensorFlow,
-        # so the strategies of these routes are created first.
+        # TensorFlow's server has to start before TensorFlow itself, so the strategies
+        # that use it, those of `backend="ring"`, are created first.
         routes = setup["routes"].items()
         for route, options in sorted(routes, key=lambda r: r[1]["backend"] != "ring"):
             if self._strategies:
