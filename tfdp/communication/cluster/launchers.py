@@ -93,12 +93,18 @@ def has_mpi4py() -> bool:
 def _find(
     launchers: Mapping[str, tuple[str, ...]], environ: Mapping[str, str]
 ) -> LaunchedRank | None:
-    """Return the rank by the first launcher of several processes, `None` without one.
+    """Find the rank that a launcher of several processes has set for this process.
+
+    A launcher counts only if its variables hold a rank and a number of several
+    processes. If either is missing, the next launcher is tried.
 
     Args:
         launchers: Mapping from a launcher to names of variables: that of the rank, then
             those that may hold the number of processes.
         environ: Mapping of environment variables.
+
+    Returns:
+        `LaunchedRank` by the first launcher that counts, or `None` if none does.
     """
     for launcher, (rank_name, *size_names) in launchers.items():
         rank = environ.get(rank_name, "")

@@ -69,7 +69,7 @@ def find_cluster(timeout_seconds: float | None = None) -> Cluster | None:
         A `Cluster`; or `None` if there is no such job, or an MPI job lacks mpi4py.
 
     Raises:
-        ValueError: If the variables or the processes contradict each other.
+        ValueError: If the environment variables or the processes contradict each other.
         TimeoutError: If a process of the MPI job does not join in time.
     """
     launched = mpi_rank()
@@ -97,7 +97,8 @@ def count_workers() -> int:
         Int; 1 for a process that runs alone, such as an evaluator.
 
     Raises:
-        ValueError: If the variables contradict each other.
+        ValueError: If the environment variables that define the cluster, such as
+            `TF_CONFIG`, contradict each other.
     """
     return _rank_and_num_workers()[1]
 
@@ -109,7 +110,8 @@ def rank_of_process() -> int:
         Int; 0 for a process that runs alone, such as an evaluator.
 
     Raises:
-        ValueError: If the variables contradict each other.
+        ValueError: If the environment variables that define the cluster, such as
+            `TF_CONFIG`, contradict each other.
     """
     return _rank_and_num_workers()[0]
 

@@ -28,7 +28,7 @@ def read(environ: Mapping[str, str]) -> dict[str, Any] | None:
         step of a single task.
 
     Raises:
-        ValueError: If the variables contradict each other.
+        ValueError: If the environment variables contradict each other.
     """
     # Only srun sets the node list of a step: a batch script that starts Python without
     # srun also has SLURM_NTASKS and SLURM_PROCID, but is a single process.

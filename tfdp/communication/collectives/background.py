@@ -121,7 +121,7 @@ class _CallCount:
             self._changed.notify_all()
 
     def wait_for(self, number: int) -> None:
-        """Wait until at least this number of calls have ended."""
+        """Wait until at least `number` calls have ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._number >= number)
 

@@ -149,9 +149,10 @@ def recorded(
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context that records a call with collectives that TensorFlow runs.
 
-    The watchdog compares the numbers of these calls with those of other workers. Two
-    kinds of calls are not recorded: those in Keras's loops, where the watchdog compares
-    steps, and those in `beside_others`, which have no common order.
+    Recorded calls have sequence numbers, which the watchdog compares with those of the
+    other workers. Two kinds of calls are not recorded: those in Keras's loops, where
+    the watchdog compares steps, and those in `beside_others`, which have no common
+    order.
 
     Args:
         plan: Sequence of `TracedCollective`, those of the call in order.

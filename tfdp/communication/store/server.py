@@ -32,7 +32,7 @@ _BEAT_SECONDS, _MAX_BEATS_PER_SECOND = 1.0, 48
 # worker's last one. After fewer, the next heartbeat may only be on its way.
 _SILENT_BEATS = 1.5
 # Creating a summary of heartbeats takes time for each worker of the job, so the same
-# summary is sent for this number of seconds per worker.
+# summary is sent for this many seconds per worker.
 _SUMMARY_SECONDS = 0.001
 # A hanging member must not delay the end of the host. So the host waits at most
 # `_SETTLE_SECONDS` until the standby has all changes, and `_DRAIN_SECONDS` in all until
@@ -214,7 +214,9 @@ class Server:
         return ""
 
     def _proceed(self, member: _Member) -> bool:
-        """Serve a member's messages; remove it at the end of its connection.
+        """Serve a member's messages that have arrived, without waiting for more.
+
+        If its connection has ended, or a message is malformed, the member is removed.
 
         Returns:
             Bool, false if the member was removed.

@@ -404,8 +404,11 @@ def _means(variables: Sequence[Any], reducer: GradientReducer, share: Any) -> li
 def _local_samples() -> tf.Tensor:
     """Return the number of samples in this replica's micro-batch, a float64 scalar.
 
-    It is the replica's weight if the samples of all replicas are unknown, and 1 outside
-    of Keras's loops, where no replica has a weight.
+    A replica's weight is its fraction of the samples of all replicas. The result is
+
+    - in Keras's loops, the weight times the number of samples of all replicas;
+    - in Keras's loops, if that number is unknown, the weight alone;
+    - outside of Keras's loops, where no replica has a weight, 1.
     """
     weight, samples = batch_weight.current(), batch_weight.num_samples()
     share = tf.constant(1.0, tf.float64) if weight is None else weight

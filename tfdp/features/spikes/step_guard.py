@@ -20,8 +20,8 @@ from tfdp.training.step.state_layout import GradientStatistics
 from tfdp.training.step.step import Step, StepFeature
 from tfdp.training.step.undo import changed_outside_update, undo_after
 
-# A finite value can be a spike only after this number of accepted values, whose median
-# is reliable enough; or after a whole window if the window is smaller.
+# A finite value can be a spike only after this many accepted values, whose median is
+# reliable enough; or after a whole window if the window is smaller.
 MIN_VALUES = 20
 # The step keeps its latest skipped updates in variables of this fixed size, which the
 # host reads at the end of an epoch.
@@ -29,8 +29,8 @@ MAX_LOGGED = 256
 # Largest number of batches that rollbacks exclude: the step finds their numbers in a
 # variable of this fixed size. With more, `SpikeGuard` raises an error.
 MAX_EXCLUDED = 1024
-# An error message names this number of variables, those with the largest gradients, as
-# clues to the cause.
+# An error message names at most this many variables, those with the largest gradients,
+# as clues to the cause.
 MAX_NAMED = 3
 # The least deviation, as a fraction of the median: a nearly constant loss has hardly
 # any deviation, so each small change would be a spike.
@@ -111,7 +111,12 @@ class StepGuard(StepFeature):
 
     @property
     def counters(self) -> dict[str, Any]:
-        """Dict of variables that a backup saves, by name with the prefix `spike_`."""
+        """Dict of the variables that a backup saves, by name with the prefix `spike_`.
+
+        They are the numbers of batches, accepted updates, skipped updates, and
+        consecutive skips; the latest accepted values and skipped updates; and which
+        variables had the largest gradients at the last skip.
+        """
         names = (
             *("values", "num_values", "num_batches", "num_skipped", "num_in_a_row"),
             *("skipped_batches", "skipped_values", "largest"),

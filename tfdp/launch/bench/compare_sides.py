@@ -54,7 +54,7 @@ class SetUp:
         tuning: String: `DEFAULTS`, for default settings, or `TUNED`, for the fastest of
             several variants.
         num_workers: Int, number of replicas. `PLAIN` has a single one, whose batch is
-            as large as those of this number of replicas together.
+            as large as those of `num_workers` replicas together.
     """
 
     kind: str

@@ -113,7 +113,11 @@ class Tracebacks:
         return rank in self._held
 
     def take(self, rank: int, lines: Sequence[str]) -> list[str]:
-        """Filter complete lines of a worker, and return the lines to show now."""
+        """Filter complete lines of a worker, and return the lines to show now.
+
+        From the beginning of a traceback on, all lines of the worker are held back,
+        until `due` or `rest` returns what to show for them.
+        """
         return [shown for line in lines for shown in self._take(rank, line)]
 
     def due(self, rank: int) -> list[str]:

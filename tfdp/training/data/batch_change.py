@@ -143,9 +143,9 @@ def change_for_updates(
         update has another number of samples.
 
     Raises:
-        ValueError: If some of the waiting batches are from the previous epoch, and all
-            of them are not a whole number of new batches; or if an epoch would have
-            another number of samples.
+        ValueError: If some of the waiting batches are from the previous epoch, and
+            together the waiting batches do not make a whole number of new batches; or
+            if an epoch would have another number of samples.
 
     Example:
 

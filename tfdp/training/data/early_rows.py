@@ -279,7 +279,8 @@ def divide_local_rows(
 
     Returns:
         `tf.data.Dataset` of pairs: a tuple with the rows of each rank, and the number
-        of rows of the global batch, a float32 scalar.
+        of rows of the global batch, a float32 scalar. A rank without rows receives
+        tensors with 0 rows.
     """
 
     @no_autograph

@@ -243,7 +243,10 @@ def pad_empty_batch(original: Callable, inputs: Any, *args: Any, **kwargs: Any) 
     is_empty = tf.equal(tf.shape(inputs)[0], 0)
 
     def one_row() -> tf.Tensor:
-        """Return a row of zeros; its gradient is that of inputs without rows."""
+        """Return one row of zeros, of shape `[1, *inputs.shape[1:]]`.
+
+        The gradient with respect to `inputs` has no rows, since `inputs` has none here.
+        """
         return tf.pad(inputs, [[1, 0], *[[0, 0]] * (len(inputs.shape) - 1)])
 
     padded = tf.cond(is_empty, one_row, lambda: tf.identity(inputs))

@@ -38,10 +38,14 @@ def checking_own_function(model: Any, loop_name: str) -> Iterator[None]:
 
     @functools.wraps(make)
     def make_checked(*args: Any, **kwargs: Any) -> Any:
-        """Let the model make its function, and wrap that to check its first step.
+        """Let the model make its function, and wrap that function with a check.
+
+        The first step of the wrapped function raises a `ValueError` unless it calls
+        `strategy.run`. A function that Keras's method has made, or that is wrapped
+        already, stays as it is.
 
         Returns:
-            Result of the model's method that makes the function.
+            Result of the model's own method.
         """
         result = make(*args, **kwargs)
         function = getattr(model, function_name)

@@ -317,7 +317,11 @@ def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Ten
     dtype = read_dtype(parameter)
 
     def read() -> tf.Tensor:
-        """Read the parameter in the step that a replica builds; return its value."""
+        """Add a read of `parameter` to the step that a replica builds.
+
+        Returns:
+            Tensor, the whole parameter in `dtype`.
+        """
         with tensor_reads.autocasting(dtype if parameter.casts else None):
             return parameter.reader.read(parameter)
 

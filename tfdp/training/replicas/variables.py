@@ -166,10 +166,11 @@ class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
 
     @property
     def is_merged(self) -> bool:
-        """Bool, whether components are merged: no strings, and aggregated by a sum.
+        """Bool, whether a read merges the components, by a sum or as `merge` says.
 
-        With another aggregation, all components have the value of one device in Keras's
-        loops.
+        It is true if the aggregation is `SUM`, except for strings, which have no sum.
+        The components of other variables need no merging: in Keras's loops, all of them
+        have the value of one device.
         """
         is_sum = self.aggregation == tf.VariableAggregation.SUM
         return is_sum and self.dtype != tf.string

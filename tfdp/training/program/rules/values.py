@@ -51,15 +51,17 @@ def _rank(view: View) -> np.ndarray | None:
 def _moved(move: Callable, data: slice = slice(1)) -> Callable:
     """Return a function that computes the output of an operation that moves elements.
 
-    Examples are slices and reshapes of shapes. The function takes the `View` of the
-    operation. It returns an array of `Size`, or `None` if the output is not known
-    before the step runs.
+    An example is `tf.slice` of a tensor that holds a shape. The function takes the
+    `View` of the operation. It reads the inputs from the view, calls `move` if all of
+    them are known, and returns an array of `Size`. It returns `None` if an input or the
+    output is not known before the step runs, or if the operation would fail.
 
     Args:
-        move: Callable of the view and the inputs as arrays, which returns the output,
-            or `None` if it is not known.
-        data: Slice that selects the inputs whose elements are moved: arrays of `Size`.
-            All other inputs are numbers. Defaults to the first input.
+        move: Callable, called as `move(view, *inputs)` with one array for each input.
+            It returns the output, or `None` if that is not known.
+        data: Slice that selects the inputs whose elements are moved. They are arrays of
+            `Size`, and all other inputs are arrays of numbers. Defaults to the first
+            input.
     """
 
     def value(view: View) -> np.ndarray | None:
