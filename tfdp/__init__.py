@@ -16,7 +16,7 @@ from tfdp.ground.onednn import enable_onednn as _enable_onednn
 
 if TYPE_CHECKING:
     # Type checkers and editors cannot see the names that `__getattr__` imports at run
-    # time, so that these imports declare them.
+    # time, so these imports declare them.
     from tfdp import (
         callbacks,
         checkpoint,

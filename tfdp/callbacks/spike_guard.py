@@ -22,8 +22,8 @@ from tfdp.ground.text import pluralize, say
 from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 _WINDOW = 200
-# The number of consecutive skips is read only once in this many batches, since a read
-# waits for the running step to end.
+# The number of consecutive skips is read only once every this many batches, since a
+# read waits for the running step to end.
 _BATCHES_BETWEEN_CHECKS = 10
 
 

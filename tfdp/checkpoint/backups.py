@@ -495,8 +495,8 @@ def _raise_if_unusable(path: str, verdicts: list) -> None:
                 f"directory. Received: {path!r}"
             )
         if kind == _UNREADABLE:
-            # The store failed, so the backup may be intact, and no older one must
-            # replace it.
+            # The storage failed, not the backup, which may be intact. So training does
+            # not fall back to an older one.
             raise OSError(
                 f"The backup was not read: worker {rank}: {text}. "
                 f"{_NOTHING_LOADED} Received: {path!r}"

@@ -14,8 +14,8 @@ import numpy as np
 from tfdp.checkpoint import files
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
-# Each shard begins at a multiple of this number of bytes, a cache line, so that a view
-# of its bytes is aligned for any dtype.
+# The offset of each shard is a multiple of this number, the bytes of a cache line, so
+# that a view of its bytes is aligned for any dtype.
 _ALIGNMENT = 64
 
 

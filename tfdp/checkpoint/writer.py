@@ -62,7 +62,9 @@ def discard_save(storage: Storage, token: str) -> None:
     except ValueError:
         pass  # without a valid index, no checkpoint uses the data folder
     except OSError:
-        return  # the index may name this folder; else a later save removes the folder
+        # The index cannot be read, but may name this folder, so the folder stays. If
+        # the index names another folder, the next save that succeeds removes this one.
+        return
     with contextlib.suppress(OSError):
         storage.below(token).remove()
 

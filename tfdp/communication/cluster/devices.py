@@ -12,8 +12,8 @@ from tfdp.ground._compat import runtime
 from tfdp.ground.arguments import is_integer
 from tfdp.ground.text import pluralize
 
-# A replica on the CPU speeds up training only if it has at least this number of cores,
-# which limits the default number of replicas.
+# A replica on the CPU speeds up training only if it has at least this many cores, which
+# limits the default number of replicas.
 _CORES_PER_REPLICA = 2
 # Limits of the default number of replicas. Two are used wherever there are two cores,
 # since one replica would be plain Keras. With more than eight, each one has fewer rows,

@@ -20,7 +20,7 @@ SOURCES: dict[str, Callable[[Mapping[str, str]], dict[str, Any] | None]] = {
     "SageMaker": clouds.read_sagemaker,
     "Vertex AI": clouds.read_vertex,
 }
-# A larger number of devices per worker is a typing error, and would exhaust memory.
+# A larger number of devices per worker is a typo, and would exhaust memory.
 _MAX_DEVICES = 1024
 
 

@@ -48,7 +48,8 @@ _OUTDATED_REQUEST = (
 )
 _log = logging.getLogger("tfdp.transport")
 # The queues that a failed call has used are found by its inputs: every function that
-# uses queues has the handle of their counter as an input. The keys are the `id`s.
+# uses queues has the handle of their counter as an input. The keys are the `id`s of
+# these handles.
 _queues_by_handle: weakref.WeakValueDictionary[int, Queues] = (
     weakref.WeakValueDictionary()
 )

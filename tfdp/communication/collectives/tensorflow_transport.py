@@ -164,8 +164,8 @@ class TensorFlowTransport:
         if is_nccl_of_halves:
             wide = tf.float32
         if dtype == tf.int32 and self.name == "ring" and is_sum:
-            # TensorFlow adds int32 on the host, also for tensors on a GPU, so these are
-            # added as int64.
+            # TensorFlow adds int32 tensors on the host, even if they are on a GPU. So
+            # those on a GPU are cast to int64 before the sum.
             is_on_gpu = "GPU:" in call.group.devices[call.replica]
             wide = tf.int64 if is_on_gpu else dtype
         return tf.cast(tensor, wide), lambda received: tf.cast(received, dtype)
@@ -278,7 +278,7 @@ def _check_loop(num_local: int) -> None:
     """Raise `ValueError` for a collective in a loop of one of several local replicas.
 
     TensorFlow matches collectives also by the name of their loop, which differs between
-    the replicas of a process, so that the collective would deadlock.
+    the replicas of a process, so the collective would deadlock.
 
     Args:
         num_local: Int, number of replicas of this process.

@@ -27,8 +27,8 @@ from typing import Any
 
 from tfdp.communication.coordination.worker_group import WorkerGroup
 
-# A value in the description of a difference is cut to this number of characters, so
-# that a long one does not hide the rest of the error.
+# A value in the description of a difference is cut to this many characters, so that a
+# long one does not hide the rest of the error.
 _MAX_VALUE = 60
 
 

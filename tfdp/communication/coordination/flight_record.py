@@ -20,8 +20,8 @@ from tfdp.ground.base.json_fields import from_fields
 # `LAUNCHER_SIGNAL` before it stops workers, since a script may use SIGUSR2 itself.
 RECORD_SIGNAL = getattr(signal, "SIGUSR2", signal.SIGTERM)
 LAUNCHER_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else RECORD_SIGNAL
-# A flight record has only this number of the last collectives, which bounds its memory
-# and the size of its file.
+# A flight record holds only this many of the most recent collectives, which bounds its
+# memory and the size of its file.
 NUM_COLLECTIVES = 512
 # All-gathers of texts run over the job's store and not on devices, so they have a kind
 # of their own in a flight record.

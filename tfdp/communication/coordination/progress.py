@@ -15,8 +15,8 @@ from typing import NamedTuple
 from tfdp.communication.coordination.clock import clock
 from tfdp.communication.coordination.flight_record import Span, copy_of, wall_offset
 
-# A flight record has this number of the last changes of progress. A step of `fit` makes
-# three, so the record covers about 170 steps.
+# A flight record holds only this many of the most recent changes of progress. A step of
+# `fit` makes three, so the record covers about 170 steps.
 _NUM_PLACES = 512
 
 

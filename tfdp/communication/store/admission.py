@@ -41,8 +41,8 @@ ASKS, APPLIES = 0xFFFFFFFE, 0xFFFFFFFF
 # Longest wait for one worker, in an attempt to reach it or in a probe of its port: a
 # host that is off must not delay a process that asks many workers.
 PROBE_SECONDS = 1.0
-# A process asks at most this number of workers at once whether the job is running,
-# which limits its threads, and the load on the workers of a large job.
+# A process asks at most this many workers at once whether the job is running, which
+# limits its threads, and the load on the workers of a large job.
 _MAX_ASKED = 32
 _T = TypeVar("_T")
 

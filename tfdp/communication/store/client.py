@@ -20,7 +20,7 @@ from tfdp.communication.store.hosts import HostConnection, Hosts, Refused
 from tfdp.ground.base.threads import start_thread
 
 # The host answers some requests at once, such as the withdrawal from an all-gather. A
-# host that needs more than this number of seconds for one of these is assumed to hang.
+# host that needs more than this many seconds for one of these is assumed to hang.
 _ANSWER_SECONDS = 2.0
 # After the loss of the host, a member tries for `_FOLLOW_SECONDS` to connect to the
 # standby, with pauses of `_RETRY_SECONDS`. The standby tries for `_PROBE_SECONDS` to

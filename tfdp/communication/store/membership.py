@@ -56,11 +56,11 @@ _WARN_AFTER_SECONDS = 10.0
 # for others asks the host every `_WAIT_SECONDS` which are missing, to warn of them.
 _RETRY_SECONDS, _WAIT_SECONDS = 0.1, 1.0
 # In a later cluster of a job, a missing worker is lost if no process has listened on
-# its port for this number of seconds, since ports are closed for a moment after the
-# previous cluster.
+# its port for this many seconds, since ports are closed for a moment after the previous
+# cluster.
 _LOST_SECONDS = 5.0
-# An application to join is valid for this number of seconds. A process that still
-# applies repeats it sooner, so the sender of an older one has ended or given up.
+# An application to join is valid for this many seconds. A process that still applies
+# repeats it sooner, so the sender of an older one has ended or given up.
 _APPLICATION_SECONDS = 3.0
 _BACKLOG = 512
 

@@ -15,7 +15,7 @@ from tfdp.communication.connection.messages import encode
 from tfdp.communication.store.contents import Change, Contents
 
 # Answers wait for the standby's acknowledgements. If the standby sends none for this
-# number of seconds, another member becomes the standby.
+# many seconds, another member becomes the standby.
 _SLOW_SECONDS = 2.0
 
 

@@ -290,8 +290,8 @@ class Mesh:
             previous = self._accepted.pop((rank, lane), None)
             self._accepted[rank, lane] = sock
             self._changed.notify_all()
-        # A peer that dials a lane again has given up its earlier connection, which
-        # `connect` has not taken, so that connection is closed.
+        # A peer that dials a lane again has given up its earlier connection. If
+        # `connect` has not taken that connection, it is closed here.
         if previous is not None:
             previous.close()
 

@@ -16,8 +16,8 @@ from tfdp.communication.transport.flows import Piece, PieceCounter
 # With segments of 64 KB, Python took a third more CPU time; from 256 KB to 1 MB there
 # was no difference.
 SEGMENT_BYTES = 512 << 10
-# A segment must arrive before its next step can send it, so `pipeline` puts this number
-# of slots between two steps of a segment.
+# A segment must arrive before its next step can send it, so `pipeline` puts this many
+# slots between two steps of a segment.
 LAG = 2
 
 

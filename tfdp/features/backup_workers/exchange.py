@@ -36,7 +36,7 @@ from tfdp.training.reduction.gradient_exchange import GradientExchange
 from tfdp.training.reduction.sparse import are_unique, sum_duplicates
 
 # Worker 0 stores the sums of steps that another worker has not run yet, at most this
-# number of steps and of bytes: beyond that, all wait for the worker.
+# many steps and bytes: beyond that, all wait for the worker.
 _MAX_STEPS, _MAX_BYTES = 256, 256 << 20
 # Source of the numbers in the names of connections: the two ends of a connection find
 # each other by its name. The numbers agree on all workers, since these trace the same

@@ -39,7 +39,7 @@ _OF_STEPS = (STEP, DATA, EXPOSED)
 # backups is a new job.
 _IN_LINES = {*CLASSES, BACKUP}
 # A gap between two lines of a ledger counts as time that was not recorded only if it is
-# longer than this number of seconds: shorter gaps are rounding errors.
+# longer than this many seconds: shorter gaps are rounding errors.
 _NOTABLE_SECONDS = 0.5
 _NUMBERS = (
     "no",

@@ -218,8 +218,9 @@ class Hub:
         # Last sign of life of each island that has ever connected, as a time by
         # `time.monotonic()`: `forget_lost` marks islands that are silent for too long.
         self._last_contact: dict[int, float] = {}
-        # `functools.cache` prints the warning about a lack of files only once, although
-        # the acceptor repeats it at each attempt to accept a connection.
+        # If no file descriptors are left, the acceptor calls `lacks_files` at each
+        # attempt to accept a connection. `functools.cache` lets the warning be printed
+        # only once.
         self._acceptor = Acceptor(
             secret,
             SERVICE,

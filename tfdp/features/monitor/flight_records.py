@@ -35,8 +35,8 @@ _NO_PLACE = "no call of Keras or tfdp"
 # Columns of the table of `tfdp doctor`, in the order of the cells of `rows_of`. `line`
 # is the innermost line of the user's code in the main thread.
 COLUMNS = ("worker", "host", "place", "last collective", "its state", "line")
-# A message describes what at most this number of workers did, so that it stays short in
-# a large job.
+# A message describes what at most this many workers did, so that it stays short in a
+# large job.
 _MAX_RANKS = 8
 _LOOP_LANE = 0
 # Messages show only the name scope of a collective, such as "logs", in front of this

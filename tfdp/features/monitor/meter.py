@@ -19,11 +19,11 @@ from tfdp.features.monitor.readings import (
 from tfdp.features.monitor.trace import WorkerTrace, trace_of_worker
 
 # If the elapsed times by the wall clock and by `perf_counter` differ by more than this
-# number of seconds, the wall clock was set, since reading the two clocks one after the
-# other takes far less time.
+# many seconds, the wall clock was set, since reading the two clocks one after the other
+# takes far less time.
 _CLOCK_SET_SECONDS = 0.2
-# `TimedSteps` keeps this number of readings for other observers of the same steps: a
-# few recent ones are enough for their means.
+# `TimedSteps` keeps this many readings for other observers of the same steps: a few
+# recent ones are enough for their means.
 _KEPT_READINGS = 5
 
 

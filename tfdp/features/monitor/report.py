@@ -36,13 +36,13 @@ from tfdp.features.monitor.windows import (
 # Name of the report files without the ending, and without the number that keeps the
 # files of a later `fit` apart.
 _NAME = "communication"
-# Stragglers are sought in this number of latest windows only, since a run may have
+# Stragglers are sought only in this many of the latest windows, since a run may have
 # millions of windows.
 _KEPT_WINDOWS = 10_000
 # Timeouts in seconds, so that reports do not delay training: how long the first worker
 # waits for the windows of another, and how long `fit` waits for the reporting thread.
 _PATIENCE_SECONDS, _PARTING_SECONDS = 10.0, 20.0
-# Windows of this number of seconds are sent in one message, since each message slows
+# Windows of this many seconds are sent in one message, since each message slows
 # concurrent steps.
 _PAUSE_SECONDS = 1.0
 

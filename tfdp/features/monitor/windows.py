@@ -28,14 +28,14 @@ _MEANS = (
 # Columns whose latest value is reported: users want to know the present loss scale, for
 # example, and not its mean over the run.
 _LATEST = ("gradient_norm", "loss_scale", "skipped_steps")
-# `RunTotals` computes percentiles from this number of latest step times, and medians of
-# buckets from this number of latest windows: a run may have millions of steps.
+# `RunTotals` computes percentiles from this many of the latest step times, and medians
+# of buckets from this many of the latest windows: a run may have millions of steps.
 _KEPT_TIMES, _KEPT_ROWS = 20_000, 1_000
 # Fractions of a step by which a worker must be slower than the others to be a
 # straggler: the first one in several windows; the larger second one in a single window,
 # since a small delay may be chance.
 _NOTABLE, _CLEAR = 0.2, 0.5
-# A worker must be slow in at least this number of windows to be a persistent straggler,
+# A worker must be slow in at least this many windows to be a persistent straggler,
 # since it may be slow in a single one by chance.
 _SEVERAL = 2
 

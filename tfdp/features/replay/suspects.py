@@ -67,8 +67,9 @@ def suspects(rounds: Sequence[ReplayDigests]) -> list[int]:
     first, pairs = wrong[-1].pairs
     if pairs:
         found = set.intersection(*pairs) or set.union(*pairs)
-        # Each replica has two digests, of its own rows and as a stand-in: if one of
-        # them changes between the rounds, the replica was wrong in one of the rounds.
+        # Each replica has two digests: of its own rows, and of those of the next
+        # replica, whose stand-in it is. If one of the two changes between the rounds,
+        # the replica was wrong in one of the rounds.
         digests = [round_.computed[..., first].T for round_ in rounds]
     else:
         values, counts = np.unique(wrong[-1].received, return_counts=True)

@@ -26,8 +26,8 @@ DEFAULT = 0
 # That comparison leaves out the lowest and the highest of its nine ratios: the interval
 # of the others contains the median with a probability of 96 %.
 _ROUNDS, _LAST_ROUNDS = 2, 9
-# A block times at least this number of steps, so that its median is not noise. With
-# gradient accumulation only updates communicate, so a block has at least 5 of them.
+# A block times at least this many steps, so that its median is not noise. With gradient
+# accumulation only updates communicate, so a block has at least 5 of them.
 BLOCK_STEPS, _MIN_UPDATES = 20, 5
 # Number of updates at the start of a block that are not timed, since caches still hold
 # data of the previous plan. The second number is for the first block of a plan, in

@@ -137,8 +137,9 @@ def model_of_size(family: str, millions: float) -> Model:
             f"The smallest {family} has {least:.2g} million parameters. "
             f"Received: {millions:g}"
         )
-    # `free_bytes` needs psutil, and is imported late: the interpreter of another side
-    # also imports this module, and may lack psutil.
+    # `free_bytes` needs psutil, and is imported late: another library in the comparison
+    # may run in its own Python environment, which also imports this module, and may
+    # lack psutil.
     from tfdp.ground.base.memory import free_bytes
 
     needed, free = _WEIGHT_BYTES * model.num_parameters, free_bytes()

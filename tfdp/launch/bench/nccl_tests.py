@@ -17,7 +17,7 @@ BACKEND = "backend"
 # Inputs repeat with this period, a prime, so misplaced data is noticed: data is
 # misplaced by multiples of a shard's length, which 7 rarely divides.
 _PERIOD = 7
-# Sums of the inputs are exact for at most this number of replicas: bfloat16 has exact
+# Sums of the inputs are exact for at most this many replicas: bfloat16 has exact
 # integers up to 256, float16 up to 2048.
 MAX_REPLICAS_OF = {"bfloat16": 256 // _PERIOD, "float16": 2048 // _PERIOD}
 

@@ -45,7 +45,7 @@ _BEHIND_SECONDS = 0.01
 # `fit` does not receive a request.
 _ASK_AGAIN_SECONDS = 5.0
 # To check whether workers wait for one that has ended, the launcher connects to those
-# that still run, so it checks at most once per this many seconds.
+# that still run, so it checks at most once every this many seconds.
 _CHECK_SECONDS = 2.0
 
 

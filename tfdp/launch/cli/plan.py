@@ -32,7 +32,7 @@ _COMPRESSIONS = (
 )
 _MAX_REPLICAS = 2**20
 # The plan of a model's shards grows with the number of their owners, so memory is
-# predicted for at most this number of owners.
+# predicted for at most this many owners.
 _MAX_OWNERS = 2**16
 
 

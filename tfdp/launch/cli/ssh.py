@@ -21,8 +21,8 @@ _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 # A host that is switched off does not answer at all, so an attempt to connect ends
 # after this many seconds.
 CONNECT_SECONDS = 10
-# ssh ends a connection after three unanswered keepalive messages, one in this many
-# seconds, so a lost host is noticed.
+# ssh ends a connection after three unanswered keepalive messages, one every this many
+# seconds, so that a lost host is noticed.
 _ALIVE_SECONDS = 5
 # ssh must not ask for a password, since there is no terminal, and must not forward
 # ports, which a user may have configured.

@@ -25,7 +25,7 @@ from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.signals import signal_name
 from tfdp.launch.rendezvous.failure import Failure
 
-# The last lines of a worker show its error, so this number of lines is kept for the
+# The last lines of a worker show its error, so this many lines are kept for the
 # report of its failure.
 TAIL_LINES = 20
 # A progress bar is one line that ends late, so its state is logged at this interval in
@@ -130,8 +130,8 @@ class Worker:
         """Log and return the unfinished line if nothing was logged for 10 s.
 
         Otherwise, or without an unfinished line, the result is `None`. A progress bar
-        ends its line only when it is full: the log gets its state once in this
-        interval, instead of a line for each step.
+        ends its line only when it is full: the log gets its state at most
+        once every 10 s, instead of a line for each step.
         """
         text = self.output.unfinished
         if not text or time.monotonic() - self._shown_at < _SNAPSHOT_SECONDS:

@@ -22,7 +22,7 @@ SERVICE = "rendezvous"
 MAX_BYTES = 1 << 19
 # Node 0 receives only short reports, so a message to it may have only this many bytes.
 MAX_REPORT_BYTES = 1 << 16
-# An idle connection is distinguished from a lost one by heartbeats, one in this many
+# An idle connection is distinguished from a lost one by heartbeats, one every this many
 # seconds.
 BEAT_SECONDS = 1.0
 # An overloaded machine may be silent for some seconds, so a node counts as lost only

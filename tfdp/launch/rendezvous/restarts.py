@@ -12,7 +12,7 @@ from tfdp.launch.rendezvous.failure import Failure
 # start, so the attempt counts as stable.
 _STABLE_SECONDS = 60.0
 # One failure of a worker may be chance, so a worker is left out only after it has
-# failed this number of consecutive attempts.
+# failed in this many consecutive attempts.
 _TOLERATED = 2
 # One failure should cost little time, and a job that keeps failing must not start again
 # at once, so pauses before restarts grow by this factor from the first to the longest.

@@ -19,9 +19,9 @@ _MAX_OF_NODE = 1 << 16
 # seconds may be lost.
 DOUBTFUL_SECONDS = 3.5
 # The addresses of all workers are sent in one message of limited size, so a job has at
-# most this number of workers.
+# most this many workers.
 _MAX_WORKERS = 8192
-# A sentence with hundreds of names is hard to read, so it names at most this number of
+# A sentence with hundreds of names is hard to read, so it names at most this many
 # nodes, and counts the others.
 _MAX_NAMES = 8
 

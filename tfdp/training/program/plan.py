@@ -37,8 +37,8 @@ from tfdp.training.program.view import (
 
 _BRANCHES = frozenset(("If", "StatelessIf", "Case", "StatelessCase"))
 # The body of a loop is planned again until it returns each loop variable in the `Form`
-# in which it receives it. If a form still changes after planning the body this number
-# of times, the step is refused.
+# in which it receives it. If a form still changes after planning the body this many
+# times, the step is refused.
 _MAX_PASSES = 8
 
 

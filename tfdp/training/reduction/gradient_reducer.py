@@ -21,8 +21,8 @@ class GradientReducer:
     It also serves a replica that updates its variables without the other replicas.
     """
 
-    # Gradients are summed over this number of replicas: one, since this base class is
-    # the reducer of a single device.
+    # Gradients are summed over this many replicas: one, since this base class is the
+    # reducer of a single device.
     num_replicas = 1
 
     def reduce_gradients(

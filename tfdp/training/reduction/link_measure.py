@@ -24,8 +24,8 @@ from tfdp.training.reduction.algorithm_selector import (
 from tfdp.training.reduction.cache_file import load_links, store_links
 from tfdp.training.reduction.link_fit import Sample, fit_links
 
-# Only runs of at least this number of steps measure links: a measurement takes a second
-# or two, more than faster steps would save in a shorter run.
+# Only runs of at least this many steps measure links: a measurement takes a second or
+# two, more than faster steps would save in a shorter run.
 LONG_RUN_STEPS = 500
 # Bytes of the tensors in timed all-reduces: small tensors show the latency of links,
 # large tensors the bandwidth.

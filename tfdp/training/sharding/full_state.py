@@ -15,8 +15,8 @@ from tfdp.training.sharding.state_tensors import StateTensor
 # Largest number of bytes of a message: heartbeats wait behind each message, and on a
 # slow link a longer message would delay them too long.
 _MESSAGE_BYTES = 2**22
-# Approximate number of bytes of a sum's rows in one all-reduce: redistribution needs
-# several times the memory of the rows.
+# Each replica holds an addend of a sum. Addends are all-reduced in ranges of rows of
+# about this many bytes, since averaging a range needs several times its memory.
 _SUM_BYTES = 2**20
 
 

@@ -15,8 +15,8 @@ import tensorflow as tf
 from tfdp.ground._compat import optimizer_state
 from tfdp.ground.base.param_groups import path_of
 
-# If reading a shard makes a copy, at most this number of elements is read at a time:
-# the copy then has a few megabytes, so a save needs little memory.
+# If reading a shard makes a copy, at most this many elements are read at a time: the
+# copy then has a few megabytes, so a save needs little memory.
 READ_ELEMENTS = 2**20
 
 

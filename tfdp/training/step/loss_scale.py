@@ -14,8 +14,8 @@ from tfdp.ground.arguments import checked_integer, checked_number
 from tfdp.ground.base.context import replica_context
 from tfdp.training.reduction.gradient_reducer import GradientReducer
 
-# If gradients overflow at the smallest scale, no other scale helps. After this number
-# of consecutive skipped steps an error says that training has failed.
+# If gradients overflow at the smallest scale, no other scale helps. After this many
+# consecutive skipped steps an error says that training has failed.
 MAX_SKIPS = 10
 
 

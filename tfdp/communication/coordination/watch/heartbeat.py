@@ -23,8 +23,8 @@ from tfdp.ground import user_code
 from tfdp.ground._compat import runtime
 from tfdp.ground.base.process_identity import ProcessIdentity
 
-# After a wait of this number of seconds, a worker's report is sent to all workers, so
-# that they have it long before the watchdog warns of stragglers.
+# After a wait of this many seconds, a worker's report is sent to all workers, so that
+# they have it long before the watchdog warns of stragglers.
 _LONG_WAIT_SECONDS = 5.0
 # Fraction of one CPU core below which a process is idle: one that only sends heartbeats
 # uses less, and one that computes uses more.

@@ -39,11 +39,11 @@ from tfdp.ground.text import say
 # The error that names a lost worker waits at most this long for the file of the flight
 # record, which a slow disk may delay.
 _WRITE_SECONDS = 2.0
-# Requests for a record within this number of seconds count as one, since one signal to
+# Requests for a record within this many seconds count as one, since one signal to
 # several workers causes several requests.
 _SAME_REQUEST_SECONDS = 1.0
-# A stack in a record has at most this number of frames, the innermost ones, since a
-# deep recursion would make the file large.
+# A stack in a record has at most this many frames, the innermost ones, since a deep
+# recursion would make the file large.
 _MAX_FRAMES = 60
 _READ_BYTES = 1 << 16
 

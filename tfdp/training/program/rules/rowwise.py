@@ -52,9 +52,9 @@ _INPUTS_WITH_ROWS: dict[str, tuple[int, ...]] = table(
         """: (2,),
     }
 )
-# An operation combines entries along this number of axes at the end, so none of them
-# may be the axis of rows: 0 for a number, 2 for a matrix, 3 for an image. The default
-# is 1, for a vector.
+# An operation combines entries along this many axes at the end, so none of them may be
+# the axis of rows: 0 for a number, 2 for a matrix, 3 for an image. The default is 1,
+# for a vector.
 _NUM_INNER_AXES = table(
     {
         "InTopKV2 LookupTableFindV2 SparseSoftmaxCrossEntropyWithLogits": 0,
