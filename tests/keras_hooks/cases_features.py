@@ -15,6 +15,7 @@ from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 from tests.reduction import cases_plans as plans
+from tfdp.callbacks.bases import OptimizerCallback
 from tfdp.ground._compat import tf_distribute
 from tfdp.ground.base import feature
 from tfdp.ground.base.feature import Feature, register, registered, unregister
@@ -38,14 +39,14 @@ class GradientNorm(StepFeature):
         part.assign(tf.sqrt(statistics.squared_norm()), read_value=False)
 
 
-class LogNorm(keras.callbacks.Callback):
+class LogNorm(OptimizerCallback):
     """Switches the feature on, and logs what it measures."""
 
-    def on_train_begin(self, logs=None):
-        self.model.optimizer.features.install(GradientNorm)
+    def enable_feature(self, optimizer):
+        optimizer.features.install(GradientNorm)
 
     def on_epoch_end(self, epoch, logs=None):
-        found = self.model.optimizer.features.installed[GradientNorm]
+        found = self.optimizer.features.installed[GradientNorm]
         logs["norm"] = float(found.norm.numpy())
 
 
@@ -89,8 +90,9 @@ def _norm_of_first_update(env: Env, accumulation_steps: int = 1, **options) -> l
 
     model = common.build_in_scope(env, new_model)
     size = len(x) // accumulation_steps
-    first = [np.array(v) for v in model.trainable_variables]
     given = {"batch_size": size, "epochs": 1, "verbose": 0, "shuffle": False}
+    model.fit(x, y, **given)  # traces a step without the feature
+    first = [np.array(v) for v in model.trainable_variables]
     history = model.fit(x, y, callbacks=[LogNorm()], **given).history
     last = [np.array(v) for v in model.trainable_variables]
     moved = sum(np.sum((a - b) ** 2) for a, b in zip(first, last, strict=True))
