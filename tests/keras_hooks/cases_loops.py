@@ -143,7 +143,7 @@ def _outside_of_run(env: Env, optimizer, decorate=lambda step: step) -> dict:
     @decorate
     def step():
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(y - model(x, training=True)))
+            loss = keras.losses.MeanSquaredError()(y, model(x, training=True))
         variables = model.trainable_variables
         pairs = zip(tape.gradient(loss, variables), variables, strict=True)
         optimizer.apply_gradients(pairs)
@@ -175,11 +175,24 @@ def loop_outside_of_run(env: Env) -> dict:
     }
 
 
+@case("A loop without `strategy.run`, all of it in the scope", setups=MIRRORED)
+def loop_in_scope(env: Env) -> dict:
+    with env.scope():
+        return {
+            "function": _outside_of_run(env, _averaged(), tf.function),
+            "scaled loss": _outside_of_run(env, _scaled()),
+        }
+
+
 @case("A loop without `strategy.run` on workers", setups=WORKERS, compare=False)
 def loop_outside_of_run_on_workers(env: Env) -> dict:
     for optimizer in (_scaled(), _averaged()):
-        with pytest.raises(ValueError, match=r"applied outside of `strategy\.run`"):
-            _outside_of_run(env, optimizer)
+        for scope in (contextlib.nullcontext, env.scope):
+            error = pytest.raises(
+                ValueError, match=r"applied outside of `strategy\.run`"
+            )
+            with error, scope():
+                _outside_of_run(env, optimizer)
     return {}
 
 

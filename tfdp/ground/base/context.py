@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp.ground._compat import keras_model, keras_optimizer
+from tfdp.ground._compat.tf_distribute import outside_strategies
 
 
 def is_tfdp(strategy: Any) -> bool:
@@ -34,6 +36,16 @@ def in_tfdp_scope() -> bool:
 def replica_context() -> Any:
     """Return the context of the running replica of a tfdp strategy, or `None`."""
     return tf.distribute.get_replica_context() if in_tfdp_scope() else None
+
+
+def outside_tfdp_scope() -> AbstractContextManager[None]:
+    """Leave the scope of a tfdp strategy for a block that no replica runs.
+
+    Outside of the scope the strategy's variables are read and assigned like those of
+    one device. In it, TensorFlow computes no gradients of them, and Keras updates none.
+    """
+    is_left = in_tfdp_scope() and tf.distribute.in_cross_replica_context()
+    return outside_strategies() if is_left else nullcontext()
 
 
 def in_replica_thread() -> bool:

@@ -21,7 +21,12 @@ import tensorflow as tf
 from tfdp.communication.collectives import step_events
 from tfdp.ground._compat import owners, programs, runtime
 from tfdp.ground.base import loops, program_trace, step_context, xla
-from tfdp.ground.base.context import in_tfdp_scope, is_tfdp, replica_context
+from tfdp.ground.base.context import (
+    in_tfdp_scope,
+    is_tfdp,
+    outside_tfdp_scope,
+    replica_context,
+)
 from tfdp.training.reduction.training_group import training_group
 
 # The difference between the seeds of consecutive ranks. It is odd, so that its
@@ -62,7 +67,8 @@ def reduce_values(
 def scale_loss(original: Callable, value: Any) -> Any:
     """Divide a loss by the number of replicas, by Keras's function.
 
-    While a step is traced as on one device, the loss is returned unchanged.
+    While a step is traced as on one device, and where no replica runs, in the scope
+    outside of `strategy.run`, the loss is returned unchanged.
 
     Args:
         original: Callable, `scale_loss_for_distribution` of Keras.
@@ -71,7 +77,10 @@ def scale_loss(original: Callable, value: Any) -> Any:
     Returns:
         Tensor like `value`.
     """
-    return original(value) if program_trace.current() is None else value
+    if program_trace.current() is not None:
+        return value
+    with outside_tfdp_scope():
+        return original(value)
 
 
 def unscale_loss(original: Callable, value: Any) -> Any:
@@ -91,7 +100,8 @@ def unscale_loss(original: Callable, value: Any) -> Any:
         trace.add([value], lambda given: step_events.record_loss(given[0]), "as is")
         return value
     step_events.record_loss(value)
-    return original(value)
+    with outside_tfdp_scope():
+        return original(value)
 
 
 def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:

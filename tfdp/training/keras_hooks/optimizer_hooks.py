@@ -18,7 +18,12 @@ import tensorflow as tf
 
 from tfdp.ground._compat import keras_model, keras_optimizer
 from tfdp.ground.base import program_trace
-from tfdp.ground.base.context import in_tfdp_scope, is_tfdp, replica_context
+from tfdp.ground.base.context import (
+    in_tfdp_scope,
+    is_tfdp,
+    outside_tfdp_scope,
+    replica_context,
+)
 from tfdp.ground.base.deferred_updates import defer
 from tfdp.ground.base.wrappers import wrapper_of
 from tfdp.training.keras_hooks.scope_checks import (
@@ -52,7 +57,8 @@ def apply(
         return wrapper.apply_directly(grads, trainable_variables)
     if replica_context() is None:
         _prepare_outside_of_run(optimizer, trainable_variables)
-        return original(optimizer, grads, trainable_variables)
+        with outside_tfdp_scope():
+            return original(optimizer, grads, trainable_variables)
     update = functools.partial(apply, original, optimizer)
     if defer(optimizer, grads, trainable_variables, update):
         return None
@@ -112,7 +118,8 @@ def apply_or_defer(
             build_in_step(optimizer, trainable_variables)
     elif replica_context() is None:
         _prepare_outside_of_run(optimizer, trainable_variables)
-    original(optimizer, grads, trainable_variables)
+    with outside_tfdp_scope():
+        original(optimizer, grads, trainable_variables)
 
 
 def _prepare_outside_of_run(optimizer: Any, variables: Sequence[Any] | None) -> None:
@@ -132,7 +139,8 @@ def _prepare_outside_of_run(optimizer: Any, variables: Sequence[Any] | None) -> 
     """
     variables = variables or keras_optimizer.trained_by(optimizer)
     strategy: Any = next(map(keras_optimizer.strategy_of_variable, variables), None)
-    if tf.distribute.has_strategy() or not is_tfdp(strategy):
+    has_other = tf.distribute.has_strategy() and not in_tfdp_scope()
+    if has_other or not is_tfdp(strategy):
         return
     if strategy.extended.worker_group.num_workers > 1:
         raise ValueError(

@@ -19,6 +19,7 @@ from tfdp.communication.collectives import end_failed_call, one_at_a_time
 from tfdp.communication.coordination.worker_group import latest_group
 from tfdp.ground._compat import keras_model, owners, programs
 from tfdp.ground.base import program_trace, step_context
+from tfdp.ground.base.context import outside_tfdp_scope
 from tfdp.training.parameters.gathers import backward_pass, marked_backward_pass
 from tfdp.training.replicas.random_seed import stand_in_seed
 
@@ -79,7 +80,8 @@ def gradient(
         return tf.nest.map_structure(tf.zeros_like, sources)
     trace = program_trace.traced()
     program_trace.record_losses(tf.nest.flatten(target))
-    with backward_pass() if trace is None else marked_backward_pass(trace):
+    marked = backward_pass() if trace is None else marked_backward_pass(trace)
+    with marked, outside_tfdp_scope():
         return original(tape, target, sources, output_gradients, unconnected_gradients)
 
 
