@@ -184,6 +184,17 @@ def loop_in_scope(env: Env) -> dict:
         }
 
 
+@case("`keras.utils.clear_session` in the scope", setups=MIRRORED)
+def session_cleared_in_scope(env: Env) -> dict:
+    with env.scope():
+        keras.utils.clear_session()
+        model = common.compiled(common.mlp())
+    if env.strategy is not None:
+        assert model.distribute_strategy is env.strategy
+    x, y = common.regression_data(BATCH)
+    return {"loss": model.train_on_batch(x, y), "weights": env.weights(model)}
+
+
 @case("A loop without `strategy.run` on workers", setups=WORKERS, compare=False)
 def loop_outside_of_run_on_workers(env: Env) -> dict:
     for optimizer in (_scaled(), _averaged()):

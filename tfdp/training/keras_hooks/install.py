@@ -194,6 +194,12 @@ REPLACEMENTS = (
         "Sharded parameters have to be gathered again in a backward pass.",
     ),
     Replacement(
+        tf.compat.v1,
+        "reset_default_graph",
+        runtime_hooks.reset_default_graph,
+        "`keras.utils.clear_session` would end the scope of a strategy.",
+    ),
+    Replacement(
         tf.distribute.ReplicaContext,
         "all_reduce",
         runtime_hooks.all_reduce,

@@ -19,7 +19,7 @@ from tfdp.communication.collectives import end_failed_call, one_at_a_time
 from tfdp.communication.coordination.worker_group import latest_group
 from tfdp.ground._compat import keras_model, owners, programs
 from tfdp.ground.base import program_trace, step_context
-from tfdp.ground.base.context import outside_tfdp_scope
+from tfdp.ground.base.context import in_tfdp_scope, outside_tfdp_scope
 from tfdp.training.parameters.gathers import backward_pass, marked_backward_pass
 from tfdp.training.replicas.random_seed import stand_in_seed
 
@@ -83,6 +83,15 @@ def gradient(
     marked = backward_pass() if trace is None else marked_backward_pass(trace)
     with marked, outside_tfdp_scope():
         return original(tape, target, sources, output_gradients, unconnected_gradients)
+
+
+def reset_default_graph(original: Callable) -> None:
+    """Replace the default graph, unless it holds the scope of a tfdp strategy.
+
+    In eager mode the graph holds little else.
+    """
+    if not in_tfdp_scope():
+        original()
 
 
 def hash_once(original: Callable, signature: Any) -> int:
