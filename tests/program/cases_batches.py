@@ -398,6 +398,15 @@ class OfFixedNoise(keras.Model):
     test_step = Hidden.test_step
 
 
+class OfStaticRows(OfTwoDatasets):
+    """Divides by numbers of rows, which are Python numbers only if they are static."""
+
+    def train_step(self, data: tuple) -> dict:
+        (x, y), u = data
+        scaled = x / keras.ops.shape(x)[0], u / keras.ops.shape(u)[0]
+        return super().train_step(((scaled[0], y), scaled[1]))
+
+
 def compiled(cls: type) -> Callable:
     def build() -> keras.Model:
         model = cls()
@@ -431,6 +440,7 @@ def other_and_static_numbers_of_rows(env: Env) -> dict:
     zipped = tf.data.Dataset.zip((first, others.batch(2 * size, drop_remainder=True)))
     return {
         "two datasets": fitted(env, compiled(OfTwoDatasets), zipped),
+        "two static": fitted(env, compiled(OfStaticRows), zipped),
         "static": fitted(env, OfStaticShape, first),
     }
 

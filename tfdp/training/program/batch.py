@@ -83,21 +83,22 @@ def batch_placeholders(
         return bool(is_dense) and part.shape[0] not in (None, own)
 
     return [
-        _of_other_num_rows(part)
+        _of_other_num_rows(part, num_replicas)
         if is_other(place, part)
         else placeholder_of(part, num_replicas)
         for place, part in enumerate(parts)
     ]
 
 
-def _of_other_num_rows(part: Any) -> BatchPlaceholder:
+def _of_other_num_rows(part: Any, num_replicas: int) -> BatchPlaceholder:
     """Create the placeholder of a part with another number of rows than the first part.
 
-    The part is gathered before the step, so every replica receives all its rows.
+    The part is gathered before the step, so every replica receives all its rows. The
+    arguments are those of `placeholder_of`.
     """
     if isinstance(part, tf.RaggedTensor):
         return _of_ragged(part, splits_size=FREE)
-    fact = _whole_placeholder(part, FREE)
+    fact = _whole_placeholder(part, FREE, _static_total(part, num_replicas))
     return BatchPlaceholder(
         fact[0], [fact], lambda own, replica: [replica.gather(own, 0)]
     )
@@ -132,9 +133,7 @@ def _of_dense(part: tf.Tensor, num_replicas: int) -> BatchPlaceholder:
     """
     shape = part.shape
     if shape.rank:
-        own = shape[0] if num_replicas else None
-        total = None if own is None else own * num_replicas
-        shape = tf.TensorShape([total, *shape[1:]])
+        shape = tf.TensorShape([_static_total(part, num_replicas), *shape[1:]])
     tensor = tf.compat.v1.placeholder(part.dtype, shape)
     sizes = static_sizes(tensor, is_free=True)
     if shape.rank == 0:
@@ -143,6 +142,12 @@ def _of_dense(part: tf.Tensor, num_replicas: int) -> BatchPlaceholder:
         row_sizes = None if sizes is None else with_rows(sizes, 0, 1)
         fact = Fact(Form.ROWS, sizes=row_sizes)
     return BatchPlaceholder(tensor, [(tensor, fact)], lambda own, _: [own])
+
+
+def _static_total(part: tf.Tensor, num_replicas: int) -> int | None:
+    """Return the static number of rows of all replicas, or `None` to leave it open."""
+    own = part.shape[0] if num_replicas else None
+    return None if own is None else own * num_replicas
 
 
 def _of_ragged(part: tf.RaggedTensor, splits_size: Size = SPLITS) -> BatchPlaceholder:
@@ -227,18 +232,21 @@ def _gather_sparse(part: tf.SparseTensor, replica: Replica) -> list[tf.Tensor]:
     ]
 
 
-def _whole_placeholder(like: tf.Tensor, first: Size) -> tuple[Any, Fact]:
+def _whole_placeholder(
+    like: tf.Tensor, first: Size, total: int | None = None
+) -> tuple[Any, Fact]:
     """Create a placeholder for a tensor that is gathered before the step.
 
     Args:
         like: Tensor of one replica, with the dtype and the shape of the placeholder
             apart from the first axis.
         first: `Size` of the first axis of the placeholder.
+        total: Int, its static size, or `None` to leave it open. Defaults to `None`.
 
     Returns:
         Pair of the placeholder and its `Fact`, which says that all replicas hold the
         same value, and gives its shape.
     """
-    tensor = tf.compat.v1.placeholder(like.dtype, [None, *like.shape[1:]])
+    tensor = tf.compat.v1.placeholder(like.dtype, [total, *like.shape[1:]])
     sizes = static_sizes(tensor, is_free=True) or ()
     return tensor, whole((first, *sizes[1:]))
