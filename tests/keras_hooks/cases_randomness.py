@@ -64,6 +64,23 @@ def fit_with_dropout_is_reproducible(env: Env) -> dict:
     return first
 
 
+@case("A variable that `dataset.map` creates in the scope", setups=("mirrored",))
+def random_numbers_of_dataset_map_in_scope(env: Env) -> dict:
+    x, y = common.regression_data()
+
+    def add_noise(x: tf.Tensor, y: tf.Tensor) -> tuple:
+        return x + keras.random.uniform(tf.shape(x)), y
+
+    keras.utils.clear_session()  # without the generator of the calls before
+    keras.utils.set_random_seed(11)
+    with env.scope():
+        data = tf.data.Dataset.from_tensor_slices((x, y)).map(add_noise)
+        model = common.compiled(common.mlp())
+    history = common.fit(model, data.batch(common.BATCH_SIZE))
+    drawn = keras.random.uniform((3,)).numpy()
+    return {"history": history, "drawn": drawn, "weights": env.weights(model)}
+
+
 @case(
     "initial values of several messages",
     compare=False,
