@@ -676,3 +676,40 @@ def two_strategies_train_by_turns(env: Env) -> dict:
 def _read(model: keras.Model) -> dict:
     # The paths of the second model have other numbers.
     return {f"{i}": w.numpy() for i, w in enumerate(model.weights)}
+
+
+class TwoOptimizers(keras.Model):
+    """Trains a layer by an optimizer of its own, and never by `self.optimizer`."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        self.head = keras.layers.Dense(1)
+        self.head.build((None, common.NUM_FEATURES))
+        self.own = optimizer
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self.head(x)))
+        variables = self.trainable_variables
+        self.own.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+    def test_step(self, data):
+        x, y = data
+        return {"loss": tf.reduce_mean(tf.square(y - self.head(x)))}
+
+
+@case("Sharded parameters, and another optimizer", setups=MIRRORED, compare=False)
+def parameters_sharded_beside_a_plain_optimizer(env: Env) -> dict:
+    with env.scope():
+        model = TwoOptimizers(keras.optimizers.SGD(0.1))
+        model.compile("sgd")
+    x, y = common.regression_data(BATCH)
+    options = {"callbacks": [tfdp.callbacks.ShardedOptimizer(3)], "verbose": 0}
+    with (
+        pytest.warns(UserWarning, match="applies only to"),
+        pytest.raises(ValueError, match="sharded by another optimizer"),
+    ):
+        model.fit(x, y, validation_data=(x, y), epochs=2, **options)
+    return {}

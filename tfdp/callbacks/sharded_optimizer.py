@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdp.callbacks.bases import OptimizerCallback
+from tfdp.ground._compat import keras_model
 from tfdp.ground.arguments import is_integer
 from tfdp.ground.plans.sharding import SHARDINGS, ShardingOptions
 from tfdp.ground.plans.units import UnitOptions, resolve_gather_groups
@@ -101,3 +102,10 @@ class ShardedOptimizer(OptimizerCallback):
         """Shard the optimizer, unless it is already sharded with these options."""
         optimizer.register_model(self.model)
         optimizer.shard(self.options)
+        # Parameters that are sharded after a step was traced would not be those that
+        # the step updates: it may train by other optimizers, and not build this one.
+        layers = keras_model.layers_of(self.model)
+        if self.options.shards_parameters and all(layer.built for layer in layers):
+            variables = self.model.trainable_variables
+            if variables and not optimizer.built:
+                optimizer.build(variables)
