@@ -27,7 +27,7 @@ from tests.data.test_position import (
     fit,
 )
 from tfdp.callbacks import BackupAndRestore
-from tfdp.checkpoint import api, index_file, replica_state, writer
+from tfdp.checkpoint import index_file, replica_state, writer
 from tfdp.checkpoint.backups import Backups
 from tfdp.checkpoint.callback_state import from_json, to_json
 from tfdp.checkpoint.random_state import random_states, set_random_states
@@ -131,35 +131,6 @@ def test_a_run_whose_directory_another_has_begun_to_use_stops_and_deletes_nothin
     cut_run(tmp_path)
     fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 100), OtherRun(tmp_path))
     assert len(names(tmp_path)) == 3
-
-
-class Freeze(keras.callbacks.Callback):
-    """Freezes a layer at the end of the first epoch."""
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.model.layers[0].trainable = False
-
-
-def test_backups_describe_the_model_anew_where_layers_are_frozen(tmp_path, monkeypatch):
-    calls = []
-    describe = api.serialize_model
-    monkeypatch.setattr(
-        api, "serialize_model", lambda model: calls.append(1) or describe(model)
-    )
-    backup = BackupAndRestore(tmp_path, save_freq=1, keep=100, delete_at_end=False)
-    fit(arrays(**PLAIN), Freeze(), backup)
-    models = [
-        json.loads(index_file.load_index(f"{tmp_path}/step-{step}").model)
-        for step in (1, STEPS - 1, EPOCHS * STEPS)
-    ]
-    frozen = [
-        [layer["config"].get("trainable") for layer in model["config"]["layers"]]
-        for model in models
-    ]
-    assert frozen[0] == frozen[1]
-    assert False in frozen[2]
-    assert False not in frozen[0]
-    assert len(calls) == 2
 
 
 def test_backups_that_are_not_deleted_let_a_run_that_is_over_end_at_once(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -193,7 +193,7 @@ class BackupAndRestore(StrategyCallback):
             self._folder(),
             self.keep,
             self._worker_group,
-            self._description_of_model(),
+            functools.partial(api.serialize_model, self.model),
             background=self.background,
             has_memory=self.memory_every is not None,
         )
@@ -382,22 +382,6 @@ class BackupAndRestore(StrategyCallback):
         """
         accumulated = getattr(self.model.optimizer, "accumulated_steps", 0)
         self._count_start = batches - accumulated
-
-    def _description_of_model(self) -> Callable[[], str | None]:
-        """Return a function that serializes the model, as `Backups` takes it.
-
-        For a model of many small variables, serializing takes a large part of a save's
-        time. During a call of `fit` the result differs only if a callback freezes or
-        unfreezes layers, so the function serializes again only then.
-        """
-        model = self.model
-
-        @functools.lru_cache(maxsize=1)
-        def describe(trained: tuple[int, ...]) -> str | None:
-            """Serialize the model whose trained variables have the ids `trained`."""
-            return api.serialize_model(model)
-
-        return lambda: describe(tuple(map(id, model.trainable_variables)))
 
     def _new_memory(self) -> MemoryBackups | None:
         """Return the `MemoryBackups` of this run, or `None` without `memory_every`.
