@@ -133,6 +133,17 @@ def test_a_run_whose_directory_another_has_begun_to_use_stops_and_deletes_nothin
     assert len(names(tmp_path)) == 3
 
 
+def test_a_claim_that_somebody_has_removed_stops_no_run(tmp_path):
+    def tidy(batch: int, logs: Any = None) -> None:
+        for path in tmp_path.glob(".run-*"):
+            path.unlink()
+
+    cleaner = keras.callbacks.LambdaCallback(on_train_batch_end=tidy)
+    backup = BackupAndRestore(tmp_path, 2, delete_at_end=False)
+    fit(arrays(**PLAIN), cleaner, backup)
+    assert len(names(tmp_path)) == 3
+
+
 def test_backups_that_are_not_deleted_let_a_run_that_is_over_end_at_once(tmp_path):
     backup = BackupAndRestore(tmp_path, delete_at_end=False)
     first = fit(arrays(**PLAIN), backup)

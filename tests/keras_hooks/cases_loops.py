@@ -204,7 +204,34 @@ def loop_outside_of_run_on_workers(env: Env) -> dict:
             )
             with error, scope():
                 _outside_of_run(env, optimizer)
+    variables = common.mlp().trainable_variables
+    with env.scope(), pytest.raises(ValueError, match="was created outside"):
+        _averaged().apply([tf.ones_like(v) for v in variables], variables)
     return {}
+
+
+@case("An update in a `merge_call` of `strategy.run`")
+def update_in_merge_call(env: Env) -> dict:
+    with env.scope():
+        model, optimizer = common.mlp(), keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+    x, y = (part[:BATCH] for part in common.regression_data())
+
+    def update(strategy, *gradients) -> None:
+        totals = [strategy.reduce("SUM", each, axis=None) for each in gradients]
+        means = [total / env.num_replicas for total in totals]
+        optimizer.apply(means, model.trainable_variables)
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - model(x)))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        tf.distribute.get_replica_context().merge_call(update, args=tuple(gradients))
+
+    strategy = env.strategy or tf.distribute.get_strategy()
+    for _ in range(3):
+        strategy.run(step)
+    return {"weights": env.weights(model)}
 
 
 class Lazy(keras.Model):

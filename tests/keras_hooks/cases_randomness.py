@@ -64,21 +64,21 @@ def fit_with_dropout_is_reproducible(env: Env) -> dict:
     return first
 
 
-@case("A variable that `dataset.map` creates in the scope", setups=("mirrored",))
-def random_numbers_of_dataset_map_in_scope(env: Env) -> dict:
-    x, y = common.regression_data()
+@case("Variables that a traced function creates in the scope", setups=("mirrored",))
+def random_initial_value_of_traced_function(env: Env) -> dict:
+    created = []
 
-    def add_noise(x: tf.Tensor, y: tf.Tensor) -> tuple:
-        return x + keras.random.uniform(tf.shape(x)), y
+    @tf.function
+    def draw(part: tf.Tensor) -> tf.Tensor:
+        if not created:
+            created.append(tf.Variable(lambda: tf.random.normal(())))
+            created.append(tf.Variable(lambda: tf.reduce_mean(part)))
+        return tf.random.normal(())
 
-    keras.utils.clear_session()  # without the generator of the calls before
-    keras.utils.set_random_seed(11)
+    tf.random.set_seed(5)
     with env.scope():
-        data = tf.data.Dataset.from_tensor_slices((x, y)).map(add_noise)
-        model = common.compiled(common.mlp())
-    history = common.fit(model, data.batch(common.BATCH_SIZE))
-    drawn = keras.random.uniform((3,)).numpy()
-    return {"history": history, "drawn": drawn, "weights": env.weights(model)}
+        drawn = [draw(tf.ones(3)), *created, tf.random.normal(())]
+    return {"drawn": [float(tf.convert_to_tensor(each)) for each in drawn]}
 
 
 @case(

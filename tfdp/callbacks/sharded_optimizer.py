@@ -105,7 +105,8 @@ class ShardedOptimizer(OptimizerCallback):
         # Parameters that are sharded after a step was traced would not be those that
         # the step updates: it may train by other optimizers, and not build this one.
         layers = keras_model.layers_of(self.model)
-        if self.options.shards_parameters and all(layer.built for layer in layers):
+        is_built = self.model.built and all(layer.built for layer in layers)
+        if self.options.shards_parameters and is_built:
             variables = self.model.trainable_variables
             if variables and not optimizer.built:
                 optimizer.build(variables)

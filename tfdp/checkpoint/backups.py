@@ -303,7 +303,7 @@ class Backups:
         if not self._worker_group.is_chief:
             return
         with contextlib.suppress(OSError):
-            if self._has_lost_claim():
+            if self._has_other_claim():
                 return
             # The oldest backup is removed first, so that the newest one is still there
             # if the loop is interrupted.
@@ -317,17 +317,16 @@ class Backups:
             self._storage.remove_left_over()
             self._storage.remove_if_empty()
 
-    def _has_lost_claim(self) -> bool:
+    def _has_other_claim(self) -> bool:
         """Return whether another run has claimed the directory since `prepare`."""
-        names = self._storage.names()
-        return bool(names) and self._claim not in names
+        return any(map(_CLAIM.fullmatch, {*self._storage.names()} - {self._claim}))
 
     def _check_claim(self) -> None:
         """Raise `ValueError` if another run has claimed the directory.
 
-        If the directory was removed meanwhile, claim it again.
+        If the claim of this run was removed meanwhile, write it again.
         """
-        if self._has_lost_claim():
+        if self._has_other_claim():
             raise ValueError(
                 "another run has begun to write backups into this directory. Give each "
                 "run a directory of its own"

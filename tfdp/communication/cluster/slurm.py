@@ -67,13 +67,16 @@ def gpus_of_task(environ: Mapping[str, str]) -> dict[str, str]:
 
     Example:
 
-    >>> environ = {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_GPUS_ON_NODE": "4"}
-    >>> environ |= {"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    >>> environ = {"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    >>> environ |= {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_NODEID": "0"}
+    >>> environ |= {"SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "4"}
+    >>> environ |= {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     >>> gpus_of_task(environ)
     {'CUDA_VISIBLE_DEVICES': '2,3'}
     """
     gpus = visible_gpus(environ)
-    if environ.get("SLURM_GPUS_ON_NODE") != str(len(gpus)):
+    is_step = read(environ) is not None
+    if not is_step or environ.get("SLURM_GPUS_ON_NODE") != str(len(gpus)):
         return {}
     counts = expand_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     count = counts[_read_int(environ, "SLURM_NODEID", default=0)]

@@ -230,13 +230,15 @@ def _serve(
     # `CancelledError` and `OutOfRangeError` mean that the queues are closed. No step
     # waits any more, so the thread ends without an error.
     closed = tf.errors.CancelledError, tf.errors.OutOfRangeError
-    with contextlib.suppress(*closed), calls.beside_others():
-        failure: Failure | None = None
-        while True:
-            failure = _serve_call(replica_queues, function, num_served, failure)
-    # Calls that were launched, but not answered, before the queues were closed count as
-    # ended: `BackgroundThread.wait` would otherwise never return.
-    num_served.set(sys.maxsize)
+    try:
+        with contextlib.suppress(*closed), calls.beside_others():
+            failure: Failure | None = None
+            while True:
+                failure = _serve_call(replica_queues, function, num_served, failure)
+    finally:
+        # Calls that were launched, but not answered, count as ended:
+        # `BackgroundThread.wait` would otherwise never return.
+        num_served.set(sys.maxsize)
 
 
 def _serve_call(

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdp.ground._compat import keras_model, keras_optimizer
 from tfdp.ground._compat.tf_distribute import outside_strategies
+from tfdp.ground.base import step_context
 
 
 def is_tfdp(strategy: Any) -> bool:
@@ -39,12 +40,13 @@ def replica_context() -> Any:
 
 
 def outside_tfdp_scope() -> AbstractContextManager[None]:
-    """Leave the scope of a tfdp strategy for a block that no replica runs.
+    """Leave the scope of a tfdp strategy for a block outside of `strategy.run`.
 
     Outside of the scope the strategy's variables are read and assigned like those of
     one device. In it, TensorFlow computes no gradients of them, and Keras updates none.
     """
-    is_left = in_tfdp_scope() and tf.distribute.in_cross_replica_context()
+    is_outside = not step_context.current().in_run
+    is_left = in_tfdp_scope() and is_outside and replica_context() is None
     return outside_strategies() if is_left else nullcontext()
 
 

@@ -38,6 +38,8 @@ class StepContext:
             the same random numbers: seeds of operations without one. Else `None`.
         builds_optimizer: Bool, whether the step builds an optimizer now. It does so
             outside of its graph, where execution is eager.
+        in_run: Bool, whether this thread is within a call of `strategy.run`. A
+            `merge_call` of its replicas runs in this thread, outside of any replica.
     """
 
     trace: Any = None
@@ -50,6 +52,7 @@ class StepContext:
     carried: Any = None
     update_draws: Iterator[int] | None = None
     builds_optimizer: bool = False
+    in_run: bool = False
 
 
 class _Thread(threading.local):

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdp.ground._compat import keras_model, keras_optimizer
-from tfdp.ground.base import program_trace
+from tfdp.ground.base import program_trace, step_context
 from tfdp.ground.base.context import (
     in_tfdp_scope,
     is_tfdp,
@@ -135,12 +135,19 @@ def _prepare_outside_of_run(optimizer: Any, variables: Sequence[Any] | None) -> 
 
     Raises:
         ValueError: If each of several workers would update its own copies, or if the
-            optimizer was built outside of the scope.
+            optimizer was built outside of the scope, or in the scope for variables
+            from outside of it.
     """
+    is_in_scope = in_tfdp_scope()
+    is_in_other_scope = tf.distribute.has_strategy() and not is_in_scope
+    if step_context.current().in_run or is_in_other_scope:
+        return
     variables = variables or keras_optimizer.trained_by(optimizer)
-    strategy: Any = next(map(keras_optimizer.strategy_of_variable, variables), None)
-    has_other = tf.distribute.has_strategy() and not in_tfdp_scope()
-    if has_other or not is_tfdp(strategy):
+    if is_in_scope and not optimizer.built:
+        check_variables_in_scope(variables)
+    strategies = map(keras_optimizer.strategy_of_variable, variables)
+    strategy: Any = next(filter(is_tfdp, strategies), None)
+    if strategy is None:
         return
     if strategy.extended.worker_group.num_workers > 1:
         raise ValueError(
@@ -148,8 +155,8 @@ def _prepare_outside_of_run(optimizer: Any, variables: Sequence[Any] | None) -> 
             "where each worker would train a separate model. Put the step into a "
             "function, and call it by `strategy.run(step, args=(x, y))`."
         )
-    is_in_scope = keras_optimizer.strategy_of_optimizer(optimizer) is strategy
-    if not (is_in_scope and optimizer.built):
+    is_of_strategy = keras_optimizer.strategy_of_optimizer(optimizer) is strategy
+    if not (is_of_strategy and optimizer.built):
         with tf.init_scope(), strategy.scope():
             bring_optimizer_into_scope(optimizer)
             optimizer.build(list(variables))

@@ -251,13 +251,7 @@ class ReplicaExtended:
             return deferred_parameter(self._container_strategy(), kwargs)  # type: ignore[attr-defined]
         kwargs["aggregation"] = aggregation_of(kwargs)
         mapping = class_mapping(kwargs)
-        # A traced function, such as that of `dataset.map`, creates its variables later,
-        # and cannot compute the copy of a value that is not there yet.
-        is_lifted = tf.distribute.in_cross_replica_context() and callable(
-            kwargs.get("initial_value")
-        )
-        lifted = tf.init_scope() if is_lifted else contextlib.nullcontext()
-        with tf_distribute.variable_classes(mapping), lifted:
+        with tf_distribute.variable_classes(mapping):
             variable = super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]
         self._register(variable)
         return variable

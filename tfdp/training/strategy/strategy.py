@@ -20,7 +20,7 @@ from tfdp.communication.coordination.join import resolver_of_environment, start_
 from tfdp.ground import user_code
 from tfdp.ground._compat import patches, runtime, tf_distribute
 from tfdp.ground.arguments import check_choice
-from tfdp.ground.base import loops, program_trace
+from tfdp.ground.base import loops, program_trace, step_context
 from tfdp.ground.base.feature import Feature, overriders
 from tfdp.ground.options import CommunicationOptions
 from tfdp.training.data import distribute
@@ -133,7 +133,11 @@ class _Strategy:
             # Otherwise a collective of the former workers would fail first.
             fn = replica_step.run_after(self.extended.assert_same_workers(), fn)
         fn, args = replica_step.prepare_run(self, fn, args)
-        with synchronized_scope.synchronizing_step(self), self.extended.step_scope():
+        with (
+            synchronized_scope.synchronizing_step(self),
+            self.extended.step_scope(),
+            step_context.using(in_run=True),
+        ):
             return super().run(fn, args, kwargs, options)  # type: ignore[misc]
 
     def experimental_distribute_dataset(
