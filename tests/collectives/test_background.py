@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -48,14 +49,19 @@ def add_up(parts: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
     return [[total], [-total]]
 
 
-def test_a_step_that_launches_does_not_wait_and_a_later_one_collects():
-    may_go_on = threading.Event()
+def add_up_after(event: threading.Event) -> Callable:
+    """The sum, which waits until the event is set."""
 
     def later(parts: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
-        assert may_go_on.wait(_SECONDS)
+        assert event.wait(_SECONDS)
         return add_up(parts)
 
-    steps = Steps(later)
+    return later
+
+
+def test_a_step_that_launches_does_not_wait_and_a_later_one_collects():
+    may_go_on = threading.Event()
+    steps = Steps(add_up_after(may_go_on))
     steps.launch(tf.constant(1.0))  # would not return
     may_go_on.set()
     for number in (1.0, 2.0):
@@ -83,12 +89,7 @@ def test_what_is_under_way_outlives_a_step_that_fails():
 
 def test_what_was_launched_before_the_end_is_not_waited_for():
     may_go_on = threading.Event()
-
-    def later(parts: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
-        assert may_go_on.wait(_SECONDS)
-        return add_up(parts)
-
-    steps = Steps(later)
+    steps = Steps(add_up_after(may_go_on))
     steps.launch(tf.constant(1.0))
     steps.background.end()
     may_go_on.set()

@@ -183,7 +183,7 @@ def save_state(
     prepare: Callable[[], None] = lambda: None,
     run: Any = None,
     saves: BackgroundSaves | None = None,
-    before: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
     after: Callable[[], None] = lambda: None,
 ) -> Any:
     """Write state tensors, and the model as a string, into a directory.
@@ -202,7 +202,7 @@ def save_state(
             its own.
         saves: `BackgroundSaves` of these workers, which write the state in the
             background. Defaults to `None`: the state is written before this returns.
-        before: Callable, called on worker 0 before files are written; its error ends
+        check: Callable, called on worker 0 before files are written; its error ends
             the save on every worker.
         after: Callable, called on worker 0 after the checkpoint is complete.
 
@@ -216,7 +216,7 @@ def save_state(
     prepare()
     model = serialize() if worker_group.is_chief else None
     path = absolute_path(_checked(directory))
-    metadata = _Metadata(path, entries, model, run, before)
+    metadata = _Metadata(path, entries, model, run, check)
 
     def write(read: Read, worker_group: Any, pause: Pause) -> None:
         """Write the files of the checkpoint, and then call `after` on worker 0.

@@ -176,7 +176,7 @@ class Backups:
             self._serialize,
             run=run,
             saves=self._saves if self._background else None,
-            before=self._check_claim,
+            check=self._check_claim,
             after=functools.partial(self._prune, backup.name),
         )
 
