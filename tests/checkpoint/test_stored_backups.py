@@ -94,6 +94,24 @@ def test_a_damaged_backup_is_set_aside_and_the_one_before_is_taken(store):
     assert load_index(f"{URL}/step-7.damaged").run["steps"] == 7
 
 
+def test_a_damaged_backup_that_cannot_be_renamed_is_said_to_be_so(store, monkeypatch):
+    cut_run(URL, step=7)
+    lost = next(n for n in bucket.objects(store) if "step-7" in n and ".data" in n)
+    bucket.objects(store)[lost].unlink()
+
+    def refuse(*names):
+        raise PermissionError("renaming is denied")
+
+    monkeypatch.setattr(object_store.ObjectStore, "rename", refuse)
+    text = (
+        r"damaged. They could not be renamed \(renaming is denied\). Received: step-7"
+    )
+    with pytest.warns(UserWarning, match=text):
+        cut_run(URL, Cut(2), step=2, keep=1)
+    assert steps(store) == ["step-7"]
+    assert load_index(f"{URL}/step-7").run["steps"] == 7
+
+
 @pytest.mark.full
 def test_what_a_killed_save_has_put_goes_with_the_next_one(store):
     cut_run(URL, step=6)

@@ -238,6 +238,7 @@ def test_an_index_in_quotes_is_read_as_tensorflow_reads_it():
         (tf_config(tfdp={"rebalance": "x" * 10_000}), "rebalance='xxx"),
         (tf_config(tfdp=2), "'tfdp' in TF_CONFIG"),
         (tf_config(tfdp={"devices_per_worker": 0}), "devices_per_worker=0"),
+        (tf_config(tfdp={"device_per_worker": 2}), "'devices_per_worker'. Received"),
         (tf_config(tfdp={"devices_per_worker": "2"}), "devices_per_worker='2'"),
         (tf_config(tfdp={"devices_per_worker": True}), "devices_per_worker=True"),
         (tf_config(tfdp={"rebalance": 1}), "rebalance=1"),
@@ -383,6 +384,11 @@ def test_tasks_of_a_slurm_node_divide_the_gpus_that_all_of_them_see(
     for _ in range(2):
         assert find_cluster().num_workers == 7
         assert os.environ["CUDA_VISIBLE_DEVICES"] == own
+    # Without its number among the tasks of the node, no part is that of this task.
+    monkeypatch.delenv("SLURM_LOCALID")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert find_cluster().num_workers == 7
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
     monkeypatch.setenv("TF_CONFIG", tf_config())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert find_cluster().num_workers == 2

@@ -162,3 +162,12 @@ def test_a_round_for_which_too_few_are_left_says_so(job):
     pair.sockets[1].close()
     with pytest.raises(TransportError, match="A round needs 2 workers"):
         leader()
+
+
+def test_a_round_that_fails_for_a_follower_ends_with_its_error(job):
+    pair = job(1, 2, 0.0)
+    leader = pair.come(0, 1.0)
+    wait_until(lambda: pair.ends[0]._waiting(), "the leader to wait", _SECONDS)
+    run_on_thread("exchange", pair.ends[1].exchange, 1.0, [np.ones(2)] * 2, [])
+    with pytest.raises(TransportError, match=r"A round of averaging failed: ValueErr"):
+        leader()

@@ -401,19 +401,21 @@ class Backups:
         """
         if not damaged:
             return
+        outcome = f"They are renamed to '{damaged[0][0]}.damaged'."
         if self._worker_group.is_chief:
-            for name, _ in damaged:
-                with contextlib.suppress(OSError):
+            try:
+                for name, _ in damaged:
                     self._storage.rename(name, f"{name}.damaged")
+            except OSError as error:
+                outcome = f"They could not be renamed ({files.error_text(error)})."
         # The workers wait for worker 0 as long as for storage operations, since an
         # object store renames by copying, which takes long.
-        self._worker_group.all_gather(
-            "what is damaged", "", storage_timeout(self._worker_group)
-        )
+        outcome = self._worker_group.all_gather(
+            "what is damaged", outcome, storage_timeout(self._worker_group)
+        )[0]
         user_code.warn(
             f"Training resumes from the backup {used!r}, since newer backups are "
-            f"damaged. They are renamed to '{damaged[0][0]}.damaged'. "
-            f"Received: {_describe(damaged)}"
+            f"damaged. {outcome} Received: {_describe(damaged)}"
         )
 
     def _prune(self, newest: str) -> None:

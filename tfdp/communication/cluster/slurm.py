@@ -75,8 +75,8 @@ def gpus_of_task(environ: Mapping[str, str]) -> dict[str, str]:
     {'CUDA_VISIBLE_DEVICES': '2,3'}
     """
     gpus = visible_gpus(environ)
-    is_step = read(environ) is not None
-    if not is_step or environ.get("SLURM_GPUS_ON_NODE") != str(len(gpus)):
+    is_task = read(environ) is not None and "SLURM_LOCALID" in environ
+    if not is_task or environ.get("SLURM_GPUS_ON_NODE") != str(len(gpus)):
         return {}
     counts = expand_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     count = counts[_read_int(environ, "SLURM_NODEID", default=0)]

@@ -155,8 +155,8 @@ class Cluster:
             "cluster": {name: tasks for name, tasks in jobs.items() if tasks},
             "task": {"type": self.task_type, "index": self.task_index},
         }
-        names = ("devices_per_worker", "rebalance", "elastic", "secret")
-        settings = {name: getattr(self, name) for name in names if getattr(self, name)}
+        fields = {name: getattr(self, name) for name in tf_config.SETTINGS}
+        settings = {name: value for name, value in fields.items() if value}
         if settings:
             config["tfdp"] = settings
         return json.dumps(config)

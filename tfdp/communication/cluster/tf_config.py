@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from typing import Any
 
 _JOBS = ("chief", "worker", "evaluator")
+# Keys of the object "tfdp" that a `Cluster` has as fields. Features read other keys.
+SETTINGS = ("devices_per_worker", "rebalance", "elastic", "secret")
 
 
 def parse(text: str) -> dict[str, Any] | None:
@@ -186,8 +189,18 @@ def _to_index(index: Any) -> Any:
 
 
 def _read_tfdp_key(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the value of the `tfdp` key, `{}` by default; it must be an object."""
-    return _read_object(config, "tfdp", "such as {'devices_per_worker': 2}")
+    """Return the value of the `tfdp` key, `{}` by default.
+
+    Raise `ValueError` if it is not an object, or misspells one of `SETTINGS`.
+    """
+    settings = _read_object(config, "tfdp", "such as {'devices_per_worker': 2}")
+    for key in settings.keys() - {*SETTINGS}:
+        if meant := difflib.get_close_matches(key, SETTINGS, 1):
+            raise ValueError(
+                f"'tfdp' in TF_CONFIG has the key {describe(key)}, which is unknown; "
+                f"rename it to {meant[0]!r}. Received: {describe(settings)}"
+            )
+    return settings
 
 
 def _read_object(config: dict[str, Any], key: str, kind: str) -> dict[str, Any]:

@@ -290,6 +290,7 @@ class RoundLeader(Rounds):
         self._generation = 0
         self._own_state: list[Array] = []
         self._reasons: list[str] = []
+        self._error: Exception | None = None
         # `exchange` holds this lock during a round, so that `pause` begins only after
         # it: a pause within a round would leave its participants without a mean.
         self._lock = threading.Lock()
@@ -312,7 +313,8 @@ class RoundLeader(Rounds):
             `Reply`.
 
         Raises:
-            TransportError: If fewer workers are left than a round needs.
+            TransportError: If fewer workers are left than a round needs, or the answer
+                to a worker has failed.
         """
         with self._lock, self._changed:
             self._own_state = [np.array(array) for array in state]
@@ -355,14 +357,22 @@ class RoundLeader(Rounds):
         return is_enough and super()._is_complete(is_late=is_late)
 
     def _check(self, member: Participant) -> None:
-        """Raise `TransportError` in the leader if too few workers are left for a round.
+        """Raise `TransportError` in the leader if the rounds have failed.
+
+        They have if too few workers are left, or an answer to one raised an error.
 
         Args:
             member: `Participant` that waits for the end of the round; for a follower,
                 nothing is checked.
         """
         assert self._least is not None
-        if member is self._own and len(self._members) < self._least:
+        if member is not self._own:
+            return
+        if self._error is not None:
+            raise TransportError(
+                f"A round of averaging failed: {self._error!r}"
+            ) from self._error
+        if len(self._members) < self._least:
             reasons = "; ".join(self._reasons)
             raise TransportError(
                 f"A round needs {pluralize(self._least, 'worker')}. {reasons}"
@@ -391,6 +401,9 @@ class RoundLeader(Rounds):
                     reply.send(link)
         except (PeerLost, TransportError) as error:
             self._reasons.append(str(error))
+            self.stop_waiting_for(member.index)
+        except Exception as error:  # noqa: BLE001 the leader's thread raises it
+            self._error = error
             self.stop_waiting_for(member.index)
 
     def _reply_to(
