@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+import tfdp
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
 from tfdp.ground.plans.buckets import Bucket, Entry
-from tfdp.training.reduction.algorithm_selector import AlgorithmChoice
+from tfdp.training.compression.algorithm_choice import AlgorithmChoice, WireFormat
 from tfdp.training.reduction.communication_plan import CommunicationPlan
 
 CASE_MODULES = ("reduction.cases_plans",)
@@ -99,3 +100,13 @@ def test_the_title_of_a_plan_counts_in_singular_and_plural(
     plan = plan_of_buckets(["a"] * count, num_replicas=replicas, sharding=sharding)
     assert title in " ".join(str(plan).split())
     assert title in plan._repr_html_()
+
+
+def test_sharded_gradients_that_are_compressed_whole_are_all_reduced():
+    """PowerSGD sends half of an all-reduce's bytes here, top-k of a reduce-scatter's."""
+    sent: dict[str, int] = {}
+    for compressor in (tfdp.compression.PowerSGD(), tfdp.compression.TopK()):
+        route = AlgorithmChoice(inner=WireFormat(compressor, ratio=0.5))
+        plan = plan_of_buckets(["a"], routes=(route,), sharding="gradients")
+        sent[str(plan).split()[1]] = plan.wire_bytes
+    assert sent == {"all-reduce": 2 + 2, "reduce-scatter": 1 + 2}

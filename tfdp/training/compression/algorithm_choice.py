@@ -128,6 +128,15 @@ class AlgorithmChoice:
         return bool(self.compressors)
 
     @property
+    def needs_whole_bucket(self) -> bool:
+        """Bool, whether sharded gradients, too, are all-reduced, not reduce-scattered.
+
+        It is true for Adasum and for compressors that cannot compress a slice alone.
+        """
+        cut = all(compressor.cuts_buckets for compressor in self.compressors)
+        return self.algorithm.is_adasum or not cut
+
+    @property
     def is_single_level(self) -> bool:
         """Bool, whether one compressed reduction runs over all replicas.
 

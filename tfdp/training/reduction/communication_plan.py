@@ -144,9 +144,9 @@ class CommunicationPlan:
         factor += outer * route.outer.byte_ratio(itemsize)
         if not self._sharding.shards_state:
             return 2 * factor * bucket.num_bytes
-        # A reduce-scatter of gradients sends half the bytes of an all-reduce, but
-        # Adasum needs an all-reduce. Gathers of parameters do not use wire formats.
-        scatter = factor * (2 if route.algorithm.is_adasum else 1)
+        # A reduce-scatter of gradients sends half the bytes of an all-reduce. Gathers
+        # of parameters do not use wire formats.
+        scatter = factor * (2 if route.needs_whole_bucket else 1)
         gathers = num_gathers * self.gather_ratio * (inner + outer)
         return (scatter + gathers) * bucket.num_bytes
 
@@ -157,8 +157,8 @@ class CommunicationPlan:
         what = pluralize(count, "all-reduce")
         if self._sharding.shards_state:
             gathers = sum(map(self._gathers_of, range(count)))
-            is_adasum = any(route.algorithm.is_adasum for route in self.routes)
-            reduction = "all-reduce" if is_adasum else "reduce-scatter"
+            is_whole = any(route.needs_whole_bucket for route in self.routes)
+            reduction = "all-reduce" if is_whole else "reduce-scatter"
             what = (
                 f"{pluralize(count, reduction)} and "
                 + ("up to " if gathers > count else "")
