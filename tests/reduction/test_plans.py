@@ -103,7 +103,7 @@ def test_the_title_of_a_plan_counts_in_singular_and_plural(
 
 
 def test_sharded_gradients_that_are_compressed_whole_are_all_reduced():
-    """PowerSGD sends half of an all-reduce's bytes here, top-k of a reduce-scatter's."""
+    """PowerSGD halves an all-reduce's bytes here, TopK those of a reduce-scatter."""
     sent: dict[str, int] = {}
     for compressor in (tfdp.compression.PowerSGD(), tfdp.compression.TopK()):
         route = AlgorithmChoice(inner=WireFormat(compressor, ratio=0.5))
