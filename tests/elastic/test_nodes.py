@@ -43,14 +43,15 @@ from tfdp.communication.store import Membership, ask_job
 cluster = Cluster.from_environment()
 print("starts", flush=True)
 wait_for(f"go-{RANK}")
-if ask_job(cluster) is None:
+# The job may end between the question and the application.
+if not ask_job(cluster) or not (found := ask_job(cluster, applies=True)):
     member = Membership(cluster)
     member.join(None, may_run_already=True)
     print("belongs", flush=True)
     time.sleep(2.5)  # node 0 asks once a second
     print("trains", flush=True)
 else:
-    print("is late", len(cluster.workers), ask_job(cluster, applies=True).workers)
+    print("is late", len(cluster.workers), found.workers)
 wait_for(f"end-{RANK}")
 """
 ONE_WORKER = ("-n", "1", "--no-fork", "script.py")
