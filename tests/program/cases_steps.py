@@ -374,6 +374,15 @@ def assigned_in_a_loop(model: Any, x: Any, y: Any) -> dict:
 
 
 @_step(GRADIENTS)
+def rows_without_elements(model: Any, x: Any, y: Any) -> dict:
+    """Sorts rows of all replicas of which some have no elements."""
+    empty = tf.sort(x[:, :0], axis=0)
+    loss, gradients = _gradients(model, tf.concat([empty, tf.sort(x, 0)], axis=1), y)
+    model.optimizer.apply(gradients, model.trainable_variables)
+    return {"loss": loss, "rows": tf.shape(empty)[0]}
+
+
+@_step(GRADIENTS)
 def mixed_rows(model: Any, x: Any, y: Any) -> dict:
     """Mixup and the rows shuffled, see Zhang et al. 2018."""
     order = tf.argsort(x[:, 0])

@@ -65,13 +65,14 @@ def gather_first_axis(
     member = Member(group, replica)
     progress.record_reduction(f"gather {rows.dtype.name} {rows.shape[1:]}")
     with tf.device(group.devices[replica]):
-        row_shape = tf.shape(rows)[1:]
+        shape = tf.shape(rows)
         flat = tf.reshape(
             tf.cast(rows, _COLLECTIVE_DTYPES.get(rows.dtype, rows.dtype)), [-1]
         )
         # TensorFlow orders the members of a group by device name, with task 10 before
-        # task 2, so each replica's rank is gathered along with its length.
-        own = tf.stack([rank, tf.size(flat)])[tf.newaxis]
+        # task 2, so each replica's rank is gathered along with its length; and so is
+        # its number of rows, which a row without elements does not show.
+        own = tf.stack([rank, tf.size(flat), shape[0]])[tf.newaxis]
         table = member.all_gather(own)
         counts = table[:, 1]
         length, size = padded_length(tf.reduce_max(counts))
@@ -81,9 +82,8 @@ def gather_first_axis(
         by_rank = tf.argsort(table[:, 0])
         valid = tf.sequence_mask(tf.gather(counts, by_rank), length)
         joined = tf.boolean_mask(tf.gather(padded, by_rank), valid)
-        # The number of rows is inferred from the number of elements, so rows without
-        # elements are lost.
-        joined = tf.reshape(joined, tf.concat([[-1], row_shape], axis=0))
+        num_rows = tf.reduce_sum(table[:, 2:], axis=0)  # [1]
+        joined = tf.reshape(joined, tf.concat([num_rows, shape[1:]], axis=0))
         joined = tf.cast(joined, rows.dtype)
         if rows.shape.rank is not None:
             joined = tf.ensure_shape(joined, [None, *rows.shape[1:]])
