@@ -6,8 +6,10 @@ import functools
 
 import keras
 
+import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
+from tfdp.ground._compat import keras_optimizer
 
 optimizers = keras.optimizers
 
@@ -151,6 +153,28 @@ def learning_rate_schedules(env: Env) -> dict:
     return {
         name: train_tokens(env, functools.partial(optimizers.SGD, schedule))
         for name, schedule in chosen.items()
+    }
+
+
+@registry.case("Keras's accumulation with a schedule, which counts batches there")
+def schedule_of_accumulated_batches(env: Env) -> dict:
+    """It still does where Keras's optimizer is wrapped, and in what is saved."""
+    schedule = optimizers.schedules.CosineDecay(0.1, 12, warmup_steps=2)
+    with env.scope():
+        adam = optimizers.Adam(schedule, gradient_accumulation_steps=2)
+        model = common.compiled(token_model(), adam)
+    extras = [tfdp.callbacks.ShardedOptimizer()] if env.strategy else []
+    history = common.fit(model, *common.token_data(), callbacks=extras)
+    path = str(env.tmp / "model.keras")
+    model.save(path)
+    env.wait_for_all("saved")
+    saved = keras.models.load_model(path).optimizer
+    assert type(keras_optimizer.rate_or_schedule(saved)) is type(schedule)
+    return {
+        "history": history,
+        "weights": env.weights(model),
+        "rate": float(saved.learning_rate),
+        "batches": int(saved.variables[0]),
     }
 
 

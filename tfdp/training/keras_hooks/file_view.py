@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.optimizers.schedules import LearningRateSchedule
 
 from tfdp.ground._compat import (
     keras_optimizer,
@@ -51,6 +52,37 @@ class VariableView:
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         del copy
         return np.asarray(self.numpy(), dtype)
+
+
+@keras.saving.register_keras_serializable(package="tfdp")
+class ScheduleByBatches(LearningRateSchedule):
+    """Learning-rate schedule of a Keras optimizer that accumulated gradients itself.
+
+    Keras's schedules count micro-batches then, while `iterations` of tfdp counts
+    updates.
+
+    Args:
+        schedule: `LearningRateSchedule` of micro-batches.
+        steps: Int, number of micro-batches of an update.
+    """
+
+    def __init__(self, schedule: Any, steps: int) -> None:
+        self.schedule, self.steps = schedule, steps
+
+    def __call__(self, step: Any) -> Any:
+        # Keras reads the rate in the last micro-batch of an update, before it counts.
+        return self.schedule(step * self.steps + (self.steps - 1))
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor, as Keras serializes them."""
+        schedule = keras.optimizers.schedules.serialize(self.schedule)
+        return {"schedule": schedule, "steps": self.steps}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ScheduleByBatches:
+        """Create a schedule from its config."""
+        schedule = keras.optimizers.schedules.deserialize(config["schedule"])
+        return cls(schedule, config["steps"])
 
 
 def keras_view(distributed: Any, full_state: FullState) -> Any:
@@ -301,6 +333,8 @@ def _view_of_part_with_accumulation(
     Returns:
         Keras optimizer, a shallow copy of `optimizer`.
     """
+    optimizer = optimizer_views.copy_with(optimizer)
+    count_updates_in_schedules(optimizer)
     if sums is None:
         return optimizer_views.as_accumulating(optimizer, steps, None)
     trained = keras_optimizer.trained_by(optimizer)
@@ -362,6 +396,8 @@ def loss_scaling_of(optimizer: keras.optimizers.LossScaleOptimizer) -> LossScali
 def pop_accumulation_steps(optimizer: Any) -> int:
     """Remove `gradient_accumulation_steps` from a Keras optimizer; return it, or 1.
 
+    Its learning-rate schedule continues to count micro-batches.
+
     Raises:
         ValueError: If the optimizers of a `MultiOptimizer` have different ones.
     """
@@ -373,6 +409,18 @@ def pop_accumulation_steps(optimizer: Any) -> int:
             "`gradient_accumulation_steps`. Received: "
             f"gradient_accumulation_steps={sorted(steps)}"
         )
+    number = steps.pop() if steps else 1
     for group in parts:
         group.gradient_accumulation_steps = None
-    return steps.pop() if steps else 1
+        schedule = keras_optimizer.rate_or_schedule(group)
+        if number > 1 and isinstance(schedule, LearningRateSchedule):
+            group.learning_rate = ScheduleByBatches(schedule, number)
+    return number
+
+
+def count_updates_in_schedules(optimizer: Any) -> None:
+    """Have the learning-rate schedules of a Keras optimizer count updates again."""
+    for group in innermost(optimizer):
+        schedule = keras_optimizer.rate_or_schedule(group)
+        if isinstance(schedule, ScheduleByBatches):
+            group.learning_rate = schedule.schedule

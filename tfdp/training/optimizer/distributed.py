@@ -62,8 +62,9 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
 
     Args:
         optimizer: Keras optimizer. Its `gradient_accumulation_steps` become
-            `accumulation_steps`; a `LossScaleOptimizer` is unwrapped and its
-            settings are kept.
+            `accumulation_steps`, and its learning-rate schedule continues to count
+            micro-batches; a `LossScaleOptimizer` is unwrapped and its settings are
+            kept.
         accumulation_steps: Int, number of micro-batches of an update. Defaults to 1.
         loss_scale: `None`, a float, or `"dynamic"`. Defaults to `None`.
         sharding: String: `"none"`; `"optimizer"`, each replica holds and updates

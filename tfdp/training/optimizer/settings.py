@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdp.ground._compat import keras_optimizer
 from tfdp.ground.base.param_groups import innermost
+from tfdp.training.keras_hooks import file_view
 from tfdp.training.optimizer import arguments
 from tfdp.training.optimizer.features import Features
 
@@ -60,6 +61,8 @@ class OptimizerSettings:
     def accumulation_steps(self, steps: int) -> None:
         """Set the number of micro-batches of an update; accumulated gradients are kept.
 
+        Learning-rate schedules count updates from now on.
+
         Args:
             steps: Int, at least 1.
 
@@ -67,6 +70,7 @@ class OptimizerSettings:
             ValueError: If `steps` is not such an integer.
         """
         self.features.set_steps(arguments.checked_steps(steps))
+        file_view.count_updates_in_schedules(self.inner_optimizer)
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
