@@ -25,6 +25,7 @@ from tfdp.ground import user_code
 from tfdp.ground._compat import patches, tensor_reads, tf_distribute
 from tfdp.ground.base import step_context
 from tfdp.ground.base.context import in_replica_thread, replica_context
+from tfdp.ground.base.threads import run_on_thread
 
 # Approximate number of bytes of the variables that are broadcast together: many small
 # variables share a message, and host memory does not need to hold a second copy of a
@@ -281,7 +282,13 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
             "`tf.function` that `strategy.run` calls. Build it before, in the scope: "
             "`optimizer.build(model.trainable_variables)`."
         )
-    optimizer.build(list(variables))
+    if is_inside:
+        # In a branch or loop of the step, replicas cannot enter cross-replica context.
+        # Another thread does, as slots in the branch would be written there by one
+        # replica for all, and the branches would wait for each other.
+        run_on_thread("tfdp builds optimizer", build, context.strategy).result()
+    else:
+        optimizer.build(list(variables))
     optimizer.built = True
 
 
