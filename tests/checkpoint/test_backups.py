@@ -54,7 +54,12 @@ def killed_and_resumed(layout: Layout, folder: Path, seed: int, **arguments) -> 
     directory = str(folder / "backups")
     step = draw.randrange(4, 4 * interrupted_fit.STEPS_PER_EPOCH)
     rank = draw.randrange(layout.num_workers)
-    kill = {"step": step, "at": rank, "number": int(signal.SIGKILL)}
+    kill: dict = {"step": step, "at": rank, "number": int(signal.SIGKILL)}
+    freq = arguments.get("save_freq", "epoch")
+    freq = interrupted_fit.STEPS_PER_EPOCH if freq == "epoch" else freq
+    # The backup of a step begins after the callback that kills.
+    if last := (step - 1) // freq * freq:
+        kill["backup"] = f"{directory}/step-{last}/index.json"
     first = train(layout, folder, directory=directory, kill=kill, **arguments)
     assert first.codes[rank] == KILLED, first.output[-3000:]
     assert first.weights is None
@@ -160,13 +165,15 @@ def check_on_other_replicas(
     # Between two epochs and between the micro-batches of an update. What waits may not
     # be whole in one stage and sharded in the other: then between two updates.
     save_freq = 7 if (stages[0] > 1) == (stages[1] > 1) else 6
-    kill = {"step": 8, "at": 0, "number": int(signal.SIGKILL)}
+    kill: dict = {"step": 8, "at": 0, "number": int(signal.SIGKILL)}
+    kill["backup"] = f"{directory}/step-{save_freq}/index.json"
     first = {"save_freq": save_freq, "kill": kill, "stage": stages[0]}
     train(before, tmp_path, directory=directory, **first, **options)
     second = {"save_freq": 1000, "stage": stages[1]}
     found = train(after, tmp_path, directory=directory, **second, **options)
     wanted = undisturbed(Layout(1, 1), **options)
     assert found.weights is not None, found.output[-3000:]
+    assert "tfdp: resumed at step" in found.output
     assert found.epochs == wanted.epochs
     for name, value in wanted.weights.items():
         error = np.abs(found.weights[name] - value).max()

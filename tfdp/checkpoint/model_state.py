@@ -15,7 +15,12 @@ import keras
 import numpy as np
 
 from tfdp.communication.coordination.model_group import worker_group_of
-from tfdp.ground._compat import keras_optimizer, optimizer_state, tf_distribute
+from tfdp.ground._compat import (
+    keras_model,
+    keras_optimizer,
+    optimizer_state,
+    tf_distribute,
+)
 from tfdp.ground.base.param_groups import innermost, is_multi
 from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.keras_hooks.file_view import VariableView
@@ -72,7 +77,7 @@ def model_state(model: keras.Model) -> list[StateTensor]:
             "The model has no variables yet. Call `model.build(input_shape)` or train "
             f"it first. Received: {model.name!r}, not built"
         )
-    metrics = {id(v) for metric in model.metrics for v in metric.variables}
+    metrics = {*map(id, keras_model.metric_variables(model))}
     variables = [v for v in model.variables if id(v) not in metrics]
     tensors = [
         replicated(model, f"model/{variable_name(i, variables)}", v)

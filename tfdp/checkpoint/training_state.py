@@ -46,6 +46,7 @@ from tfdp.checkpoint.replica_state import (
 )
 from tfdp.checkpoint.residual_state import plan_residuals, residual_tensors
 from tfdp.ground import user_code
+from tfdp.ground._compat import keras_model
 from tfdp.ground.base.feature import Feature, overriders
 from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.keras_hooks.file_view import VariableView
@@ -390,8 +391,7 @@ def _metric_names(model: Any) -> list[str]:
     """
     return [
         re.sub(r"_\d+(?=/)", "", variable.path)
-        for metric in model.metrics
-        for variable in metric.variables
+        for variable in keras_model.metric_variables(model)
     ]
 
 
@@ -409,7 +409,7 @@ def metric_variables(
     Returns:
         List of `PerReplicaVariable`.
     """
-    variables = [v for metric in model.metrics for v in metric.variables]
+    variables = keras_model.metric_variables(model)
     traced = [getattr(variable.value, "merge", "sum") for variable in variables]
     kinds = traced if merges is None or len(merges) != len(traced) else merges
     for variable, kind in zip(variables, kinds, strict=True):

@@ -207,6 +207,16 @@ def _trace_step(model: Any, data_batch: Any, name: str) -> None:
         keras_backend.compute_output_spec(getattr(model, name), batch)
 
 
+def metric_variables(model: Any) -> list[Any]:
+    """Return the variables of a model's metrics, each of them once.
+
+    `model.metrics` may list a metric twice, as the sum of `super().metrics` and of
+    attributes, which Keras has added to them already.
+    """
+    found = {id(v): v for metric in model.metrics for v in metric.variables}
+    return list(found.values())
+
+
 def layers_of(model: Any) -> list:
     """Return a list of all layers inside a model, at any depth."""
     return model._flatten_layers(include_self=False)

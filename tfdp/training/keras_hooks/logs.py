@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import timing
 from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground._compat import keras_model
 from tfdp.ground.base import loops
 from tfdp.training.reduction.training_group import merging_group
 from tfdp.training.replicas.state_merge import merge_states
@@ -106,7 +107,7 @@ def _flatten_logs(logs: Any) -> Any:
 
 def metric_states(model: Any) -> list[Any]:
     """Return the `MetricVariable`s of a model whose components are merged."""
-    variables = [v.value for metric in model.metrics for v in metric.variables]
+    variables = [v.value for v in keras_model.metric_variables(model)]
     return [v for v in variables if isinstance(v, MetricVariable) and v.is_merged]
 
 
