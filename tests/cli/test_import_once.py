@@ -117,6 +117,12 @@ def imports(fakes: Launcher) -> list[int]:
         ("from os import environ\nenviron.pop('A')\nimport keras", None),
         ("from dotenv import load_dotenv\nload_dotenv()\nimport keras", None),
         ("import changing\nimport keras", None),
+        ("def f():\n    import local\n\nimport keras", None),
+        (
+            "import os\ndef f():\n    import uses\n\n"
+            "os.environ['A'] = 'b'\nimport keras",
+            {"A": "b"},
+        ),
         ("import os\nos.environ['KERAS_BACKEND'] = 'jax'\nimport keras", None),
         ("import numpy", None),
         ("import torch", None),
@@ -125,6 +131,7 @@ def imports(fakes: Launcher) -> list[int]:
 def test_what_a_script_sets_before_it_imports_tensorflow(tmp_path, source, variables):
     (tmp_path / "local.py").write_text("import os\nos.environ['LOCAL'] = '1'")
     (tmp_path / "changing.py").write_text("import os\nos.environ.update(A='b')")
+    (tmp_path / "uses.py").write_text("import tensorflow")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     part = "from os import environ\nenviron['PART'] = '1'"

@@ -40,7 +40,7 @@ from tfdp.training.data.own_rows import (
     rows_of_py_dataset,
     supports_row_reads,
 )
-from tfdp.training.data.per_replica_dataset import PerReplicaDataset, ReadOptions
+from tfdp.training.data.per_replica_dataset import PerReplicaDataset
 from tfdp.training.data.position import DataPosition
 from tfdp.training.data.same_datasets import (
     Length,
@@ -419,10 +419,13 @@ def _with_common_end(
     is_settled = len(set(lengths)) == 1 and lengths[0].batch_rows is not None
     if isinstance(dataset, PerReplicaDataset):
         before = dataset.read_options
-        syncs_end_of_data = before.syncs_end_of_data and not is_settled
-        counts_rows = before.same_rows or is_settled
         return dataset.with_read_options(
-            ReadOptions(syncs_end_of_data, counts_rows, stops, by_weight)
+            before._replace(
+                syncs_end_of_data=before.syncs_end_of_data and not is_settled,
+                counts_rows=before.same_rows or is_settled,
+                stops_at_shortest=stops,
+                by_weight=by_weight,
+            )
         )
     num_endless = sum(length.is_endless for length in lengths)
     if 0 < num_endless < len(lengths):

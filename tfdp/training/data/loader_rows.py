@@ -124,8 +124,11 @@ def rows_of_loader(strategy: Any, loader: Any) -> Any:
     if worker_group.any("a DataLoader", bool(obstacle)):
         warn_not_split_early(strategy, obstacle)
         return loader
-    items, is_random = first_items(loader, *division)
+    items, is_random, restore = first_items(loader, *division)
     if worker_group.any("random numbers of a DataLoader", is_random):
+        # Keras reads the batches again. A worker whose own rows draw nothing restores
+        # the states as well, or its next order of samples would be another one.
+        restore()
         warn_not_split_early(strategy, _RANDOM_ITEMS_REASON)
         return loader
     spec = keras_data.spec_of_batches(items)
@@ -251,9 +254,8 @@ def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
         num_replicas: Int, number of replicas on all workers.
 
     Returns:
-        Tuple: list of dicts as `items_of` yields them, and whether the dataset draws
-        random numbers. If it does, the states of all generators are restored, because
-        Keras reads these batches again.
+        Tuple: list of dicts as `items_of` yields them, whether the dataset draws
+        random numbers, and a function that restores the states of all generators.
     """
     import torch
 
@@ -282,12 +284,15 @@ def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
     # The iterator is deleted at once, because its deletion ends the worker processes of
     # the `DataLoader`.
     del batches
-    if draws:
+
+    def restore() -> None:
+        """Restore the states that the generators had before the first batch."""
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-    return items, draws
+
+    return items, draws, restore
 
 
 def _generators(loader: Any) -> list[Any]:

@@ -47,7 +47,7 @@ def imports_of(script: str) -> Imports | None:
     imported: set[str] = set()
     folder = os.path.dirname(os.path.abspath(script))
     try:
-        for statement in _statements(script, folder, imported, set()):
+        for statement in _statements(script, folder, imported, set(), set()):
             if statement is None:
                 break
             if (constant := _constant_set(statement)) is not None:
@@ -65,7 +65,7 @@ def imports_of(script: str) -> Imports | None:
 
 
 def _statements(
-    path: str, folder: str, imported: set[str], seen: set[str]
+    path: str, folder: str, imported: set[str], seen: set[str], lazy: set[str]
 ) -> Iterator[ast.stmt | None]:
     """Yield the statements of a file and of imported modules, in order of execution.
 
@@ -75,6 +75,8 @@ def _statements(
         imported: Set of imported packages, at the top level or in a function. The
             packages of the file are added to it.
         seen: Set of the files that were visited.
+        lazy: Set of the files that were visited as imports of functions. A function may
+            run at any time, or never, so their statements are yielded within one.
 
     Yields:
         Each statement, and `None` at an import of TensorFlow.
@@ -91,11 +93,17 @@ def _statements(
             statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         )
         for name in _imported(statement):
-            if _package(name) not in _PACKAGES:
-                for module in _files_of(name, folder):
-                    yield from _statements(module, folder, imported, seen)
-            elif not is_definition:
-                yield None
+            if _package(name) in _PACKAGES:
+                if not is_definition:
+                    yield None
+                continue
+            for module in _files_of(name, folder):
+                if is_definition:
+                    inner = _statements(module, folder, imported, lazy, lazy)
+                    body = [nested for nested in inner if nested is not None]
+                    yield ast.With(items=[], body=body)
+                else:
+                    yield from _statements(module, folder, imported, seen, lazy)
 
 
 def _files_of(name: str, folder: str) -> Iterator[str]:

@@ -229,11 +229,13 @@ def _invert_permutation(view: View) -> np.ndarray | None:
 def _stitch(view: View) -> np.ndarray | None:
     """Return the result of `tf.dynamic_stitch` as an array of `Size`.
 
-    It is `None` if an index is not known. Positions without an index are `UNKNOWN`.
+    It is `None` if an index is not known, or stands for several elements. Positions
+    without an index are `UNKNOWN`.
     """
     count = len(view) // 2
     places = [view.numbers(index) for index in range(count)]
-    if any(place is None for place in places):
+    shapes = [None if place is None else place.shape for place in places]
+    if shapes != [fact.value.shape for fact in view.facts[count:]]:
         return None
     largest = [int(np.max(p)) for p in places if p is not None and p.size]
     length = 1 + max(largest, default=-1)
