@@ -24,7 +24,11 @@ Value = TypeVar("Value")
 
 
 class Variants(Protocol):
-    """Mapping, such as a dict, from a name to a `Variant`, which runs timed steps."""
+    """Mapping, such as a dict, from a name to a measured variant, a `Variant`.
+
+    A `Variant` is a callable that takes a number of steps, runs them, and returns its
+    measurement, such as the seconds per step.
+    """
 
     def __getitem__(self, name: str, /) -> Variant: ...
 

@@ -76,7 +76,7 @@ class Settings(ReplicaSettings):
 
     @property
     def worker_setup(self) -> dict[str, Any]:
-        """Dict for each worker: its strategy, devices, communication and dtype."""
+        """`ReplicaSettings.worker_setup` with `"dtype"` and `"communication"` added."""
         setup = {"dtype": self.dtype, "communication": {"node_size": self.node_size}}
         return {**super().worker_setup, **setup}
 
@@ -146,7 +146,7 @@ def measure(
 
     Args:
         settings: `Settings` of the run.
-        runner: A `Side` of `tfdp.launch.bench.collectives_worker`, or `ClusterRunner`.
+        runner: `Runner` of the variants in `tfdp.launch.bench.collectives_worker`.
         num_replicas: Int, number of replicas.
         on_block: Callable, called after each block. Defaults to nothing.
 

@@ -122,9 +122,9 @@ class SetUp:
     def key_alone(self, model: str, choice: str) -> str | None:
         """Return the key of a variant's step times without communication.
 
-        It is `key` with `", no communication"` at its end, or `None` for plain Keras,
-        which never communicates. Devices of one process have the key of workers, which
-        compute the same. The stock strategy has one such key for all choices.
+        It is the result of `key` with `", no communication"` at its end. `DEVICES` has
+        the same keys as `WORKERS`, which computes the same. `STOCK` has one key for all
+        choices, and `PLAIN` has `None`, since it never communicates.
 
         Args:
             model: String, name of the model.
@@ -186,11 +186,11 @@ class SetUp:
         )
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment variables of memory allocation and CPU kernels.
+        """Return additional environment variables for the processes of the set-up.
 
-        A tuned set-up keeps freed memory. On a processor for which TensorFlow leaves
-        oneDNN off, it is turned on, except for plain Keras and the stock strategy with
-        their defaults. On other processors no variable of oneDNN is set.
+        With tuning, `malloc` keeps freed memory. On a processor for which TensorFlow
+        leaves oneDNN off, a variable turns it on, or keeps it off for plain Keras and
+        the stock strategy with their defaults. Other processors need no such variable.
         """
         variables = dict(_KEPT_MEMORY) if self.tuning == TUNED else {}
         if is_left_off():

@@ -92,7 +92,9 @@ class Replicas(NamedTuple):
 
 
 class ClusterRunner:
-    """Runner of this process's variants, while the cluster's other workers run theirs.
+    """Runner that runs a variant on all workers of the cluster of this process.
+
+    Each worker runs the variant itself; the measurements are all-gathered.
 
     Args:
         worker_group: `WorkerGroup` of the strategy.

@@ -44,7 +44,7 @@ class Side:
     Args:
         name: String, name of the side in results and errors.
         module: String, the module that each worker runs.
-        setup: Dict, the setup that each worker receives, with its rank and addresses.
+        setup: Dict that each worker receives, with its rank and all addresses added.
         num_workers: Int, number of workers. Defaults to `1`.
         python: String, another interpreter, or `None` for this one. It imports tfdp and
             the package of `module` from this interpreter's folder, and must have all
@@ -135,7 +135,7 @@ class Side:
         """Read one reply of each worker of this side.
 
         Returns:
-            List of the replies by worker, each a dict.
+            List of dicts by worker: `{"ready": True}` first, then `{"result": ...}`.
 
         Raises:
             RuntimeError: If a worker has ended, or does not reply within

@@ -145,7 +145,8 @@ def sums_in_packs(tensors: list[Any], pack_bytes: int) -> list[Any]:
 
     Args:
         tensors: List of tensors of the calling replica.
-        pack_bytes: Int, the stock strategy's pack size, or `0` for its default.
+        pack_bytes: Int, `bytes_per_pack` of tf.distribute's `CommunicationOptions`, the
+            size of the packs of tensors that it reduces together; `0` for its default.
 
     Returns:
         List of tensors, the sums over replicas.
@@ -161,7 +162,7 @@ def apply_in_packs(gradients: list[Any], variables: list[Any], pack_bytes: int) 
     Args:
         gradients: List of tensors of the calling replica.
         variables: List of Keras variables.
-        pack_bytes: Int, the stock strategy's pack size, or `0` for its default.
+        pack_bytes: Int, size of the packs, as for `sums_in_packs`.
 
     Example:
 
@@ -183,7 +184,7 @@ def apply_in_packs(gradients: list[Any], variables: list[Any], pack_bytes: int) 
             variable.assign_sub(_LEARNING_RATE * gradient)
 
     def update(strategy: Any, sums: list[Any]) -> None:
-        """Update all variables, given the summed gradients of all replicas."""
+        """Apply the summed gradients to all variables, in cross-replica context."""
         for variable, total in zip(variables, sums, strict=True):
             strategy.extended.update(variable.value, subtract, args=(total,))
 
