@@ -73,7 +73,7 @@ class Attempts:
 
 
 class LocalAttempts(Attempts):
-    """Attempts of a job on this machine, which starts again by the restart policy.
+    """Attempts of a job on this machine only; a policy decides about restarts.
 
     Args:
         restarts: `Restarts`, the restart policy.
@@ -266,7 +266,11 @@ class NodeAttempts(Attempts):
             raise click.ClickException(str(error)) from error
 
     def _open_logs(self, num_workers: int) -> None:
-        """Open this node's logs, and print which of all `num_workers` it starts."""
+        """Open this node's logs, and print which workers of the job it starts.
+
+        Args:
+            num_workers: Int, number of workers of all nodes.
+        """
         screen, ranks = self._context.screen, self._ranks
         has_history = self._settings.max_restarts > 0 and self._node_rank == 0
         self._logs, self._history = open_worker_logs(
@@ -325,8 +329,8 @@ class NodeAttempts(Attempts):
     def _check_end(self) -> int | None:
         """Handle signals and `--timeout` while no worker runs on this node.
 
-        The first of them makes this node leave the job. It then waits for node 0's
-        answer for a limited time, or until another signal.
+        The first signal, or the timeout, makes this node leave the job. This node then
+        waits for node 0's answer for a limited time, or until another signal.
 
         Returns:
             Int, the exit code if this node must not wait any longer, or else `None`.

@@ -98,7 +98,7 @@ errors_in_one_sentence = functools.partial(
 
 
 def blocks(default: int) -> types.Decorator:
-    """Return a decorator that adds `--blocks`: how many times each side is timed.
+    """Return a decorator that adds `--blocks`, the timed blocks of each variant.
 
     Args:
         default: Int, default of the option.
@@ -254,12 +254,12 @@ def geometric(first: int, last: int, factor: int) -> list[int]:
 @blocks(20)
 @files
 def compare(**arguments: Any) -> None:
-    """Time Keras fit with tfdp, against plain Keras and what else there is.
+    """Time training with tfdp, plain Keras, tf.distribute and PyTorch's DDP.
 
-    tfdp runs in one process of N devices and in N processes, plain Keras on all
-    cores with the same global batch, stock tf.distribute and PyTorch's DDP (with Gloo,
-    where PyTorch is installed) as loops in N processes: all with their defaults and
-    tuned. All of the same settings are alive at the same time and take turns.
+    Keras fit with tfdp runs in one process of N devices and in N processes, plain Keras
+    fit on all cores with the same global batch, and loops with stock tf.distribute and
+    DDP (with Gloo, where PyTorch is installed) in N processes. First all run with their
+    defaults, then all tuned, in alternating blocks of steps.
     """
     if (count := arguments["num_workers"]) < 2:
         raise click.UsageError(
@@ -306,7 +306,7 @@ def collectives(min_bytes: int, max_bytes: int, factor: int, **arguments: Any) -
 
     The columns are those of nccl-tests: size of the larger of input and output,
     number of elements, median time, bandwidth of the algorithm and of the bus, and
-    how many elements are wrong. The algorithms of a size take turns.
+    how many elements are wrong. The algorithms of a size alternate.
     """
     sizes = arguments["sizes"] or geometric(min_bytes, max_bytes, factor)
     arguments["sizes"] = sizes
@@ -323,8 +323,9 @@ def collectives(min_bytes: int, max_bytes: int, factor: int, **arguments: Any) -
 def bench(context: click.Context) -> None:
     """Compare collectives and training steps, side by side.
 
-    The sides take turns. Each benchmark prints a table of ratios, writes JSON and a
-    plot, and names the machine and the versions. Run it on an idle machine.
+    The compared variants run in alternating blocks. Each benchmark prints a table,
+    writes JSON and a plot, and names the machine and the versions. Run it on an idle
+    machine.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

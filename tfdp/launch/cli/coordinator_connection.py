@@ -84,12 +84,12 @@ class CoordinatorConnection(Node0Connection):
         return message
 
     def stop_order(self) -> tuple[int, int] | None:
-        """Return the exit code and the signal with which the job is to stop, or `None`.
+        """Return the exit code and signal to stop this node's `Job` with, or `None`.
 
-        Any message ends the job, including the loss of node 0, except an order to stop
-        an earlier attempt, which is dropped. A message without code or signal means
-        `NODE_LOST` or SIGTERM. The message stays in the queue: `NodeAttempts` handles
-        it after the end of the job.
+        Any message from `pop_message` stops it, such as the loss of node 0; only an
+        order to stop an earlier attempt is dropped. The code is `NODE_LOST` and the
+        signal SIGTERM if the message has none. The message stays in the queue:
+        `NodeAttempts` handles it after the end of the `Job`.
         """
         message = self.pop_message()
         if message is None:
@@ -153,7 +153,8 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
     Attributes:
         places: The IP address and the worker ports of each node, once they have changed
             while workers run, or else `None`.
-        running: Dict of the fields of `Hello` about workers that run, empty if none do.
+        running: Dict of the `Hello` fields `node_rank`, `attempt`, `attempt_id` and
+            `ports` of the workers that run on this node; empty if none do.
         has_trained: Bool, whether these workers have begun to train.
         is_job_running: Callable that returns whether these workers train, with or
             without those of other nodes.
@@ -171,11 +172,11 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
         super().__init__(*arguments, **connection)
 
     def pop_message(self) -> dict[str, Any] | None:
-        """Return the next message of node 0 that the caller must handle, or `None`.
+        """Return and remove the next message of node 0, or `None` if there is none.
 
-        Notices are printed. Other messages set attributes of this object: the addresses
-        of all nodes, that training has begun, and, while workers of this node train,
-        the loss and the return of node 0.
+        These are handled here and not returned: notices, new addresses of the nodes,
+        the begin of training, the return of node 0, and, while workers of this node
+        train, the loss of node 0 and its refusal of this node.
         """
         while (message := super().pop_message()) is not None:
             match message.get("type"):
@@ -211,10 +212,10 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
         return self._first_hello.node_rank == 0
 
     def rejoin_node_0(self, text: str) -> None:
-        """Print that node 0 is lost, and let the thread wait for a new node 0.
+        """Print that node 0 is lost, and let the connection's thread join a new one.
 
-        The thread joins the new node 0 if it answers within `join_seconds`. Call this
-        method only while this node has no workers that train.
+        The thread tries to reach the new node 0 for `join_seconds`. Call this method
+        only while this node has no workers that train.
 
         Args:
             text: String, how node 0 was lost.

@@ -98,16 +98,16 @@ def doctor(
 ) -> None:
     """Print versions, devices, NCCL, the cluster and its ports.
 
-    It shows what a script would see that runs in its place: the replicas of
+    It shows what a script in the same environment sees: the replicas of
     `tfdp.auto_strategy()`, the cluster of TF_CONFIG, Slurm, a cloud or MPI as a
     tree, and which workers answer.
 
-    With --input it runs SCRIPT on this machine instead. What the script does before its
-    `fit` is done; after a few steps it ends, as by `sys.exit()`. Callbacks that write
-    files are left out.
+    With --input it runs SCRIPT on this machine instead, and shows how long each worker
+    waits for its data. After a few steps of `fit` the script ends, as by `sys.exit()`.
+    Callbacks that write files are left out.
 
     With folders of logs it merges the flight records that workers have written there,
-    and says in one sentence who was where when a worker was lost, late or differed.
+    and says in one sentence where each was when a worker was lost, late or differed.
     """
     options = {"-n": num_workers, "--steps": steps, "--timeout": timeout}
     given = [
@@ -327,7 +327,7 @@ def _source() -> str:
 
 
 def _states_in_mpi(cluster: Cluster) -> list[str]:
-    """Describe each worker's port, under MPI a free one that its strategy chooses."""
+    """Describe each worker's port under MPI, by rank: always a free one."""
     states = ["a free port"] * cluster.num_workers
     states[cluster.rank] = "this task, a free port"
     return states

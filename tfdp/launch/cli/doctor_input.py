@@ -100,7 +100,8 @@ def _fault_of(
     Args:
         job: `Job`, which has ended.
         has_timed_out: Bool, whether the timeout has ended the job.
-        results: Sequence of the results of the workers; empty if a worker has none.
+        results: Sequence of dicts that `InputProbe` has written, one for each worker;
+            an empty sequence if a worker has written none.
     """
     steps = min((each["num_steps"] for each in results), default=0)
     taken = f"after {pluralize(steps, 'step')}" if steps else "before its first step"

@@ -25,7 +25,7 @@ def show_records(folders: Sequence[str], trace: Path | None) -> None:
 
     Args:
         folders: Sequence of strings, the folders of logs.
-        trace: `Path` of a file for a trace, or `None`.
+        trace: `Path` of the file to write as a trace for Perfetto, or `None`.
 
     Raises:
         click.UsageError: If an argument is not a folder.

@@ -114,7 +114,7 @@ class ElasticJob(SeparateWorkersJob):
         return len(self._running()) + len(self._starts_at) < len(self._workers)
 
     def _waits_for_ended_workers(self) -> bool:
-        """Return whether workers wait for others to join that have ended already.
+        """Return whether running workers wait for ended ones to join the cluster.
 
         The result is false once a replacement was started: a replacement may wait for
         workers that have ended after their training, which `_check_waits` handles.
@@ -122,16 +122,17 @@ class ElasticJob(SeparateWorkersJob):
         return not self._late and super()._waits_for_ended_workers()
 
     def _check_waits(self, now: float, has_success: bool) -> None:
-        """Stop workers that wait for others that will not join them.
+        """Stop this node's workers if no worker of the job trains any more.
 
-        Every 15 s it asks whether any worker trains. If none does, the workers are
-        stopped: with `has_success` at once, if only replacements run on this node;
-        otherwise once none has trained for 60 s, which ends the job.
+        Every 15 s the workers of all nodes are asked whether they train. With
+        `has_success`, they are asked only while all running workers are late ones, and
+        the late ones are stopped at once if no worker trains. Without it, the job ends
+        once no worker has trained for 60 s.
 
         Args:
-            now: Float, the present time.
-            has_success: Bool, whether others have ended without an error: then
-                replacements that have not joined them are late.
+            now: Float, the present time by `time.monotonic`.
+            has_success: Bool, whether a worker has ended without an error. Late
+                workers, which were started during training, may then have missed it.
         """
         if self._check_at is None:
             self._check_at, self._answered_at = now + _CHECK_SECONDS, now

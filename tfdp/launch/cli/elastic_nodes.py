@@ -45,7 +45,7 @@ class ElasticNodeJob(ElasticJob):
         return self._coordinator.done_node is not None or super()._has_success()
 
     def _is_incomplete(self) -> bool:
-        """Return whether workers may be missing unnoticed, because node 0 is lost.
+        """Return whether node 0 is lost, so that workers may be missing.
 
         While node 0 is lost, this launcher checks by itself that workers train.
         Otherwise node 0 checks it for all nodes.
@@ -111,10 +111,10 @@ class ElasticAttempts(NodeAttempts):
     def _handle(self, message: dict[str, Any]) -> Job | int | None:
         """Handle a message of node 0; its loss does not end the job of this node.
 
-        After the loss, a node whose workers are done exits with 0. Any other, except
-        node 0's own, waits for a new node 0: nodes without workers cannot start any by
-        themselves, since several of them would each begin a job. Everything else is
-        handled by `NodeAttempts._handle`.
+        If node 0 is lost, a node whose workers have ended with exit code 0 exits with
+        0. Any other node waits for a new node 0: if nodes started workers by
+        themselves, each would begin a separate job. A node that has left the job, node
+        0 itself and all other messages are handled by `NodeAttempts._handle`.
 
         Returns:
             `Job` to run, int, the exit code of this node, or `None` to wait for a

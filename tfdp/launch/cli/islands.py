@@ -49,7 +49,7 @@ class IslandOptions:
     Args:
         is_used: Bool, whether each worker is an island.
         hub: String, address `"host:port"` of the server through which they exchange
-            weights, or `None` for one of this machine's islands only.
+            weights, or `None` for a server of this machine's islands only.
         total: Int, number of islands on all machines, or `None` for those of this
             machine only.
         first: Int, index of the first island on this machine.

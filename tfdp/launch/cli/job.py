@@ -439,11 +439,11 @@ class Job:
         return self._leave(reason)
 
     def _waits_for_ended_workers(self) -> bool:
-        """Return whether workers wait for others to join that have ended already.
+        """Return whether running workers wait for ended ones to join the cluster.
 
-        Once a worker or the workers of another node have ended with exit code 0, those
-        that run are asked whether they wait for all to join. They have to say so twice:
-        a worker that has joined may end before the others have learned that all have.
+        Once a worker or all workers of another node have ended with exit code 0, the
+        running workers are asked whether they wait for others to join. Two answers in
+        a row must confirm it: a worker may join and end before the others notice it.
         """
         has_ended = any(worker.exit_code == 0 for worker in self._workers) or (
             self._coordinator is not None and self._coordinator.done_node is not None

@@ -31,7 +31,7 @@ _PEER_FAILURE = re.compile(
 
 
 def is_noise(line: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a line of TensorFlow's log is noise to the user.
+    """Return whether a line is an INFO of TensorFlow's C++ log, or about no GPU.
 
     Args:
         line: String, a line of a worker's output.
@@ -58,9 +58,10 @@ def is_noise(line: str, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_peer_failure(line: str) -> bool:
-    """Return whether a line of TensorFlow's log reports the failure of a peer.
+    """Return whether a line of TensorFlow's log may report the failure of a peer.
 
-    After Ctrl-C all workers exit, so such lines are noise.
+    All warnings and errors of its C++ code may. After Ctrl-C all workers exit, so such
+    lines are noise.
 
     Args:
         line: String, a line of a worker's output after Ctrl-C.

@@ -108,8 +108,8 @@ class NonBlockingStream:
     def _append(self, text: str) -> None:
         """Add text to the queue.
 
-        If the queue was empty, the time in which the reader makes no progress is
-        counted from now.
+        If the queue was empty, the time after which the reader counts as stalled begins
+        now.
         """
         if not self._pending:
             self._taken_at = time.monotonic()

@@ -43,7 +43,9 @@ def _lines() -> Iterator[bytes]:
 
 
 def _forward_signals(lines: Iterator[bytes], grace_seconds: float) -> None:
-    """Send this process the signals that stdin orders, and end it if ssh is lost.
+    """Send this process the signals that stdin orders; end it if stdin has ended.
+
+    It is ended by SIGHUP, and by SIGKILL `_END_SECONDS` after the grace period.
 
     Args:
         lines: Iterator of the lines of stdin.
@@ -64,8 +66,8 @@ def _forward_signals(lines: Iterator[bytes], grace_seconds: float) -> None:
 def main() -> None:
     """Run the command `tfdp` with the arguments that arrive on stdin, from ssh.
 
-    Before it, the version of tfdp is printed; during it, the signals that stdin orders
-    are sent to this process.
+    The version of tfdp is printed first. While the command runs, a thread sends this
+    process the signals that further lines of stdin order.
     """
     # The process that started sshd may ignore SIGHUP, and child processes inherit that,
     # so the default is restored.

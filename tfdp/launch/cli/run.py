@@ -158,7 +158,7 @@ def run(
 
     Sets TF_CONFIG for each, puts the name of the worker in front of each line of its
     output, and stops all when one fails. With --max-restarts it then starts all again:
-    let the script save as it goes, by `tfdp.callbacks.BackupAndRestore`.
+    the script must save and restore training by `tfdp.callbacks.BackupAndRestore`.
     """
     check_platform("tfdp run")
     where = types.pop_fields(NodeOptions, arguments)

@@ -133,7 +133,7 @@ class Screen:
             self.line(rank, text)
 
     def refresh(self) -> None:
-        """Redraw the progress bar, and flush the output; the loop calls it often."""
+        """Redraw the progress bar, and flush the output; to be called frequently."""
         if self._is_terminal:
             self._draw_bar()
         self._output.flush()

@@ -133,7 +133,7 @@ class SshJob:
         """Run the loop until all launchers have exited.
 
         It ends early if the reader of the output has exited, or if launchers still run
-        when the time for their ends after a failure or a signal is over.
+        at the deadline that a failure or a signal has set.
         """
         silent_at = time.monotonic() + _ANSWER_SECONDS
         while any(worker.is_running for worker in self._workers):

@@ -95,13 +95,13 @@ def draw_topology(
 
 
 def describe_unevenness(topology: Topology) -> str | None:
-    """Describe the effect of nodes with different numbers of replicas.
+    """Describe how nodes of different sizes affect the choice of the all-reduce.
 
     Args:
         topology: The `Topology` of the cluster's replicas.
 
     Returns:
-        String, or `None` if all nodes have the same number.
+        String, a sentence, or `None` if all nodes have the same number of replicas.
     """
     if topology.is_even:
         return None

@@ -36,7 +36,7 @@ _PROCESS_DETAILS = re.compile(r"(?<=0x)[0-9a-f]+|(?<=/task:)\d+")
 
 @dataclasses.dataclass
 class _Block:
-    """Lines of a worker from a traceback on, not shown until it is complete.
+    """Held-back lines of one worker: a traceback, and the lines that follow it.
 
     Args:
         rank: Int, rank of the worker.
@@ -80,8 +80,8 @@ class Tracebacks:
 
     Attributes:
         is_interrupted: Bool, whether Ctrl-C was forwarded to the workers.
-        shown_for: Dict from the rank of a worker whose last traceback is not shown to
-            the rank of the worker whose same traceback is.
+        shown_for: Dict from the rank of a worker whose last traceback was left out to
+            the rank of the worker that has shown the same one.
 
     Example:
 
@@ -219,9 +219,10 @@ def _begins(line: str) -> bool:
 
 
 def _end_of_ctrl_c(lines: Sequence[str], begin: int) -> int:
-    """Return the index after the traceback if Ctrl-C has caused it, or else 0.
+    """Return the index after the last line of a traceback by Ctrl-C, else 0.
 
-    An interrupted call in C++ raises another error that names `KeyboardInterrupt`.
+    An interrupted call in C++ raises another error that names `KeyboardInterrupt`. All
+    lines then belong to the traceback.
 
     Args:
         lines: Sequence of strings, the held-back lines.

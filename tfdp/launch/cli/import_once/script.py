@@ -72,14 +72,14 @@ def _statements(
     Args:
         path: String, path of the file.
         folder: String, folder of the script, whose modules are included.
-        imported: Set of imported packages, at the top level or in a function. The
-            packages of the file are added to it.
+        imported: Set of strings, to which the names of the packages are added that the
+            files import, at the top level or in a function.
         seen: Set of the files that were visited.
         lazy: Set of the files that were visited as imports of functions. A function may
             run at any time, or never, so their statements are yielded within one.
 
     Yields:
-        Each statement, and `None` at an import of TensorFlow.
+        Each statement, and `None` after one that imports TensorFlow, Keras or tfdp.
     """
     if path in seen:
         return
