@@ -294,7 +294,7 @@ class Coordinator:
         )
 
     def _replace_silent(self, rank: int) -> None:
-        """Drop the connected node of a rank if it is silent; a new one requests it."""
+        """Drop the node of a rank that a joining node requests, if it is silent."""
         old = self._roster.node_at_rank(rank)
         if old is not None and old.link.silent_seconds > DOUBTFUL_SECONDS:
             self.register_disconnect(old.link, "has opened another connection")

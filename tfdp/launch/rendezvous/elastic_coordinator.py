@@ -162,8 +162,8 @@ class ElasticCoordinator(Coordinator):
         """Admit nodes that have joined; end the job when no connected node has workers.
 
         A node has no workers before it starts them and after it has reported their end.
-        While no node is connected, the job continues: after a suspension of node 0 all
-        nodes come back.
+        While no node is connected, the job continues: node 0 may have been suspended,
+        and all nodes reconnect.
 
         Args:
             clock_seconds: Float, the present time of the coordinator's `clock`.
@@ -255,7 +255,7 @@ class ElasticCoordinator(Coordinator):
         return places
 
     def _start(self, places: NodeAddresses) -> None:
-        """Order all nodes to start their workers, which the probe asks from now on."""
+        """Order all nodes to start their workers, and probe whether these train."""
         super()._start(places)
         self._by_rank = dict(enumerate(places))
         self._probe.forget()
@@ -273,11 +273,11 @@ class ElasticCoordinator(Coordinator):
         self._joined_at = self._clock()
 
     def _handle_failure(self, node: Node, failure: Failure) -> None:
-        """Handle a failure that a node reports of one of its workers.
+        """Handle a failed worker: stop all workers, unless they train without it.
 
-        While workers train, the failure of a worker that did not train with them by
-        their last answer is ignored: it may have been cut off by a network partition.
-        Any other failure stops all workers, as in other jobs.
+        If workers train, and their last answer to the probe does not name the failed
+        worker as one of them, a network partition may have cut it off. Its failure is
+        then ignored.
         """
         if self._trains and self._roster.has_worker(node, failure.rank):
             host, ports = self._by_rank[node.rank or 0]

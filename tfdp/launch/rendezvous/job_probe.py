@@ -67,7 +67,7 @@ class JobProbe:
         self._thread = start_thread("tfdp job probe", self._run)
 
     def watch(self, places: NodeAddresses, attempt_id: str) -> None:
-        """From now on, let the thread ask the workers of an attempt.
+        """From now on, ask the workers of an attempt whether they train together.
 
         Args:
             places: The IP address and the worker ports of each node.

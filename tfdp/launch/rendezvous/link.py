@@ -112,7 +112,7 @@ def _ip_address(name: Callable[[], Any]) -> str:
     The result is `""` if the connection has ended.
 
     Args:
-        name: Method of the socket that returns the address of the end.
+        name: Bound method of a socket, `getsockname` or `getpeername`.
     """
     with contextlib.suppress(OSError):  # an ended connection has no address
         text = str(name()[0])

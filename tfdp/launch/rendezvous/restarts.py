@@ -36,8 +36,8 @@ class Restarts:
     """Policy that decides whether and how a job starts again after an attempt.
 
     A slot is a share of the machine that one worker uses. A slot whose worker fails
-    repeatedly is left out. The batch size of Keras is the global one, so fewer
-    workers have a larger share each, and the training stays the same.
+    repeatedly is left out. The remaining workers divide the same global batch, so the
+    training stays the same.
 
     Args:
         num_workers: Int, number of workers that the user asked for.
@@ -164,7 +164,7 @@ class Restarts:
         )
 
     def _begin_afresh(self) -> None:
-        """Reset failure counts after a stable attempt; bring back left-out slots."""
+        """Reset failures and pause after a long attempt; use all slots again."""
         if self._on_trial:
             self._wait = self._first_wait
         self._failed_slot, self._pause = None, _FIRST_PAUSE_SECONDS

@@ -219,7 +219,7 @@ class Roster:
 
     @property
     def is_complete(self) -> bool:
-        """Bool, whether as many nodes are connected as the job may have at most."""
+        """Bool, whether the job has its largest number of nodes, all connected."""
         return len(self.nodes) == self._num_nodes
 
     @property
