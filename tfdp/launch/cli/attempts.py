@@ -62,7 +62,7 @@ class Attempts:
         raise NotImplementedError
 
     def _handle_end(self, job: Job, code: int) -> None:
-        """Handle the end of the attempt `job`, whose exit code is `code`."""
+        """Decide what follows the attempt `job`, which has ended with the exit code."""
         raise NotImplementedError
 
     def _announce_restart(self, line: str) -> None:
@@ -287,13 +287,13 @@ class NodeAttempts(Attempts):
         warn_of_environment(screen, len(ranks), self._settings.devices_per_worker)
 
     def _clusters(self, places: NodeAddresses) -> list[Cluster]:
-        """Return the clusters of this node's workers, given all nodes' addresses."""
+        """Return a `Cluster` for each worker of this node, from all addresses."""
         job = places, self._coordinator.secret, self._attempt_id
         options = self._settings.cluster_options
         return [cluster_of_places(*job, rank, **options) for rank in self._ranks]
 
     def _job(self, message: dict[str, Any]) -> Job:
-        """Return the job of this node, given node 0's message of type `"start"`."""
+        """Create this node's `Job` from node 0's message of type `"start"`."""
         clusters = self._clusters(message["nodes"])
         return Job(self._context, clusters, self._logs, coordinator=self._coordinator)
 

@@ -175,7 +175,7 @@ class ElasticCoordinatorConnection(CoordinatorConnection):
         """Return and remove the next message of node 0, or `None` if there is none.
 
         These are handled here and not returned: notices, new addresses of the nodes,
-        the begin of training, the return of node 0, and, while workers of this node
+        the start of training, the return of node 0, and, while workers of this node
         train, the loss of node 0 and its refusal of this node.
         """
         while (message := super().pop_message()) is not None:

@@ -132,7 +132,7 @@ class ElasticJob(SeparateWorkersJob):
         Args:
             now: Float, the present time by `time.monotonic`.
             has_success: Bool, whether a worker has ended without an error. Late
-                workers, which were started during training, may then have missed it.
+                workers, which were started during training, may then never join.
         """
         if self._check_at is None:
             self._check_at, self._answered_at = now + _CHECK_SECONDS, now

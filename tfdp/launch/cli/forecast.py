@@ -259,7 +259,7 @@ def _link_assumptions(forecast: Forecast) -> Iterator[str]:
 
 
 def _describe(link: Link) -> str:
-    """Describe the time of a message, such as "50 us and its bytes at 10 GB/s"."""
+    """Describe a link's message time, such as "50 us and its bytes at 10 GB/s"."""
     microseconds = f"{1e6 * link.alpha_seconds:g} us"
     if not link.seconds_per_byte:
         return f"{microseconds} whatever its size"

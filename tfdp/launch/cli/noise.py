@@ -31,7 +31,7 @@ _PEER_FAILURE = re.compile(
 
 
 def is_noise(line: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a line is an INFO of TensorFlow's C++ log, or about no GPU.
+    """Return whether a line is an INFO log of TensorFlow or its error on a missing GPU.
 
     Args:
         line: String, a line of a worker's output.

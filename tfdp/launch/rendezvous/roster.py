@@ -388,7 +388,7 @@ class Roster:
         return self.free_ranks()[0]
 
     def _why_wrong_size(self, hello: Hello) -> str | None:
-        """Return the error if a returning node has other `num_workers`, or `None`."""
+        """Return the error if a returning node has more or fewer workers, or `None`."""
         before = self._sizes[self._rank_of(hello) or 0]
         if before == hello.num_workers:
             return None
