@@ -93,8 +93,11 @@ def batch_placeholders(
 def _of_other_num_rows(part: Any, num_replicas: int) -> BatchPlaceholder:
     """Create the placeholder of a part with another number of rows than the first part.
 
-    The part is gathered before the step, so every replica receives all its rows. The
-    arguments are those of `placeholder_of`.
+    The part is gathered before the step, so every replica receives all its rows.
+
+    Args:
+        part: Dense or ragged tensor, the part on one replica.
+        num_replicas: Int, as for `placeholder_of`.
     """
     if isinstance(part, tf.RaggedTensor):
         return _of_ragged(part, splits_size=FREE)
@@ -145,7 +148,10 @@ def _of_dense(part: tf.Tensor, num_replicas: int) -> BatchPlaceholder:
 
 
 def _static_total(part: tf.Tensor, num_replicas: int) -> int | None:
-    """Return the static number of rows of all replicas, or `None` to leave it open."""
+    """Return the static number of rows of all replicas, or `None` if not static.
+
+    It is `None` as well if `num_replicas` is 0. `part` is a tensor on one replica.
+    """
     own = part.shape[0] if num_replicas else None
     return None if own is None else own * num_replicas
 
@@ -218,9 +224,9 @@ def _gather_sparse(part: tf.SparseTensor, replica: Replica) -> list[tf.Tensor]:
         replica: `Replica` that gathers.
 
     Returns:
-        List of the indices and the values of all replicas; a tensor with `True` for
-        each row of this replica, from whose shape the program reads the number of rows;
-        and the dense shape on this replica.
+        List of four tensors: the indices and the values of all replicas; a bool vector
+        with an element for each row of this replica, by whose size the program knows
+        the number of rows; and the dense shape on this replica.
     """
     before = tf.cast(replica.rows.first, tf.int64)
     shift = tf.one_hot(0, part.shape.rank or 2, before, dtype=tf.int64)
@@ -241,7 +247,7 @@ def _whole_placeholder(
         like: Tensor of one replica, with the dtype and the shape of the placeholder
             apart from the first axis.
         first: `Size` of the first axis of the placeholder.
-        total: Int, its static size, or `None` to leave it open. Defaults to `None`.
+        total: Int, static size of that axis; or `None`, the default, to leave it open.
 
     Returns:
         Pair of the placeholder and its `Fact`, which says that all replicas hold the

@@ -71,9 +71,10 @@ class Builder:
         self._delayed: list[Any] = []
 
     def run(self) -> None:
-        """Build what the graph's results and effects, such as updates, need, in order.
+        """Build all operations on which the graph's results and effects depend.
 
-        Operations are built in the order of the program, and effects run between them.
+        Effects are actions such as updates. They run between the operations, and both
+        follow the order of the program.
         """
         self._build_with_effects(self.plan.live)
         self._assign_statistics(is_last=self.parent is None)
@@ -341,7 +342,7 @@ class Builder:
             self._build_now(op)
 
     def _build_now(self, op: Any) -> None:
-        """Build an operation; an assignment of statistics of own rows is delayed.
+        """Build an operation, or delay it if it assigns statistics of own rows.
 
         Such statistics, as the moving mean of BatchNormalization, differ between
         replicas. The assignment waits for the next operation that uses the variable, or
@@ -451,10 +452,11 @@ class Builder:
         return self.copy(op, inputs)
 
     def _assigned_value(self, op: Any, inputs: list) -> Any:
-        """Return the value to assign to a variable: the new one if there are rows.
+        """Return the value that an operation assigns to a variable, or adds to it.
 
-        If the group has no rows, it is a value that changes nothing, since means over
-        no rows are NaN. `inputs` are the handle of the variable and the new value.
+        It is the second of `inputs`, the variable's handle and the value. But if no
+        replica of the group has rows, means are NaN, and the result keeps the variable
+        unchanged: it is the old value, or zeros to add.
         """
         handle, value = inputs
         if not self.replica.rows.total_may_be_zero:
@@ -479,8 +481,8 @@ class Builder:
     def _build_read(self, op: Any) -> None:
         """Set the value of a placeholder that `ProgramTrace.read` has created.
 
-        Its function reads the value on this replica. Other placeholders, such as those
-        of the batch, keep the values that they have.
+        The function that `ProgramTrace.read` received reads the value on this replica.
+        `op` is the placeholder. Others, such as those of the batch, keep their values.
         """
         tensor = op.outputs[0]
         read = self.trace.reads.get(id(tensor))
@@ -587,13 +589,13 @@ class Builder:
         return self._converted[key]
 
     def _get_sizes(self, tensor: Any, fact: Fact, need: Need) -> Any:
-        """Return integers computed from sizes (`Form.SIZES`), as `need` demands.
+        """Return integers computed from sizes (`Form.SIZES`), in the needed form.
 
         Args:
             tensor: Integer tensor of the program.
             fact: `Fact` of the tensor.
-            need: `Need`: as they are for this replica's rows; or those of the whole
-                batch, whole, as a partial sum or sliced by rows.
+            need: `Need`. With `AS_IS` the integers are those for this replica's rows,
+                otherwise those for the whole batch, in the needed form.
 
         Returns:
             Integer tensor.
@@ -808,7 +810,7 @@ class Builder:
 
         @functools.cache
         def shape() -> Any:
-            """Return the shape of the input on this replica; of a list, its items'."""
+            """Return the shape, on this replica, of the input or of a list's items."""
             own = self.get(source, AS_IS)
             if op.type == "TensorListElementShape":
                 return Builder.copy(self, op, [own])[0]
@@ -855,7 +857,10 @@ class Builder:
 
 
 def _is_built_on_demand(op: Any, decision: Decision) -> bool:
-    """Return whether an operation is built only on demand: a constant, or sizes."""
+    """Return whether an operation is a constant or computes sizes.
+
+    Such an operation is built only when another one needs its output.
+    """
     if op.type == "Const" or _known_values(op, decision) is not None:
         return True
     forms = {fact.form for fact in decision.outputs}
@@ -863,7 +868,10 @@ def _is_built_on_demand(op: Any, decision: Decision) -> bool:
 
 
 def _known_values(op: Any, decision: Decision) -> list | None:
-    """Return an operation's outputs as arrays if the plan knows all, else `None`."""
+    """Return an operation's outputs as a list of arrays, if the plan knows all.
+
+    Otherwise, and for a `Const` or a decision with a `build`, the result is `None`.
+    """
     if op.type == "Const" or decision.build is not None or not decision.outputs:
         return None
     values = [sizes.numbers(fact.value) for fact in decision.outputs]

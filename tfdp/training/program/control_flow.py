@@ -115,8 +115,8 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
 
         Args:
             plan: `Plan` of the condition or of the body.
-            values: Sequence of this replica's values of the loop variables in
-                `changed`.
+            values: Sequence of this replica's values of the loop variables that the
+                built loop has.
         """
         values_by_input = {
             id(plan.graph.inputs[index]): value
@@ -169,7 +169,7 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
 
 
 def _draws(plan: Any) -> bool:
-    """Return whether a graph of this plan draws random numbers of stateful generators.
+    """Return whether a planned graph draws random numbers of stateful generators.
 
     Draws in branches, loops and calls inside of the graph count as well.
     """

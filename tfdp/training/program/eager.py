@@ -115,7 +115,7 @@ class EagerStep:
     Args:
         strategy: A tfdp strategy.
         function: Callable, the step, written for one device.
-        parts: List of `BatchWeight`, one for each local replica.
+        parts: List of the `BatchWeight` of each local replica, its fraction of samples.
         local: List of nests, the arguments of each local replica.
         workers: `ProcessGroup` of the workers that have the rows.
         states: List of `MetricVariable`s, the states of the model's metrics.

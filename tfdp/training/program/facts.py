@@ -100,7 +100,7 @@ class Fact:
         )
 
     def form_and_axis(self) -> tuple:
-        """Return the pair of the form and the axis of rows; 0 for other forms."""
+        """Return a pair of the form and the axis of rows, 0 unless it is `ROWS`."""
         return self.form, self.axis if self.is_rows else 0
 
 
@@ -190,5 +190,5 @@ def with_rows(
 
 
 def is_known(fact: Fact) -> bool:
-    """Return whether all elements of a tensor are known, given the number of rows."""
+    """Return whether each element is a known number or a known multiple of the rows."""
     return fact.value is not None and all(s.is_counted for s in fact.value.ravel())

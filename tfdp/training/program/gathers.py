@@ -193,7 +193,8 @@ def fingerprint_of(conversions: list[Conversion]) -> list[list[str]]:
         conversions: List of `Conversion`, one for each of these tensors.
 
     Returns:
-        List of pairs of strings: the converted tensor; the operation and its line.
+        List of pairs of strings, one for each `Conversion`: the form, dtype and shape
+        of its tensor, with the type of its operation; and the operation with its line.
     """
     return [
         [

@@ -242,7 +242,7 @@ class _Planner:
     def _position_of_update(self, positions: Mapping[Any, int]) -> float:
         """Return the position in the graph of a step's first update, or infinity.
 
-        `positions` are those of all operations in the graph.
+        `positions` is a dict from each operation of the graph to its position in it.
         """
         effects = self._effects.get(self._plan.graph, ())
         # Effects of the kind "as is" only observe a tensor, so they are not updates.
@@ -259,8 +259,8 @@ class _Planner:
         It is a loop's index for an operation on rows of micro-batches, and a stage's
         for another one. Stage `i` runs just before loop `i`.
 
-        The tensors of loops that the operation needs are added to `_frontier`. If it
-        can run in no loop, a `CannotDivideError` is raised.
+        The tensors that a loop has to return for the operation are added to
+        `_frontier`. A `CannotDivideError` is raised if it has rows, but fits no loop.
         """
         level = _MAX_LOOPS if op in self._late else 0
         is_inside = op in self._micro.inside

@@ -26,8 +26,8 @@ class StagedBuilder(Builder):
         micro: `MicroPlan` of the program.
         num_parts: Scalar int32 tensor, the number of micro-batches; a replica with
             fewer rows computes them one by one.
-        begin_changes: Callable that builds operations and returns them. They run once
-            all replicas have computed all their rows, and states change after them.
+        begin_changes: Callable without arguments that returns a list of operations,
+            which run after all replicas have computed their rows, before states change.
         is_local: Bool, whether all replicas are in this process; if not, the step waits
             for all workers before states change.
     """
@@ -71,12 +71,12 @@ class StagedBuilder(Builder):
             self._build_with_effects(set(self._of_stage(self.micro.last_stage)))
 
     def _gate(self, stage: int) -> tf.Operation:
-        """Create the gate of a loop: no result is used before this operation has run.
+        """Create an operation, the gate of a loop, before which no result is used.
 
-        `run` lets all later operations wait for the gate, and the caller of `run` lets
-        the gate wait for all local replicas. Otherwise a replica could already wait in
-        a collective when another one of its process runs out of memory in the loop, and
-        the collective would be unusable.
+        `run` lets all later operations wait for the gate, and `DividedStep` lets the
+        gate wait for the loops of all local replicas. Otherwise a replica could already
+        wait in a collective when another one of its process runs out of memory in the
+        loop, and the collective would be unusable.
 
         Args:
             stage: Int, index of the loop over micro-batches, which is that of the stage

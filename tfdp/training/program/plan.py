@@ -121,8 +121,8 @@ class ProgramProperties:
             `tfdp.ground.base.program_trace`.
         is_shared: Callable of an operation, which returns whether its state is shared
             by the replicas of a worker and written by the program. Defaults to never.
-        whole: Set of operations that run on the whole batch: those whose lists another
-            operation needs whole, and loops that would otherwise contain a collective.
+        whole: Set of operations that run on the whole batch: those that return a list
+            which is needed whole, and loops that would otherwise have a collective.
         unread: Set of operations whose values no result depends on; each replica
             computes them from its own rows.
         num_loops: Int, number of loops around the graph that is being planned.
@@ -251,7 +251,7 @@ def _plan_operation(plan: Plan, op: Any, scope: ProgramProperties) -> None:
     """Add an operation to the plan: its decision, and the facts of its outputs.
 
     If the operation needs a whole list that would be divided, the operation that
-    returns the list is added to `scope.whole`, and the graph has to be planned again.
+    returns the list is added to `scope.whole`, and `make_plan` plans the graph again.
     """
     if op.type == "Const":
         _set_decision(plan, op, Decision([], [_fact_of_constant(op)]))
@@ -279,9 +279,9 @@ def _plan_operation(plan: Plan, op: Any, scope: ProgramProperties) -> None:
 def _decide(view: View) -> Decision:
     """Decide how replicas build an operation of any type.
 
-    An operation with inner graphs, such as a loop, is decided by plans of these graphs;
-    an identity operation that tfdp has put into the program, by its marker; any other
-    one by the rules for its type.
+    The decision for an operation with inner graphs, such as a loop, follows from plans
+    of these graphs; that for a marker, an identity operation that tfdp has put into the
+    program, from the marker's name; and any other one from the rules for its type.
     """
     op, kind = view.op, view.type
     if op in view.scope.whole:
@@ -370,10 +370,10 @@ def _plan_marker(view: View, marker: str) -> Decision:
 
     Args:
         view: `View` of the marker, an `Identity` operation.
-        marker: String: `"whole"` makes the tensor whole; `"rows of a replica"` gives
-            each replica its own rows, as a separate value; `"rows of all"` makes such
-            values rows again; `"part of a replica"` keeps a partial sum as a separate
-            value. Others leave the form as it is.
+        marker: String: `"whole"` makes the tensor whole; `"rows of a replica"` turns
+            each replica's own rows into a local value; `"rows of all"` turns such local
+            values into rows again; `"part of a replica"` turns a partial sum into a
+            local value. Others leave the form as it is.
     """
     fact = view.facts[0]
     if marker == "whole":

@@ -158,7 +158,7 @@ ONE = number(1)
 
 
 def _multiplied(size: Size, factor: Any) -> Size:
-    """Multiply a multiple of the rows by a number.
+    """Multiply `size`, a multiple of the rows, by a number.
 
     The result is `UNKNOWN` unless the product is a positive, whole multiple.
     """

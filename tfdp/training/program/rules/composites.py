@@ -19,8 +19,8 @@ def decide_composite(view: View) -> Decision | None:
 
     Each replica has such tensors of the whole batch, and runs the operation on them. It
     slices its own rows of a dense output, and keeps a sparse output whole. The decision
-    is `None` for another operation, if the number of rows is not known, or if the
-    output is dense and inputs are not whole.
+    is `None` for another operation, if the number of rows is not known, or if an
+    operation with a dense output has inputs that are not whole.
     """
     if view.type in _ROWS_OF_SPARSE:
         return _decide_sparse_output(view)
@@ -78,7 +78,7 @@ def _rows_by_value(index: int) -> Callable[[View], Size | None]:
 
 
 def _rows_of_first_input(view: View) -> Size | None:
-    """Return the number of rows of the first input as a `Size`, or `None`."""
+    """Return the number of rows of the first input as a `Size`; `None` if unknown."""
     shape = view.facts[0].sizes
     return shape[0] if shape else None
 

@@ -90,8 +90,8 @@ def decide_zeros(view: View) -> Decision | None:
     """Decide how replicas build `OnesLike` or `ZerosLike` without the input's value.
 
     A loop then does not keep the input for its gradient. The decision is `None` for
-    another operation, or unless each size of the input is a number or a known multiple
-    of the number of rows.
+    another operation, for lists and strings, or if a size of the input is neither a
+    known number nor a known multiple of the number of rows.
     """
     if view.type not in ("OnesLike", "ZerosLike") or view.op.outputs[0].dtype in (
         tf.variant,
@@ -141,14 +141,14 @@ def decide_linear(view: View) -> Decision | None:
 
 
 def _sizes_of_partial_sum(view: View) -> Any:
-    """Return the shape of a partial sum, with multiples of the number of rows.
+    """Return the shape of an operation's output that is a partial sum.
 
     A static shape does not suffice: with a batch of one row, the axis of rows would
     look like one that broadcasts.
 
     Returns:
-        Tuple of `Size`; or `None` if the shapes of the inputs do not determine it. The
-        static shape of TensorFlow is used then.
+        Tuple of `Size`, with multiples of the number of rows; or `None` if the inputs
+        do not determine it, and only TensorFlow's static shape is known.
     """
     if view.type in ("BroadcastTo", "Reshape", "Tile"):
         return _shape_from_second_input(view)
@@ -176,17 +176,17 @@ def _shape_from_second_input(view: View) -> Any:
 
 
 def _linear_inputs(view: View, parts: list[int]) -> list[int]:
-    """Return which input may be a partial sum while all other inputs are constant.
+    """Return the index of the input in which an operation is linear, in a list.
 
-    That is an input in which the operation is linear, such as the data of a `Pad`.
+    It may be a partial sum if all other inputs are whole, as the data of a `Pad`.
 
     Args:
         view: `View` of the operation.
         parts: List of ints, indices of the inputs that are partial sums.
 
     Returns:
-        List of one int, the index of that input, which need not be in `parts`; or an
-        empty list if there is none.
+        List of one int, which need not be in `parts`; or an empty list if there is no
+        such input.
     """
     kind, dtype = view.type, view.op.outputs[0].dtype if view.op.outputs else tf.bool
     if kind in ("Cast", "Mean") and not dtype.is_floating:

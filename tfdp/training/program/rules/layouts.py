@@ -128,10 +128,10 @@ def _squeeze(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
 
 
 def _broadcast(view: View) -> Decision | None:
-    """Decide how replicas build a broadcast, of or to a row-sharded tensor.
+    """Decide how replicas build a broadcast: each its own rows of the result.
 
-    Each replica builds its own rows of the result. The decision is `None` if shapes are
-    not known well enough, or if the result has no axis of rows.
+    The decision is `None` if shapes are not known, if the result has no axis of rows,
+    or if the size of another axis may depend on the number of rows.
     """
     data, target = view.facts[0], view.facts[1].value
     if target is None or data.sizes is None:
@@ -350,7 +350,7 @@ def _concat_offset(view: View) -> Decision | None:
 
 
 def _one_hot(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas build one-hot vectors: each of its own rows of indices."""
+    """Decide how replicas build one-hot vectors of their own rows; never `None`."""
     depth, place = view.facts[1].value, view.attribute("axis")
     size = depth[()] if depth is not None else sizes.FREE
     return Decision(

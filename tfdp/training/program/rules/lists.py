@@ -26,8 +26,8 @@ from tfdp.training.program.view import AS_IS, WHOLE, Decision, Need, View, need_
 def decide_list(view: View) -> Decision | None:
     """Decide how replicas build an operation on a `TensorList` or an optional value.
 
-    The decision is `None` for another operation, and where the operation cannot be
-    decided, as a read of a list without items.
+    The decision is `None` for another operation, and if too little is known about the
+    inputs, as for a read of a list without items.
     """
     return _LISTS[view.type](view) if view.type in _LISTS else None
 
@@ -123,7 +123,7 @@ def _get_item(view: View) -> Decision | None:
 
 
 def _shape_need(listed: Fact) -> Need:
-    """Return the `Need` of the input of a read that has the shape of the list's items.
+    """Return the `Need` of the shape of items, an input of each read of a list.
 
     For row-sharded items it is `AS_IS`, since `_build_with_item_shape` sets the number
     of rows on the replica; otherwise `WHOLE`. `listed` is the `Fact` of the list.
@@ -132,10 +132,10 @@ def _shape_need(listed: Fact) -> Need:
 
 
 def _pop(view: View) -> Decision | None:
-    """Decide how replicas remove the last item of a list, and return both.
+    """Decide how replicas remove the last item of a list.
 
-    The item has the form of the list's items, such as own rows. The decision is `None`
-    for a list without items.
+    The outputs are the shorter list, and the item in the form of the list's items, such
+    as own rows. The decision is `None` for a list without items.
     """
     listed = view.facts[0]
     if listed.form is Form.EMPTY:

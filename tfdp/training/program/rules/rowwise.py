@@ -249,7 +249,7 @@ def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
 def _mixes_axis(view: View, axis: int) -> bool:
     """Return whether an operation combines entries along `axis`, the axis of rows.
 
-    The last axes, whose number `_NUM_INNER_AXES` gives, are checked by the caller.
+    `_axis_of_rows` checks the last axes, whose number is in `_NUM_INNER_AXES`.
     """
     if _WINDOWS.search(view.type) or view.type.startswith(("BiasAdd", "ImageProj")):
         return axis > 0

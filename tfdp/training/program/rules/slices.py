@@ -105,7 +105,7 @@ def _can_slice(view: View, item: int, input_fact: Fact, *, is_rows: bool) -> boo
 
 
 def _counts_rows(values: np.ndarray | None, index: int) -> bool:
-    """Return whether an element of an array of `Size` is a multiple of the rows."""
+    """Return whether `values` is known, with a multiple of the rows at `index`."""
     return values is not None and values[index].kind == "rows"
 
 
@@ -149,7 +149,7 @@ def decide_slice(view: View, input_fact: Fact, input_sizes: Shape) -> Decision |
 
 
 def same_rows(view: View, input_fact: Fact) -> list[Fact]:
-    """Return the `Fact` of each output: it has an input's rows, along the same axis."""
+    """Return each output's `Fact`: own rows, along the same axis as in `input_fact`."""
     return [
         view.rows_output(input_fact.axis, input_fact.multiple, index)
         for index in range(len(view.op.outputs))

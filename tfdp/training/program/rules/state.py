@@ -60,10 +60,10 @@ def decide_variable(view: View) -> Decision | None:
 def _decide_shared_read(view: View) -> Decision:
     """Decide how replicas build a read of a state that a worker's replicas share.
 
-    TensorFlow orders all operations on one state, so other replicas would read the
-    value after the first one's write. So one replica of each worker reads it, and the
-    value of the first replica counts. If the shapes are known, all other replicas have
-    zeros, and the results are partial sums. Otherwise the value is broadcast.
+    TensorFlow orders all operations on one state, so a second replica would read what
+    the first one has written. So one replica of each worker reads the state, and all
+    use the value of the first worker. If its shape is static, the result is a partial
+    sum, with zeros on all other replicas. Otherwise the value is broadcast.
 
     Raises:
         CannotDivideError: In a loop, which must have no collectives.
@@ -172,7 +172,7 @@ def _build_own_block(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def writes_state(op: Any) -> bool:
-    """Return whether an operation writes a variable, a table or the like."""
+    """Return whether an operation may write a state, such as a variable or a table."""
     is_stateful = programs.has_effect(op) and not programs.has_function(op)
     return is_stateful and op.type not in _READ_ONLY
 
@@ -238,7 +238,7 @@ def decide_stateful_random(view: View) -> Decision | None:
 
 
 def _build_on_first(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build outputs that count on the first replica only; others return zeros.
+    """Build an operation; replace its outputs by zeros on all but the first replica.
 
     Returns:
         List of this replica's outputs of `op`.

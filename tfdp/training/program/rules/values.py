@@ -88,9 +88,10 @@ def _moved(move: Callable, data: slice = slice(1)) -> Callable:
 
 
 def _strided_slice(view: View, data: Any, begin: Any, end: Any, strides: Any) -> Any:
-    """Return the elements of a slice such as `x[1:, 0]` of an array of `Size`.
+    """Return a slice such as `x[1:, 0]` of `data`, an array of `Size`.
 
-    The result is `None` for a slice with an ellipsis or a new axis.
+    The bounds and strides are vectors of numbers, one for each index, as those of
+    `tf.strided_slice`. The result is `None` for a slice with an ellipsis or a new axis.
     """
     if view.attribute("ellipsis_mask") or view.attribute("new_axis_mask"):
         return None
@@ -107,7 +108,7 @@ def _strided_slice(view: View, data: Any, begin: Any, end: Any, strides: Any) ->
 
 
 def _slice(view: View, data: Any, begin: Any, size: Any) -> Any:
-    """Return the result of `tf.slice`, an array; or `None` if it would fail."""
+    """Return `tf.slice` of `data`, an array of `Size`; or `None` if it would fail."""
     ends = np.where(size == -1, data.shape, begin + size)
     if (begin < 0).any() or (ends < begin).any() or (ends > data.shape).any():
         return None
@@ -135,7 +136,7 @@ def _gather(view: View, data: Any, indices: Any, axis: Any) -> Any:
 
 
 def _select(view: View, condition: Any, one: Any, other: Any) -> Any:
-    """Return the result of `tf.where`, an array; `None` if no scalar decides it."""
+    """Return `tf.where` as an array of `Size`; `None` unless `condition` is scalar."""
     if condition.ndim:
         return None
     return np.broadcast_arrays(one, other)[0 if condition else 1]
@@ -212,7 +213,7 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Callable:
     """
 
     def combine(one: Size, other: Size) -> Size:
-        """Compare two sizes; the result is a `Size`, known if both are numbers."""
+        """Return the truth of a comparison as a `Size`, known only for two numbers."""
         if one.kind == other.kind == "number":
             return sizes.number(bool(compare(one.number, other.number)))
         return FREE if one.is_free and other.is_free else UNKNOWN
@@ -342,7 +343,7 @@ def decide_values(view: View) -> Decision | None:
 
 
 def _can_follow(value: np.ndarray) -> bool:
-    """Return whether an array of `Size` is small, and known well enough for a plan.
+    """Return whether a plan may record an array of `Size` as the value of a tensor.
 
     It must have at most `_MAX_ELEMENTS` elements, none of the kind `"unknown"`, and not
     both of the kinds `"rows"` and `"splits"`.
@@ -437,7 +438,7 @@ def _build_axes(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _allowed_axes(axes: tf.Tensor, fact: Fact) -> tf.Tensor:
-    """Remove the axes that the plan does not expect to be summed over.
+    """Return only those axes over which the plan expects that a gradient is summed.
 
     Args:
         axes: Tensor of shape `[num_axes]`, the axes to sum a broadcast gradient over.
