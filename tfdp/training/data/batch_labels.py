@@ -26,8 +26,8 @@ class LabelRecord:
     The labels of a batch are a dict of arrays, as `class_labels` returns it.
 
     Args:
-        restarts: Bool, whether each epoch begins a new pass over the data. It is stored
-            for callers of `labels_of`, which number the batches of a pass.
+        restarts: Bool, whether each epoch begins a new pass over the data, and so the
+            numbers of its batches begin with 1 again. `watch` does not use it.
 
     Attributes:
         is_active: Bool, whether labels are kept. Defaults to `False`.

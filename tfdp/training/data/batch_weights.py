@@ -51,8 +51,8 @@ def weigh_batches(
 def have_equal_rows(local_batches: list, host_group: ProcessGroup) -> bool:
     """Return whether all replicas are known to have the same number of rows.
 
-    The numbers are known only on a single worker, and from static shapes. The arguments
-    are those of `weigh_batches`.
+    They are known from the static shapes of `local_batches`, the batch of each local
+    replica, if there is a single worker: `host_group` has one member for each.
     """
     firsts = [first_tensor(batch) for batch in local_batches]
     static = {None if first is None else first.shape[0] for first in firsts}

@@ -111,7 +111,7 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
 
 
 def _check_order(strategy: Any, dataset: Any) -> None:
-    """Raise if a shuffle's order depends on reads before the workers changed.
+    """Raise if a shuffle would continue an order from before the workers changed.
 
     Each `shuffle` with a new order in each iteration is recorded with the cluster for
     which it is first distributed.

@@ -342,9 +342,9 @@ def elements_of(dataset: tf.data.Dataset) -> Elements:
         dataset: `tf.data.Dataset`, the input of `batch`.
 
     Returns:
-        `Elements`. Up to the last stage of another kind, such as a shuffle or a map
-        with state, the pipeline is raw, including the maps before it. Without maps
-        after that stage, `stages` is empty.
+        `Elements`. Its `raw` is the pipeline up to the last stage of another kind, such
+        as a shuffle or a map with state, and includes all maps before that stage. Its
+        `stages` are the maps after it, with the prefetches and options that follow.
     """
     kind = tf_data.kind_of_stage(dataset)
     if kind == "ZipDataset":

@@ -64,7 +64,7 @@ _source_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
-    """Create Keras's epoch iterator with the same steps and order on all workers.
+    """Initialize an epoch iterator, with the same steps and order on all workers.
 
     Args:
         original: Keras's `__init__` of the iterator, which this function replaces.

@@ -39,7 +39,7 @@ _MAX_SENT_NAMES = 1000
 
 @dataclasses.dataclass(frozen=True)
 class FileShard:
-    """Part of a set of files that a worker reads; a `tf.data` stage's name stores it.
+    """One worker's part of a set of files, stored in the name of a `tf.data` stage.
 
     Args:
         num_workers: Int, number of workers that the files are divided among.
@@ -263,7 +263,7 @@ def _check_same_files(
     texts: list[str] = []
 
     def check(gathered: Sequence[list[str]]) -> None:
-        """Keep the listings' texts for an error; raise a `ValueError` for a problem.
+        """Store all listings' texts; raise a `ValueError` if a worker has a problem.
 
         `gathered` has a list of two strings for each worker: the problem of its
         `Listing`, `""` for none, and the text of the `Listing`.

@@ -64,12 +64,12 @@ def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
         )
 
     def load(index: np.ndarray) -> list[np.ndarray]:
-        """Load an element as a flat list of arrays; raise unless it is like `first`."""
+        """Load an element as a flat list of arrays, checked by `_checked_parts`."""
         return _checked_parts(source[int(index)], int(index), first, specs)
 
     @no_autograph
     def element(index: tf.Tensor) -> Any:
-        """Return a nest of tensors, the element of an index that a graph loads."""
+        """Return the element at an index: a nest of tensors that a graph loads."""
         dtypes = [spec.dtype for spec in specs]
         # A `map` with a stateful function is not divided among workers: each worker
         # would load all elements. So the function is marked as stateless.

@@ -110,9 +110,9 @@ class _ZippedBatches(NamedTuple):
 
     Args:
         sizes: String, the batch sizes of that dataset as JSON, such as `{"size": 8}`.
-            If its last batch is smaller, the length of the dataset follows, or its
-            index if its batches are shuffled. Parts with different strings may differ
-            in row counts.
+            If its last batch is smaller, the string ends with the dataset's length, or
+            with its index in the `zip` if its batches are shuffled. Parts with
+            different strings may differ in row counts.
         rows: String or `_ZippedBatches`, the description of a part within the zipped
             dataset, as `_rows_by_stages` returns it for this dataset.
     """
@@ -155,7 +155,7 @@ def _rows_of_zip(datasets: list[tf.data.Dataset]) -> list:
 
     Returns:
         List of a `_ZippedBatches` for each part: the batch sizes of its dataset, as far
-        as known, and the origin of its row count in that dataset.
+        as known, and the description of the part within that dataset.
     """
     sizes = [sizes_of_batches(each) for each in datasets]
     # If the length of a dataset is unknown, so is the size of its last batch. Then only

@@ -48,7 +48,7 @@ def new_label_record(*, restarts: bool) -> LabelRecord:
     """Create an empty record of a data source's class labels, which workers compare.
 
     If the running loop of Keras is a `fit` that has not read its training data yet, the
-    data is for training, and the record is attached to the loop.
+    data is for training, and the record is stored as the loop's `label_record`.
 
     Args:
         restarts: Bool, whether each epoch begins a new pass over the data.

@@ -78,7 +78,7 @@ def divide_and_prefetch(
     checks: bool | None = None,
     others: Collection[int] = (),
 ) -> tf.data.Dataset:
-    """Divide batches as `divide_batches` does, and prefetch the result.
+    """Divide global batches into the rows of each rank, and prefetch the result.
 
     A batch of a Python generator cannot be read again. So all workers draw as many
     batches from a generator as one device would: one batch ahead if Keras or the user
@@ -92,6 +92,9 @@ def divide_and_prefetch(
             Defaults to `None`: only if there are several replicas.
         others: Collection of ints, indices of the flattened parts that are divided by
             their own number of rows. Defaults to none.
+
+    Returns:
+        `tf.data.Dataset` of pairs, as `divide_batches` returns it.
     """
     num_ahead, is_tuned = PREFETCHED_STEPS, True
     if tf_data.has_generator(batches):
@@ -271,7 +274,7 @@ class PerReplicaIterator(StepIterator):
         return self.read_options.counts_rows and not self.read_options.syncs_end_of_data
 
     def _batch(self, parts: tuple, num_rows: tf.Tensor) -> Any:
-        """Return the batch of a step that begins without an all-reduce.
+        """Convert the two parts of a pipeline's element to the batch of a step.
 
         Args:
             parts: Tuple of nests, the rows of each local replica.
@@ -325,7 +328,7 @@ class PerReplicaSpec(ComponentsSpec):
 
 
 def _spec_of(value: Any) -> PerReplicaSpec:
-    """Return the type spec of a dataset or iterator, and register its strategy."""
+    """Return the type spec of a dataset or iterator; store its strategy by `id`."""
     # TensorFlow compares type specs by plain values. So a spec holds the `id` of its
     # strategy, by which `_strategies` finds the strategy.
     _strategies[id(value.strategy)] = value.strategy
@@ -384,8 +387,8 @@ def distribute_divided(
 def is_read_on_cpus(strategy: Any, options: Any) -> bool:
     """Return whether steps read rows from a `PerReplicaDataset` in host memory.
 
-    They do on CPUs, or with a load balancer. Options of the user need stock distributed
-    data instead, except in a job that continues after a loss.
+    They do on CPUs, or with a load balancer. Options of the user need TensorFlow's own
+    distributed dataset, but a job that continues after losing workers ignores them.
 
     Args:
         strategy: A tfdp strategy.

@@ -177,10 +177,11 @@ class DataPosition:
         """Return the position between two epochs as a dict for JSON.
 
         Returns:
-            Dict of the result of `epoch_progress` of Keras's iterator, and of `"taken"`
-            and `"validations"`, the arguments of `_recreate_iterators`; `"order"`, the
-            first seed of a `SeededShuffle` or `None`; and `"description"`, the
-            properties of the data, or a list of them if workers differ.
+            Dict of `"steps_seen"` and `"num_batches"`, the counters of Keras's
+            iterator; `"taken"` and `"validations"`, the arguments of
+            `_recreate_iterators`; `"order"`, the first seed of a `SeededShuffle` or
+            `None`; and `"description"`, the properties of the data, a dict or, if
+            workers differ, a list of one for each worker.
         """
         return {
             **keras_data.epoch_progress(self.iterator),
@@ -313,7 +314,7 @@ class DataPosition:
         return None
 
     def _recreate_validations(self, validations: list[list], number: int) -> None:
-        """Draw the shuffle seeds of the validation data again, as at a former point.
+        """Draw the validation data's shuffle seeds again, as at a point of training.
 
         Args:
             validations: List of pairs, as for `_recreate_iterators`. Those with another

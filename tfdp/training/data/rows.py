@@ -251,7 +251,7 @@ def named_leaves(nest: Any, name: str = "") -> dict[str, Any]:
 
 
 def _wrap_other_rows(batch: Any, others: Collection[int]) -> Any:
-    """Wrap the parts of a batch that have another number of rows in `OtherRows`.
+    """Wrap parts with another number of rows than the first part in `OtherRows`.
 
     Args:
         batch: Nest of tensors, a replica's rows.

@@ -57,7 +57,7 @@ class Stage:
 def stages_after_batch(
     dataset: tf.data.Dataset,
 ) -> tuple[tf.data.Dataset, list[Stage]]:
-    """Find the stages after `batch` that could as well run on a part of the rows.
+    """Find the stages after `batch` that can also run on a part of a batch's rows.
 
     Returns:
         Pair of the dataset that the stages follow, which ends in `batch`, in Keras's
@@ -171,7 +171,7 @@ def restart_shuffles(
 
 
 def no_autograph(function: Callable) -> Callable:
-    """Return a function that AutoGraph does not convert, which would take a second."""
+    """Return a function that AutoGraph leaves as it is; a conversion is slow."""
     return tf.autograph.experimental.do_not_convert(function)
 
 

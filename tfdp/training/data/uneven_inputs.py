@@ -234,7 +234,10 @@ class ComponentsSpec(tf.TypeSpec):
 
     @classmethod
     def of(cls, value: Any, *settings: Any) -> ComponentsSpec:
-        """Return the spec of a value, and register the value's class by its `id`."""
+        """Return the spec of a value, and register the value's class by its `id`.
+
+        `settings` are further arguments of the class, of types that specs can compare.
+        """
         kind = type(value)
         _kinds[id(kind)] = kind
         return cls(tf.type_spec_from_value(value.components), id(kind), *settings)
