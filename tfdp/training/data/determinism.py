@@ -165,7 +165,7 @@ def new_seed() -> int:
 
 
 class SeededShuffle:
-    """Factory of a dataset of shuffled arrays, with another seed in each epoch.
+    """Callable that returns shuffled arrays as a dataset, reseeded in each epoch.
 
     TensorFlow repeats the permutation of a seeded dataset in each epoch, and the
     permutation of an unseeded one cannot be reproduced.

@@ -88,7 +88,7 @@ def values_of_sources(dataset: tf.data.Dataset) -> ArrayValues:
 
 
 def elements_fact(dataset: tf.data.Dataset) -> SharedFact:
-    """Return a `SharedFact`, by which workers check that element specs are equal.
+    """Return the element spec as a `SharedFact`, which must be equal on all workers.
 
     With other structures, dtypes or shapes, workers would run different steps, whose
     collectives would wait for each other indefinitely.

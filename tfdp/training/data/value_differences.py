@@ -40,7 +40,7 @@ def values_fact(
     values: ArrayValues,
     problem: str = _DATA_DIFFER,
 ) -> SharedFact:
-    """Return a `SharedFact`, by which workers check equal values, up to rounding.
+    """Return array values as a `SharedFact`: equal on all workers, up to rounding.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
@@ -52,7 +52,7 @@ def values_fact(
     def explain(fingerprints: dict[int, dict]) -> str:
         """Return the error if values differ by more than rounding, or else `""`.
 
-        All workers call it, since it may exchange a second message.
+        All workers call it, since they may exchange more details of their arrays.
 
         Args:
             fingerprints: Dict from the rank of each worker to the result of
@@ -75,9 +75,10 @@ def find_difference(
     fingerprints: Sequence[dict[str, Any]],
     values: ArrayValues,
 ) -> str:
-    """Describe how the workers' arrays differ, after a second message if needed.
+    """Describe the arrays that differ between workers by more than rounding.
 
-    All workers call it with the same fingerprints.
+    All workers call it with the same fingerprints, since they may exchange more details
+    of their arrays.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
@@ -135,7 +136,8 @@ def _are_comparable(fingerprints: list[Any]) -> bool:
 def _is_different(first: dict | None, other: dict | None) -> bool:
     """Return whether two descriptions of an array differ by more than rounding.
 
-    `ArrayValues.describe` returned them on two workers.
+    `ArrayValues.describe` returned them on two workers. The result is true if one is
+    `None`, and false for lists of paths without a common name.
     """
     if first is None or other is None:
         # A missing description counts as a difference, because values are described

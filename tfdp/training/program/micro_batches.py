@@ -102,7 +102,10 @@ class _Planner:
     A stage runs once: one before each loop, and one after the last loop, in which the
     states change.
 
-    The arguments are those of `plan_micro_batches`.
+    Args:
+        plan: `Plan` of the program.
+        effects: Dict from a graph to its effects, actions such as updates.
+        results: Sequence of the tensors that are needed after the step.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ def _build_and_take_rows(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build the operation on whole inputs, and slice this replica's rows.
 
     Returns:
-        List of one tensor, this replica's output of `op`.
+        List of one tensor, this replica's output of `op` from `replica_inputs`.
     """
     whole = builder.copy(op, replica_inputs)[0]
     whole.set_shape(op.outputs[0].shape)

@@ -285,7 +285,7 @@ def _build_ensure_shape(builder: object, op: object, replica_inputs: list) -> li
     """Build `tf.ensure_shape` without a check of this replica's number of rows.
 
     Returns:
-        List of one tensor, this replica's output of `op`.
+        List of one tensor, this replica's output of `op` from `replica_inputs`.
     """
     fact: Fact = builder.facts_of(op.inputs)[0]  # type: ignore[attr-defined]
     shape = op.get_attr("shape")  # type: ignore[attr-defined]

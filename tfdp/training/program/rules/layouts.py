@@ -120,7 +120,7 @@ def _squeeze(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
         which must keep it.
 
         Returns:
-            List of one tensor, this replica's output of `op`.
+            List of one tensor, this replica's output of `op` from `replica_inputs`.
         """
         return [tf.squeeze(replica_inputs[0], sorted(taken))]
 
@@ -274,7 +274,7 @@ def _build_joined_rows(builder: Any, op: Any, replica_inputs: list) -> list:
     """Concatenate inputs that hold all rows, and return this replica's rows of it.
 
     Returns:
-        List of one tensor, this replica's output of `op`.
+        List of one tensor, this replica's output of `op` from `replica_inputs`.
     """
     (joined,), (result,) = builder.copy(op, replica_inputs), op.outputs
     builder.cache_whole(result, joined)

@@ -146,7 +146,7 @@ def _build_mean(builder: Any, op: Any, replica_inputs: list, others: list[int]) 
     reduction. The partial means of all replicas add up to the mean.
 
     Returns:
-        List of one tensor, this replica's output of `op`.
+        List of one tensor, this replica's output of `op` from `replica_inputs`.
     """
     total = builder.copy(op, replica_inputs, kind="Sum")[0]
     shape = builder.fact(op.inputs[0]).sizes
@@ -161,7 +161,7 @@ def _build_reduced_twice(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build a reduction of this replica's rows, and then of all replicas' results.
 
     Returns:
-        List of one tensor, this replica's output of `op`.
+        List of one tensor, this replica's output of `op` from `replica_inputs`.
     """
     return [
         builder.replica.reduce_results(op.type, builder.copy(op, replica_inputs)[0])

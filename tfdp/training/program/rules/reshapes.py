@@ -176,7 +176,7 @@ def _build_reshape(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build a reshape on this replica, or return its input if it changes nothing.
 
     Returns:
-        List of one tensor, this replica's output of `op`.
+        List of one tensor, this replica's output of `op` from `replica_inputs`.
     """
     shape = builder.own_static_shape(op.outputs[0], builder.fact(op.outputs[0]))
     is_same = shape.is_fully_defined() and shape == replica_inputs[0].shape
@@ -189,7 +189,7 @@ def _build_open_reshape(builder: Any, op: Any, replica_inputs: list) -> list:
     TensorFlow cannot compute the size for a replica without rows.
 
     Returns:
-        List of one tensor, this replica's output of `op`.
+        List of one tensor, this replica's output of `op` from `replica_inputs`.
     """
     (fact,) = builder.facts_of(op.outputs)
     data, target = builder.facts_of(op.inputs)

@@ -202,7 +202,7 @@ def _build_recurrent(builder: Any, op: Any, replica_inputs: list) -> list:
     cuDNN needs at least one row, so a replica without rows builds empty outputs.
 
     Returns:
-        List of this replica's outputs of `op`.
+        List of this replica's outputs of `op` from `replica_inputs`.
     """
     if not builder.may_be_empty:
         return builder.copy(op, replica_inputs)
@@ -270,7 +270,7 @@ def build_or_use_zero_row(builder: Any, op: Any, replica_inputs: list) -> list:
     2.21; tests/keras_hooks/cases_normalization.py guards it.
 
     Returns:
-        List of one tensor, this replica's output of `op`.
+        List of one tensor, this replica's output of `op` from `replica_inputs`.
     """
     replica_inputs = _with_own_rows_in_shape(builder, op, replica_inputs)
     if not builder.may_be_empty:

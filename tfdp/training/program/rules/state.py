@@ -129,7 +129,7 @@ def _build_and_slice(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build the random numbers of all rows, and slice this replica's rows.
 
     Returns:
-        List of one tensor, this replica's output of `op`.
+        List of one tensor, this replica's output of `op` from `replica_inputs`.
     """
     return [builder.take_rows(op.outputs[0], builder.copy(op, replica_inputs)[0])]
 
@@ -143,7 +143,7 @@ def _build_own_block(builder: Any, op: Any, replica_inputs: list) -> list:
     https://doi.org/10.1145/2063384.2063405.
 
     Returns:
-        List of one tensor, this replica's output of `op`.
+        List of one tensor, this replica's output of `op` from `replica_inputs`.
     """
     (fact,) = builder.facts_of(op.outputs)
     shape, key, counter, algorithm = replica_inputs
@@ -241,7 +241,7 @@ def _build_on_first(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build an operation; replace its outputs by zeros on all but the first replica.
 
     Returns:
-        List of this replica's outputs of `op`.
+        List of this replica's outputs of `op` from `replica_inputs`.
     """
     return [
         builder.replica.only_on_first(tensor)
@@ -255,7 +255,7 @@ def _build_rows_of_first(builder: Any, op: Any, replica_inputs: list) -> list:
     Later operations then stay divided by rows.
 
     Returns:
-        List of one tensor, this replica's output of `op`.
+        List of one tensor, this replica's output of `op` from `replica_inputs`.
     """
     (total,) = builder.replica.sum(_build_on_first(builder, op, replica_inputs))
     builder.cache_whole(op.outputs[0], total)
@@ -284,7 +284,7 @@ def _build_python(builder: Any, op: Any, replica_inputs: list) -> list:
     a second call would have no gradient.
 
     Returns:
-        List of this replica's outputs of `op`.
+        List of this replica's outputs of `op` from `replica_inputs`.
     """
     if builder.is_in_loop:
         return builder.copy(op, replica_inputs)
@@ -297,7 +297,7 @@ def _build_and_broadcast(builder: Any, op: Any, replica_inputs: list) -> list:
     Other replicas do not know the shapes of the results.
 
     Returns:
-        List of this replica's outputs of `op`.
+        List of this replica's outputs of `op` from `replica_inputs`.
     """
     replica = builder.replica
     is_first = not replica.rank
