@@ -395,7 +395,7 @@ class StoredArraysAdapter(keras_data.ArrayDataAdapter):
         )
 
         def read(leaf: Any, rows: StoredRows | None) -> Any:
-            """Read the rows whose numbers `leaf` has; without `rows`, return `leaf`."""
+            """Return the rows with the numbers in `leaf`; without a reader, `leaf`."""
             return leaf if rows is None else rows.gather(leaf)
 
         @no_autograph

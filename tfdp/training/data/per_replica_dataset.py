@@ -338,7 +338,7 @@ def _spec_of(value: Any) -> PerReplicaSpec:
 
 
 def _generation_of(strategy: Any, generation: int | None) -> int:
-    """Return `generation`, a cluster's number; for `None` that of the present one."""
+    """Return `generation`, or the number of the present cluster if it is `None`."""
     return strategy.extended.generation if generation is None else generation
 
 

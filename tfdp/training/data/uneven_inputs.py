@@ -253,7 +253,7 @@ class ComponentsSpec(tf.TypeSpec):
 
     @property
     def _component_specs(self) -> Any:
-        """Spec of the components."""
+        """Spec of `components`, the parts into which `tf.function` takes a value."""
         return self._inner
 
     def _to_components(self, value: Any) -> Any:

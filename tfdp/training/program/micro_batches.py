@@ -196,12 +196,12 @@ class _Planner:
         return self._plan.facts.get(id(tensor)) or Fact(Form.WHOLE)
 
     def _communicates(self, decision: Decision) -> bool:
-        """Return whether replicas communicate in the operation of this decision."""
+        """Return whether an operation has collectives, itself or in inner graphs."""
         inner = (converts(plan, self._effects) for plan in decision.plans)
         return decision.has_collective or any(inner)
 
     def _changes_state(self, op: Any, plan: Plan) -> bool:
-        """Return whether an operation, or one of its inner graphs, changes a state."""
+        """Return whether an operation, itself or in inner graphs, writes a state."""
         if writes_state(op):
             return op.type not in PRUNED
         return op in plan.decisions and any(

@@ -331,5 +331,5 @@ def _one_row_of_zeros(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _shape_of_one_row(shape: tf.Tensor) -> tf.Tensor:
-    """Return a shape in which the number of rows is one."""
+    """Return a shape tensor with its first entry, the number of rows, set to one."""
     return tf.concat([tf.ones_like(shape[:1]), shape[1:]], 0)
