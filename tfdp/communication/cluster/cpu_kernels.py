@@ -103,13 +103,13 @@ def versions() -> dict[str, str]:
 
 
 def change_since(made_by: Mapping[str, str]) -> str:
-    """Describe how the kernels differ from those of the run that is resumed.
+    """Describe a change of oneDNN, on or off, since the run that is resumed.
 
     Args:
         made_by: Mapping of strings, the `versions` that were saved with the run.
 
     Returns:
-        String, a clause, or `""` if they are equal or the saved ones unknown.
+        String, a clause, or `""` without a change or if the saved state is unknown.
     """
     saved, current = made_by.get(_NAME), versions()[_NAME]
     if saved in (None, current):

@@ -142,7 +142,7 @@ def _is_in_tf_config() -> bool:
 
 
 def is_of_slurm(launched: LaunchedRank) -> bool:
-    """Return whether `srun` has started the ranks, not one `mpiexec` per node.
+    """Return whether `srun` itself has started the ranks, rather than `mpiexec`.
 
     `mpiexec` starts a helper process on each node by `srun`, and the ranks inherit
     Slurm's variables from it.

@@ -72,7 +72,7 @@ class Backoff:
 
 @dataclasses.dataclass
 class _Pending:
-    """Requests of a caller that has stopped waiting for them, and their buffers.
+    """MPI requests that no call waits for any more, and their buffers.
 
     Args:
         sends: List of MPI requests.
@@ -178,7 +178,7 @@ class MpiJob:
         memory: Any,
         comm: Any = None,
     ) -> None:
-        """Keep requests, which a caller no longer waits for, until they have completed.
+        """Keep MPI requests, which no call waits for any more, until they are complete.
 
         Args:
             sends: Sequence of MPI requests.

@@ -172,7 +172,7 @@ class Cluster:
 
     @property
     def is_job(self) -> bool:
-        """Bool, whether the job may have several workers; false for an evaluator."""
+        """Bool, whether this task trains in a job that may have several workers."""
         return not self.is_evaluator and (self.num_workers > 1 or self.may_grow)
 
     @property
