@@ -325,7 +325,7 @@ def _combine_pair(
 
 
 def _dot_products(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
-    """Return `a.a`, `a.b`, `b.b` in float64, in which squares do not overflow."""
+    """Return `[a.a, a.b, b.b]`, a tensor of float64, whose squares do not overflow."""
     a, b = tf.cast(a, tf.float64), tf.cast(b, tf.float64)
     return tf.stack([tf.tensordot(x, y, 1) for x, y in ((a, a), (a, b), (b, b))])
 

@@ -41,8 +41,9 @@ def in_two_phases(
     Args:
         tensor: Tensor of known shape.
         member: `Member`, the calling replica in its group.
-        scatter: `Scatter`, the first phase, which reduces to shards of the sum.
-        gather: `Gather`, the second phase, which collects the whole sum from them.
+        scatter: Callable from the flat tensor and `member` to the replica's shard of
+            the sum, or `None` if it has none.
+        gather: Callable from the shard, the flat tensor and `member` to the whole sum.
 
     Returns:
         A tensor like `tensor`, the sum over the group.
@@ -289,7 +290,7 @@ def _in_phases(algorithm: str, docstring: str) -> Callable[..., tf.Tensor]:
         is_alone: bool = True,
         wire_dtype: tf.DType | None = None,
     ) -> tf.Tensor:
-        """All-reduce by the functions of `algorithm`; has the arguments of `ring`.
+        """All-reduce by the two functions of an algorithm; has the arguments of `ring`.
 
         `is_alone`, whether hardly any other collective runs at the same time, is
         ignored.

@@ -51,7 +51,8 @@ class BackgroundThread:
             replica.
         specs: Sequence of `tf.TensorSpec`, the tensors that a replica launches.
         result_specs: Sequence of `tf.TensorSpec`, the results that it collects.
-        function: `Function`, called on the thread.
+        function: Callable, from a list of the tensors of each local replica to the
+            results of each; called on the thread.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ def _serve(
 
     Args:
         replica_queues: Sequence of `_ReplicaQueues`, of the local replicas.
-        function: `Function`.
+        function: Callable, as in `BackgroundThread`.
         num_served: `_CallCount`, updated after each call.
     """
     # `CancelledError` and `OutOfRangeError` mean that the queues are closed. No step
@@ -257,7 +258,7 @@ def _serve_call(
 
     Args:
         replica_queues: Sequence of `_ReplicaQueues`, of the local replicas.
-        function: Callable, see `Function`.
+        function: Callable, as in `BackgroundThread`.
         num_served: `_CallCount`, updated after the call.
         failure: `Failure` of an earlier call, or `None`.
     """

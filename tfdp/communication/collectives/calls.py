@@ -33,10 +33,10 @@ _num_calls = itertools.count()
 
 
 class _Thread(threading.local):
-    """State of each thread: whether its calls wait for the calls of other threads.
+    """Setting of each thread: whether its calls of traced functions wait for others.
 
     Attributes:
-        waits: Bool, false inside `beside_others`.
+        waits: Bool, whether they wait for other threads; false inside `beside_others`.
     """
 
     waits = True
@@ -46,7 +46,7 @@ _thread = _Thread()
 
 
 def mark(handle: Any) -> None:
-    """Mark a resource: functions with its handle as an input then have collectives.
+    """Register a resource that only functions with collectives have as an input.
 
     `one_at_a_time` recognizes functions with collectives by such inputs.
 
@@ -58,7 +58,7 @@ def mark(handle: Any) -> None:
 
 @contextlib.contextmanager
 def beside_others() -> Iterator[None]:
-    """Open a context in which this thread's calls do not wait for those of others.
+    """Let this thread call functions with collectives in the block while others do.
 
     The collectives of these calls must use groups or channels that no other thread
     uses at the same time, or belong to one of several replicas with a thread each.

@@ -139,8 +139,10 @@ class CollectiveThread:
     Args:
         name: String, name of the thread.
         devices: Sequence of strings, the device of each of these replicas.
-        run: Callable, see `Run`, called on the thread. It is no longer called once it
-            has raised an error other than `StepEnded`.
+        run: Callable, called on the thread with the number of a traced collective, the
+            number of the request and a list of the replicas' uint8 arrays; returns a
+            list of tensors, their results. It is no longer called once it has raised an
+            error other than `StepEnded`.
         close: Callable, called with the error's message after such an error.
 
     Attributes:
@@ -298,7 +300,7 @@ class Queues:
         calls.mark(self._number.handle)
 
     def end_call(self) -> Failure | None:
-        """Return why a collective has failed, after a graph call with it has failed.
+        """Return why a collective in a graph call has failed; called after the call.
 
         Pending requests are kept, since another call may have launched them.
 

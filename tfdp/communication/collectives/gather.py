@@ -95,7 +95,8 @@ def _gather_strings(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """All-gather strings as bytes and lengths, since no collective carries them.
 
-    The arguments and the result are those of `gather_first_axis`.
+    Arguments are those of `gather_first_axis`, and so is the result: the concatenation,
+    and the number of strings of each rank.
     """
     flat = tf.reshape(rows, [-1])
     own_bytes = tf.io.decode_raw(tf.strings.reduce_join(flat), tf.uint8)

@@ -63,8 +63,9 @@ class CollectiveCall:
         group: `ProcessGroup` of at least two replicas.
         replica: Int, index of the calling replica among the local ones.
         channel: Int, index of the chain of `LaunchOrder` that the call belongs to.
-        size: Scalar int32 tensor, index into `instance_keys.SIZES` of a length that is
-            known only at run time, or `None`. Defaults to `None`.
+        size: Scalar int32 tensor, the index of the tensor's length in
+            `instance_keys.SIZES` if it is known only at run time; else `None`, the
+            default.
         is_alone: Bool, whether hardly any other collective runs at the same time: a
             ring of TensorFlow then sends smaller pieces, so the network is not idle.
             Defaults to `True`.

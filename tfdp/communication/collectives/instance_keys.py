@@ -41,8 +41,8 @@ _DYNAMIC_BITS = 22
 def _sizes() -> tuple[int, ...]:
     """Return the lengths that tensors are padded to, in ascending order.
 
-    They are 1 to 16, then 8 up to each power of two, and less than 2**31. 0 is not a
-    size, since TensorFlow rejects an empty collective.
+    They are 1 to 16, then 8 up to each power of two: 18, 20, ..., 32, 36, ..., 64, and
+    so on below 2**31. 0 is not a size, since TensorFlow rejects an empty collective.
     """
     sizes = list(range(1, 17))
     while len(sizes) < 1 << _SIZE_BITS and sizes[-1] < 2**31 - 1:
@@ -87,8 +87,8 @@ class InstanceKeys:
             kind: String, such as `"reduce"`.
             tensor: Tensor that is sent.
             replica: Int, index among the local replicas.
-            size: Scalar int32 tensor, index into `SIZES` of a length known
-                only at run time, or `None`.
+            size: Scalar int32 tensor, the index of the tensor's length in `SIZES` if it
+                is known only at run time, else `None`.
 
         Returns:
             Int, or a scalar int32 tensor if `size` is given.

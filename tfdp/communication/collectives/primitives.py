@@ -233,14 +233,15 @@ def _to_sent_dtype(
 
 
 def _split_shape(tensor: tf.Tensor, count: int) -> tf.Tensor | list[int]:
-    """Return the shape of slices, static if possible since instance keys need it.
+    """Return the shape of a tensor after its first axis is split into `count` slices.
 
     Args:
         tensor: Tensor, whose first axis is split.
         count: Int, number of slices.
 
     Returns:
-        List of ints `[count, rows // count, ...]`, or a tensor if the shape is dynamic.
+        List of ints `[count, rows // count, ...]`, which instance keys need; or a
+        tensor if the shape is dynamic.
     """
     if tensor.shape.is_fully_defined():
         return [count, tensor.shape[0] // count, *tensor.shape[1:]]

@@ -21,8 +21,8 @@ class ProcessCollectives:
 
     Each method takes `arrays`, the flat arrays of these replicas in the order of
     positions; `source`, the position of the source, which only a broadcast uses; and
-    `tag`, an int that identifies the collective on all workers. It returns one tensor
-    for each replica.
+    `tag`, an int that identifies the collective on all workers. It returns a list with
+    one flat uint8 tensor, the bytes of the result, for each of these replicas.
 
     Args:
         workers: Sequence of ints, the rank of the worker of each position. The
@@ -73,9 +73,9 @@ class ProcessCollectives:
         return [start * (length // self.size) for start in self.starts]
 
     def all_reduce(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Sum the arrays; all replicas get the same sum. `source` is not used.
+        """Sum all replicas' flat arrays; return the sum's bytes for each local replica.
 
-        Arguments and result are described in the class.
+        `arrays` are the local ones; `tag` identifies the call; `source` is not used.
         """
         result, total = _new_array(len(arrays[0]), arrays[0].dtype)
         if self.communicator is None or len(arrays) > 1:
@@ -88,9 +88,9 @@ class ProcessCollectives:
         return [result] * len(arrays)
 
     def reduce_scatter(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Sum the arrays; each replica gets its slice. `source` is not used.
+        """Sum all replicas' flat arrays; return each local replica's slice, as bytes.
 
-        Arguments and result are described in the class.
+        `arrays` are the local ones; `tag` identifies the call; `source` is not used.
         """
         length, dtype = len(arrays[0]) // self.size, arrays[0].dtype
         outputs = [_new_array(length, dtype) for _ in arrays]
@@ -109,9 +109,9 @@ class ProcessCollectives:
         return [tensor for tensor, _ in outputs]
 
     def all_gather(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Concatenate all replicas' arrays, ordered by their positions in the group.
+        """Concatenate all arrays by position; return the bytes for each local replica.
 
-        Arguments and result are described in the class. `source` is not used.
+        `arrays` are the local ones; `tag` identifies the call; `source` is not used.
         """
         size = self.size
         result, data = _new_array(size * len(arrays[0]), arrays[0].dtype)
@@ -124,9 +124,9 @@ class ProcessCollectives:
         return [result] * len(arrays)
 
     def all_to_all(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Send slice i of each array to position i. `source` is not used.
+        """Send slice i of each flat array to position i; return the received bytes.
 
-        Arguments and result are described in the class.
+        `arrays` are the local ones; `tag` identifies the call; `source` is not used.
         """
         outputs = [_new_array(len(array), array.dtype) for array in arrays]
         sent = [array.reshape(self.size, -1) for array in arrays]
@@ -147,9 +147,9 @@ class ProcessCollectives:
         return [tensor for tensor, _ in outputs]
 
     def broadcast(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Copy the array of the replica at position `source` to all replicas.
+        """Copy the array of position `source`; return its bytes for each local replica.
 
-        Arguments and result are described in the class.
+        `arrays` are the local ones, each flat; `tag` identifies the call.
         """
         result, data = _new_array(len(arrays[0]), arrays[0].dtype)
         if source in self.positions:

@@ -129,9 +129,10 @@ class ProcessTransport:
         self._lock = threading.Lock()
 
     def open(self, group: ProcessGroup) -> Sequence[int | None]:
-        """Return the positions of the local replicas in a group, without connecting.
+        """Return each local replica's position in a group, `None` for a non-member.
 
-        A lane, which runs the collectives of one channel, connects at its first use.
+        Workers do not connect here: a `_Lane`, which runs the collectives of one
+        channel, connects at its first use.
 
         Args:
             group: `ProcessGroup`.
@@ -139,9 +140,9 @@ class ProcessTransport:
         return group.local_positions
 
     def sums_as_sent(self, group: ProcessGroup) -> bool:
-        """Return false, since an all-to-all sends no more bytes than a reduce-scatter.
+        """Return false: elements that are sent in another dtype are added in their own.
 
-        `Transport.sums_as_sent` describes the method.
+        An all-to-all and a local sum replace the reduce-scatter, with the same bytes.
         """
         del group
         return False

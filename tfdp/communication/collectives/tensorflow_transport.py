@@ -51,7 +51,7 @@ class TensorFlowTransport:
         self.rounds_sums_once = False
 
     def open(self, group: ProcessGroup) -> Sequence[int | None]:
-        """Connect the members of a new group over NCCL; return the local positions.
+        """Connect a new group over NCCL; return the position of each local replica.
 
         NCCL connects a group in its first collective, while TensorFlow holds a lock of
         the process (`NcclManager::GetCommunicator` of 2.21.0). If two hosts connect two
@@ -60,7 +60,8 @@ class TensorFlowTransport:
         workers create them.
 
         TensorFlow may order the GPUs of a process by their links, and not by their
-        numbers: what all members gather shows the order.
+        numbers: what all members gather shows the order. The position of a replica of
+        another group is `None`.
 
         Args:
             group: `ProcessGroup`.
@@ -93,7 +94,7 @@ class TensorFlowTransport:
     def run(
         self, kind: str, tensor: tf.Tensor, call: CollectiveCall, source: int = 0
     ) -> tf.Tensor:
-        """Run a collective by an operation of TensorFlow.
+        """Run a collective, such as `"all_reduce"`, by an operation of TensorFlow.
 
         Arguments and result are those of `Transport.run`.
 
@@ -119,7 +120,7 @@ class TensorFlowTransport:
     def sums_as_sent(self, group: ProcessGroup) -> bool:
         """Return whether a reduce-scatter adds elements in the dtype that is sent.
 
-        `Transport.sums_as_sent` describes the method.
+        If not, an all-to-all and a local sum replace it with the same bytes.
         """
         return self.has_reduce_scatter and not self._exchanges(group)
 
@@ -127,8 +128,8 @@ class TensorFlowTransport:
         """Return whether TensorFlow's all-to-all works between the members of a group.
 
         The all-to-all over NCCL sends only to members of the same process, without an
-        error (`NcclManager::LoopKernelLaunches` of 2.21.0). In larger groups the one
-        over gRPC mixes up messages.
+        error (`NcclManager::LoopKernelLaunches` of 2.21.0). In groups of at least
+        `_MIXED_UP_MEMBERS` replicas the one over gRPC mixes up messages.
         """
         if self.name == "nccl":
             return group.is_local
