@@ -103,8 +103,8 @@ class Acceptor:
         secret: String, the secret of the job.
         service: String, name of the service that this end offers.
         sockets: Sequence of listening `socket.socket`s, closed at the end.
-        accepted: Callable, receives each authenticated connection, a non-blocking
-            `socket.socket`, and its `Authenticated`; called on the thread.
+        accepted: Callable, receives the non-blocking `socket.socket` of an
+            authenticated connection and its `Authenticated`; called on the thread.
         lacks_files: Callable, receives the reason if no file descriptor is left to
             accept a connection.
         log: Callable as `logging.Logger.info`, the default, for refused connections.

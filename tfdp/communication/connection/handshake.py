@@ -102,7 +102,7 @@ def dial_steps(secret: str, service: str, claim: bytes = b"") -> Steps:
         claim: Bytes, of the length that the service expects. Defaults to none.
 
     Returns:
-        Generator, as of `accept_steps`.
+        Generator, to run like that of `accept_steps`; it returns `Authenticated`.
 
     Raises:
         ConnectionFailed: If the other end has ended the connection.
