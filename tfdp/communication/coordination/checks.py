@@ -218,10 +218,10 @@ def variables_fact(variables: Sequence[Any], verb: str) -> SharedFact:
 
 
 def left_scope_message(rank: int, line: str, signatures: list[list]) -> str:
-    """Format the error that another worker has left a scope without its variables.
+    """Format the error of a worker that left `strategy.scope()` without some variables.
 
     Args:
-        rank: Int, rank of the other worker.
+        rank: Int, rank of the worker that left.
         line: String, source line of the scope.
         signatures: List, the `signature_of` of each variable that this worker creates
             in the scope, at least one.
@@ -367,7 +367,7 @@ def _fact_of_items(
     items: Sequence[tuple[Any, str]],
     describe: Callable[[int, int, str, str], str],
 ) -> SharedFact:
-    """Return a `SharedFact` of a sequence of items, whose first difference is an error.
+    """Return a `SharedFact` of items, whose error describes the first one that differs.
 
     Args:
         name: String, noun for the items.

@@ -163,7 +163,7 @@ class CollectiveRing:
         return None
 
     def newest(self) -> dict[str, int]:
-        """Return the number of the last collective that was entered, by lane."""
+        """Return the number of the last collective entered in each lane, by lane."""
         return {each.identity.lane: each.number for each in copy_of(self._entries)}
 
     def collectives(self) -> list[RecordedCollective]:

@@ -98,7 +98,8 @@ class TracedCollectives:
     def _plan(self, loop: str) -> list[TracedCollective]:
         """Return the collectives of a loop's step, in order; empty if it has none.
 
-        Of the functions traced in the loop, the step is that with most collectives.
+        Of the functions traced in the loop, the one with the most collectives is the
+        step.
         """
         plans = self._plans.get(loop)
         if plans is None:
@@ -119,7 +120,7 @@ def call_of(
 
     Args:
         plan: Sequence of `TracedCollective`, those of the call in order, not empty.
-            Their order is the key.
+            The `key` of the identity is their order.
         num_workers: Int, number of workers of the job.
 
     Returns:
@@ -131,7 +132,7 @@ def call_of(
 
 
 def _describe(plan: Sequence[TracedCollective]) -> tuple[str, int]:
-    """Return the name of the largest collective with the number of others, and bytes.
+    """Name the largest collective and the number of others; return that and all bytes.
 
     Args:
         plan: Sequence of `TracedCollective`, not empty.

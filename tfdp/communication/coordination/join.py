@@ -38,8 +38,8 @@ class Worker:
 
     Args:
         cluster: `Cluster`, or `None` on a single machine.
-        resolver: The strategy's `cluster_resolver`, which also names a task that trains
-            alone.
+        resolver: TensorFlow's `ClusterResolver`, the strategy's `cluster_resolver`; it
+            also names a task that trains alone.
         devices: Sequence of device strings, the user's choice, or `None`.
         timeout_seconds: Float or `None`, the longest wait for other workers.
         membership: `Membership` in the cluster, or `None` on a single machine.
@@ -81,7 +81,7 @@ def start_worker(
     A process whose job runs already does not join yet: the result has `job_to_join`.
 
     Args:
-        resolver: A cluster resolver or `None` for the environment's cluster.
+        resolver: TensorFlow's `ClusterResolver`; `None` for the environment's cluster.
         devices: Sequence of device strings or `None`.
         options: `CommunicationOptions`.
 

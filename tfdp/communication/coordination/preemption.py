@@ -29,7 +29,7 @@ _NOTICES_SECONDS = 0.2
 
 
 class PreemptionNotice:
-    """Handler that records SIGTERM and `SAVE_SIGNAL`, so that a step can end first.
+    """Handler that records SIGTERM and SIGURG, so that a step can end first.
 
     Python handles signals only in its main thread: on another thread, `listen` does
     nothing.
@@ -98,7 +98,7 @@ class PreemptionNotice:
 
 @in_forks
 def _restore_handlers() -> None:
-    """Restore the handlers in a forked process, which has nothing to save."""
+    """Restore the previous signal handlers in a fork, which has no state to save."""
     for notice in list(_listening):
         notice.restore()
 
@@ -179,7 +179,7 @@ class PreemptionWatch:
         return self.are_all_given
 
     def _rate(self, step: int) -> float:
-        """Return the steps per second since the last all-gather of notices."""
+        """Return the steps per second from the last all-gather of notices to `step`."""
         now = time.monotonic()
         before, then = self._last_step_and_time or (step, now)
         self._last_step_and_time = (step, now)

@@ -27,8 +27,8 @@ class WorkerProgress:
     Args:
         count: Int, number of changes of progress. Workers make the same calls, so the
             worker with the smaller count is behind.
-        name: String, description for messages, or `""` outside of Keras's loops and
-            tfdp's calls.
+        name: String, such as `"step 3 of epoch 1 of fit"`, or `""` outside of Keras's
+            loops and tfdp's calls.
         seconds: Float, time since the last change.
         is_all_gathering: Bool, whether the worker waits in an all-gather of texts.
         is_computing: Bool, whether TensorFlow runs a step.
@@ -38,8 +38,8 @@ class WorkerProgress:
         left_scopes: Dict, by the source line of a scope, the number of times since the
             last all-gather that the worker has left it without synchronizing.
         line: String, the line of its script at which the worker is, if `name` is `""`.
-        collectives: Dict, number of the last collective that the worker has entered, by
-            lane.
+        collectives: Dict from the name of a lane to the number of the last collective
+            that the worker has entered in it.
     """
 
     count: int

@@ -81,7 +81,8 @@ def _agree(
 ) -> tuple[list[int], list[str]]:
     """Agree, by two all-gathers over the store, on the workers that are left or join.
 
-    Arguments and results are those of `find_survivors`.
+    `limit` is the longest wait in seconds for a worker. The other arguments and the
+    results are those of `find_survivors`.
     """
     if lost:
         membership.store.expel(list(lost))

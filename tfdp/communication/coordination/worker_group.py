@@ -84,7 +84,7 @@ class WorkerGroup:
 
     @property
     def store(self) -> Store:
-        """`Store` of the job; only of a group of several workers."""
+        """`Store` of the job; a group of one worker has none."""
         assert self._store is not None
         return self._store
 
@@ -355,7 +355,7 @@ def forget_groups() -> None:
 
 
 def latest_group() -> WorkerGroup | None:
-    """Return the group of the latest strategy, preferring several workers.
+    """Return the latest strategy's group; one of several workers takes precedence.
 
     Returns:
         `WorkerGroup`, or `None` before a strategy is created.

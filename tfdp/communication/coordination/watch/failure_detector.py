@@ -321,7 +321,7 @@ class FailureDetector:
         )
 
     def first_with_other_reductions(self, own: WorkerProgress) -> int | None:
-        """Return the rank of the first worker with other traced reductions, or `None`.
+        """Return the first rank whose traced reductions differ from `own`'s, or `None`.
 
         Args:
             own: `WorkerProgress` of this worker.

@@ -149,9 +149,9 @@ class Watchdog(threading.Thread):
         super().start()
 
     def run(self) -> None:
-        """Check the other workers, and this worker's data, each second until one fails.
+        """Check the other workers and this worker's data source, about each second.
 
-        Then collectives are aborted, and the process is ended if it hangs.
+        After a failure, collectives are aborted, and the process is ended if it hangs.
         """
         while self._failure is None and not self._has_left:
             pause = _URGENT_CHECK_SECONDS if self._may_have_ended else _CHECK_SECONDS
@@ -449,8 +449,8 @@ class Watchdog(threading.Thread):
     def _set_failure(self, failure: WorkerFailure) -> None:
         """Set the failure that ends this worker, unless there is one already.
 
-        The heartbeat publishes it, the flight record is written, and waits for texts of
-        the store return.
+        The heartbeat publishes it, the flight record is written, and calls that wait
+        for texts in the store return.
         """
         if self._failure is None:
             # The flight record must have the main thread's stack before that thread
@@ -500,7 +500,7 @@ class Watchdog(threading.Thread):
             end_process(self._message(failure, place))
 
     def _check_data(self) -> None:
-        """Publish whether this worker waits for data; set its failure if data hangs."""
+        """Publish a wait for data; set this worker's failure if the source hangs."""
         waited = self._data.update()
         self._heartbeat.source = progress.source if waited else ""
         failure = self._data.failure(self._rank)
