@@ -99,7 +99,7 @@ class Admission:
             claim: Bytes, packed by `CLAIM`: rank, generation and address of this
                 process.
             seconds: Float, the longest wait for each address of the worker.
-            connection: Callable, creates the result from a socket and its keys.
+            connection: Callable, from the socket and its `Authenticated` to the result.
 
         Raises:
             ConnectionFailed: If the worker was not reached, or refuses this process
@@ -159,7 +159,7 @@ class JobState:
         is_running: Bool, whether all workers of the present cluster have joined.
         generation: Int, number of previous clusters of the job.
         workers: Sequence of strings, `"host:port"` of each worker of the cluster.
-        facts: Dict of strings, as `Membership.facts`.
+        facts: Dict of strings, settings that a process that joins must share.
     """
 
     is_running: bool

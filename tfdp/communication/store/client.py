@@ -39,7 +39,7 @@ class HostLost(ConnectionError):
 
 
 class Store:
-    """Store of a job, as one of its members uses it; any thread may call the methods.
+    """Client of the job's key-value store; any thread may call the methods.
 
     If the process that hosts the store ends, the worker with the copy, the standby,
     becomes the host: waiting calls continue to wait, and no value is lost.
@@ -47,7 +47,7 @@ class Store:
     Args:
         rank: Int, rank of this worker.
         host: Int, rank of the worker that hosts the store.
-        hosts: `Hosts`.
+        hosts: `Hosts`, which connects to the host.
 
     Raises:
         ConnectionFailed: If the host is not reached, or refuses this process.
@@ -254,7 +254,7 @@ class Store:
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
     def ask(self, kind: str, **request: Any) -> PendingAnswer:
-        """Send a request to the host of the store, and return the future of its answer.
+        """Send a request to the store's host; return the future of its answer, a dict.
 
         Args:
             kind: String, the kind of the request, one of those in `Server._execute`.
@@ -404,7 +404,7 @@ class Store:
         self._begin_reading(connection)
 
     def _begin_reading(self, connection: HostConnection) -> None:
-        """Handle messages that came with the admission, and those that come later."""
+        """Handle the first messages of a new connection; watch it for later ones."""
         for message in connection.first:
             self._receive(message)
         self._hosts.watch(connection, functools.partial(self._read, connection))
@@ -436,7 +436,7 @@ class Store:
 
 
 class PendingAnswer(concurrent.futures.Future):
-    """Future of the answer to a request.
+    """Future of the host's answer to a request, a dict.
 
     Args:
         number: Int, id of the request.

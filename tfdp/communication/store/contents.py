@@ -49,8 +49,9 @@ class Contents:
         """Apply a change to the values, the lost workers and the kept answers.
 
         Args:
-            change: Dict with some of the fields of a `Change`: `"values"`, `"lost"`,
-                and `"answer"` with `"to"`.
+            change: Dict with any of: `"values"`, from a key to its text, or to `None`
+                to delete it; `"lost"`, ranks; and `"answer"` with `"to"`, a list of
+                the rank, the id and the smallest awaited id of each answered request.
         """
         for key, text in change.get("values", {}).items():
             if text is None:

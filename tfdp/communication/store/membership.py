@@ -73,7 +73,7 @@ class Membership:
     """This process in its cluster: it holds its port, and hosts or uses the store.
 
     It listens on its port in the cluster, which shows the other workers that it runs.
-    Worker 0 serves the store of the job there; if worker 0 ends, another worker does.
+    Worker 0 hosts the job's key-value store; if worker 0 ends, another worker does.
     Workers of one machine connect by a Unix socket, on which the kernel knows the user
     of the process at the other end.
 

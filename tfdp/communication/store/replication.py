@@ -121,7 +121,7 @@ class Replication:
             self._waiting.append((self._sent, member, encoded))
 
     def _may_answer(self, member: Receiver, standby: Receiver) -> bool:
-        """Return whether the standby has, or surely gets, the changes before an answer.
+        """Return whether an answer can be sent now: the standby will have its changes.
 
         Args:
             member: `Receiver` of the answer.

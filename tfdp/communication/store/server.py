@@ -85,7 +85,7 @@ class _Gather:
 
     Args:
         texts: Dict from the rank of a worker to its text.
-        requests: Dict from the rank of a worker to its request, as in `Change`.
+        requests: Dict from the rank of a worker to the `Request` that has sent it.
         is_of_living: Bool, whether the all-gather waits only for workers that are not
             lost.
     """
@@ -111,7 +111,7 @@ class _Beat:
 
 
 class Server:
-    """Store that all workers of a job share, hosted by one process.
+    """Server of the job's key-value store, hosted by the process of one worker.
 
     Args:
         num_workers: Int, number of workers.
@@ -277,7 +277,8 @@ class Server:
 
         Args:
             member: `_Member` that has sent the request.
-            request: `Request`, its rank and ids.
+            request: `Request`, a tuple of the member's rank, the request's id, and the
+                smallest id that the member waits for.
             message: Dict, all fields of the request; `"do"` is its kind.
 
         Raises:
@@ -322,9 +323,10 @@ class Server:
         """Commit a change, and answer the requests that it completes.
 
         Args:
-            requests: List of `Request`s.
+            requests: List of `Request`s, tuples of the rank of a member, an id, and the
+                smallest id that the member waits for.
             answer: Dict, their answer.
-            **change: Further fields of the `Change`.
+            **change: Further fields of the `Change`, such as `values`.
 
         Raises:
             MessageTooLong: If the answer exceeds the limit; nothing has changed then.
@@ -449,7 +451,7 @@ class Server:
                 del self._readers[key]
 
     def _expel(self, ranks: list[int]) -> None:
-        """Remove members that others have declared lost, and that cannot return."""
+        """Remove members that others have declared lost; they cannot connect again."""
         self._commit({"lost": ranks})
         for rank in ranks:
             if rank in self._members:
