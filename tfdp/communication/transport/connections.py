@@ -253,7 +253,7 @@ class Connection:
     def close(self, reason: str = "", close_reason: CloseReason | None = None) -> None:
         """Close the connection; calls that wait at either end raise an error at once.
 
-        Later calls have no effect.
+        Only the first call has an effect.
 
         Args:
             reason: String, sent to the other end.

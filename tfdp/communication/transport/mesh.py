@@ -246,14 +246,14 @@ class Mesh:
     def send_close_reason(
         self, peer: int, lane: str, close_reason: CloseReason
     ) -> None:
-        """Implement `Registry.send_close_reason`: use the peer's control connection."""
+        """Send a peer why connection `lane` is closed, over the control connection."""
         with self._changed:
             control = self._controls.get(peer)
         if control is not None:
             control.send_close_reason(lane, close_reason)
 
     def close_reason_of(self, peer: int, lane: str) -> CloseReason | None:
-        """Implement `Registry.close_reason_of`; wait up to half a second for it."""
+        """Return why a peer closed connection `lane`; `None` if unknown after 0.5 s."""
 
         def is_known() -> bool:
             """Return whether the reason is known, or can no longer arrive."""
@@ -264,7 +264,7 @@ class Mesh:
             return self._close_reasons.get((peer, lane))
 
     def forget(self, connection: Connection) -> None:
-        """Implement `Registry.forget`: remove a connection that was closed."""
+        """Remove a connection, which this worker has closed, from the open ones."""
         with self._changed:
             self._connections.discard(connection)
 

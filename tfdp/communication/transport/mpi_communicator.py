@@ -148,7 +148,7 @@ class MpiCommunicator:
     def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
         """Sum `array` over all members, in place or into `into`.
 
-        Implements `Communicator.all_reduce`.
+        Implements `Communicator.all_reduce`; `tag` identifies the call.
         """
         target = array if into is None else into
         with self._messages.call():
@@ -166,7 +166,8 @@ class MpiCommunicator:
     ) -> None:
         """Sum this member's part of `array` over all members, in place or into `into`.
 
-        Implements `Communicator.reduce_scatter`.
+        Implements `Communicator.reduce_scatter`. The part of member `i` is from
+        `bounds[i]` to `bounds[i + 1]`; `tag` identifies the call.
         """
         own = array[bounds[self.index] : bounds[self.index + 1]]
         with self._messages.call():
@@ -176,7 +177,8 @@ class MpiCommunicator:
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
         """Receive the parts of the other members into `array`.
 
-        Implements `Communicator.all_gather`.
+        Implements `Communicator.all_gather`. The part of member `i` is from
+        `bounds[i]` to `bounds[i + 1]`; `tag` identifies the call.
         """
         with self._messages.call():
             self._all_gather(array, bounds, call_of("all-gather", array, tag, bounds))
@@ -186,7 +188,7 @@ class MpiCommunicator:
     ) -> None:
         """Send `sent[i]` to member `i`, and receive from it into `received[i]`.
 
-        Implements `Communicator.all_to_all`.
+        Implements `Communicator.all_to_all`; `tag` identifies the call.
         """
         with self._messages.call():
             received[self.index][:] = sent[self.index]
@@ -196,7 +198,7 @@ class MpiCommunicator:
     def broadcast(self, array: Array, source: int, tag: int) -> None:
         """Copy `array` of the member with index `source` to all members.
 
-        Implements `Communicator.broadcast`.
+        Implements `Communicator.broadcast`; `tag` identifies the call.
         """
         size = len(self.ranks)
         with self._messages.call():
@@ -214,7 +216,7 @@ class MpiCommunicator:
             self._all_gather(array, bounds, call)
 
     def barrier(self, tag: int) -> None:
-        """Wait until all members have called this, as in `Communicator.barrier`."""
+        """Wait until all members have called this with the same `tag`, an int."""
         size, distance = len(self.ranks), 1
         nothing = np.empty(0, np.uint8)
         with self._messages.call():

@@ -57,7 +57,9 @@ class QuorumSum:
 
 
 class QuorumMember:
-    """Base class of an endpoint that contributes to each step, and receives all sums.
+    """Endpoint of a worker in sums that close after enough workers have contributed.
+
+    Base class of `QuorumLeader`, on worker 0, and of `QuorumFollower`.
 
     Args:
         on_change: Callable, called with the number of sums that have arrived and were

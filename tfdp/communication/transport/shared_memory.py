@@ -111,7 +111,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
     def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
         """Sum `array` over all members, in place or into `into`.
 
-        Implements `Communicator.all_reduce`.
+        Implements `Communicator.all_reduce`; `tag` identifies the call.
         """
         if self._is_for_sockets(array):
             super().all_reduce(array, tag, into)
@@ -130,7 +130,8 @@ class SharedMemoryCommunicator(SocketCommunicator):
     ) -> None:
         """Sum this member's part of `array` over all members, in place or into `into`.
 
-        Implements `Communicator.reduce_scatter`.
+        Implements `Communicator.reduce_scatter`. The part of member `i` is from
+        `bounds[i]` to `bounds[i + 1]`; `tag` identifies the call.
         """
         if self._is_for_sockets(array):
             super().reduce_scatter(array, bounds, tag, into)
@@ -145,7 +146,8 @@ class SharedMemoryCommunicator(SocketCommunicator):
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
         """Receive the parts of the other members into `array`.
 
-        Implements `Communicator.all_gather`.
+        Implements `Communicator.all_gather`. The part of member `i` is from
+        `bounds[i]` to `bounds[i + 1]`; `tag` identifies the call.
         """
         if self._is_for_sockets(array):
             super().all_gather(array, bounds, tag)
@@ -156,7 +158,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
     def broadcast(self, array: Array, source: int, tag: int) -> None:
         """Copy `array` of the member with index `source` to all members.
 
-        Implements `Communicator.broadcast`.
+        Implements `Communicator.broadcast`; `tag` identifies the call.
         """
         if self._is_for_sockets(array):
             super().broadcast(array, source, tag)
@@ -395,7 +397,7 @@ class _Outbox:
 
         Args:
             slot: Int, 0 or 1, the slot of the step.
-            member: Int, index of the member that the chunk is for, or `_SUMS`.
+            member: Int, index of the member that the chunk is for; `_SUMS` for sums.
             values: Array, not longer than a chunk.
         """
         self.get(slot, member, values)[:] = values
@@ -405,7 +407,7 @@ class _Outbox:
 
         Args:
             slot: Int, 0 or 1, the slot of the step.
-            member: Int, index of the member, or `_SUMS`.
+            member: Int, index of the member, or `_SUMS` for the chunk of sums.
             like: Array with that length and dtype.
         """
         return self._chunks[slot, member, : like.nbytes].view(like.dtype)

@@ -100,7 +100,7 @@ class SocketCommunicator:
     def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
         """Sum `array` over all members, in place or into `into`.
 
-        Implements `Communicator.all_reduce`.
+        Implements `Communicator.all_reduce`; `tag` identifies the call.
         """
         total = array if into is None else into
         call = call_of("all-reduce", array, tag)
@@ -116,7 +116,8 @@ class SocketCommunicator:
     ) -> None:
         """Sum this member's part of `array` over all members, in place or into `into`.
 
-        Implements `Communicator.reduce_scatter`.
+        Implements `Communicator.reduce_scatter`. The part of member `i` is from
+        `bounds[i]` to `bounds[i + 1]`; `tag` identifies the call.
         """
         if into is not None:
             array = array.copy()
@@ -129,7 +130,8 @@ class SocketCommunicator:
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
         """Receive the parts of the other members into `array`.
 
-        Implements `Communicator.all_gather`.
+        Implements `Communicator.all_gather`. The part of member `i` is from
+        `bounds[i]` to `bounds[i + 1]`; `tag` identifies the call.
         """
         call = call_of("all-gather", array, tag, bounds)
         with self._collective():
@@ -141,7 +143,7 @@ class SocketCommunicator:
     ) -> None:
         """Send `sent[i]` to member `i`, and receive from it into `received[i]`.
 
-        Implements `Communicator.all_to_all`.
+        Implements `Communicator.all_to_all`; `tag` identifies the call.
         """
         with self._collective():
             received[self.index][:] = sent[self.index]
@@ -157,7 +159,7 @@ class SocketCommunicator:
     def broadcast(self, array: Array, source: int, tag: int) -> None:
         """Copy `array` of the member with index `source` to all members.
 
-        Implements `Communicator.broadcast`.
+        Implements `Communicator.broadcast`; `tag` identifies the call.
         """
         call = call_of(f"broadcast {source}", array, tag)
         with self._collective():
@@ -167,7 +169,7 @@ class SocketCommunicator:
                 self._broadcast_chain(call, array, source)
 
     def barrier(self, tag: int) -> None:
-        """Wait until all members have called this, as in `Communicator.barrier`."""
+        """Wait until all members have called this with the same `tag`, an int."""
         with self._collective():
             nothing = np.empty(0, np.uint8)
             self._exchange_whole(CollectiveHeader("barrier", tag), nothing, nothing)
@@ -357,9 +359,9 @@ class SocketCommunicator:
         *,
         gather: bool,
     ) -> None:
-        """Reduce by `OrderedSums`: each member receives and adds its part from all.
+        """Reduce-scatter by `OrderedSums`: each member adds its part of all arrays.
 
-        The arguments are those of `_reduce`.
+        With `gather`, all-gather the sums. The arguments are those of `_reduce`.
         """
         steps = range(2 if gather else 1)
         segments = Segments(array, total, bounds, steps=steps, num_bytes=self._segment)
@@ -463,7 +465,7 @@ class SocketCommunicator:
     def _check(
         self, header: memoryview, expected: CollectiveHeader, index: int
     ) -> None:
-        """Raise `TransportError` unless member `index` has sent the expected call."""
+        """Raise `TransportError` unless the header of member `index` is as expected."""
         check(header, expected, self._rank, self.ranks[index])
 
     def _need_scratch(self, num_bytes: int) -> Array:
