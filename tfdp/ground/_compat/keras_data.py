@@ -23,7 +23,7 @@ can_convert_arrays = array_data_adapter.can_convert_arrays
 
 
 def inputs_of(adapter: Any) -> Any:
-    """Return the arrays that Keras's adapter holds: `x`, or a tuple of `x`, `y`, ..."""
+    """Return the arrays in Keras's adapter of arrays: `x`, or a tuple `(x, y, ...)`."""
     return adapter._inputs
 
 
@@ -48,10 +48,10 @@ def set_dataset_of_epoch(epoch_iterator: Any, make: Callable) -> None:
 
 
 def begins_to_read(epoch_iterator: Any) -> bool:
-    """Return whether Keras reads the dataset's iterator as soon as it has created it.
+    """Return whether Keras reads at once from the data iterator that it now creates.
 
-    Call it only while Keras creates the iterator. After the last batch of data of a
-    known length, Keras creates a next iterator, which it may never read.
+    Call it only while Keras creates the iterator. It is false for the iterator that
+    Keras creates after the last batch of data of known length, and may never read.
     """
     return epoch_iterator._current_iterator is None
 
@@ -169,8 +169,8 @@ def adapter_of_py_dataset(watch: Callable, **arguments: Any) -> Any:
 class RowsOfPyDatasetAdapter(py_dataset_adapter.PyDatasetAdapter):
     """Keras's adapter of a `PyDataset` that reads only this worker's rows of a batch.
 
-    An item has these `"rows"`, which Keras standardizes like a batch, with class
-    weights, and the `"total"` number of rows of the global batch.
+    Each item of the dataset is a dict: `"rows"` are this worker's rows, which Keras
+    standardizes like a batch, and `"total"` is the number of rows of the global batch.
     """
 
     def _standardize_batch(self, item: dict[str, Any]) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def in_state_of_caller(function: Callable) -> Callable:
 
 
 def overridden(model: Any, names: tuple[str, ...] = STEP_METHODS) -> list[str]:
-    """Return the names of Keras's methods that a model or its class overrides."""
+    """Return those of Keras's methods `names` that a model or its class overrides."""
     return [
         name
         for name in names
@@ -190,10 +190,11 @@ def build_by_steps(
 
 
 def _trace_step(model: Any, data_batch: Any, name: str) -> None:
-    """Build layers, losses and metrics by a symbolic call of a step.
+    """Build layers, losses and metrics by a symbolic call of the step method `name`.
 
-    Gradients of variables are zeros in it, and optimizers do nothing. If the step fails
-    all the same, the layers that it called before are built.
+    It is called with symbolic tensors of the shapes in `data_batch`. Gradients are
+    zeros, and optimizers do nothing. An error of the step is ignored; the layers that
+    it called before the error are built.
     """
 
     def symbol(spec: Any) -> Any:
@@ -291,9 +292,10 @@ def replaced_optimizer(model: Any, optimizer: Any) -> Iterator[None]:
 
 
 def backup_without_files(callback: Any, folder: TemporaryDirectory) -> Any:
-    """Return a copy of Keras's `BackupAndRestore` that writes no files but weights.
+    """Return a copy of a `BackupAndRestore` callback with `folder` as backup directory.
 
-    Its metadata is written to `folder` instead, which lives as long as the copy.
+    It writes its metadata to `folder`, deletes no backups, and keeps `folder` from
+    being deleted. The path of the weights is that of `callback`.
     """
     twin = object.__new__(type(callback))
     vars(twin).update(vars(callback))
@@ -313,11 +315,10 @@ def backup_without_files(callback: Any, folder: TemporaryDirectory) -> Any:
 
 
 def weights_of_layers(model: Any) -> list:
-    """Return a list of the weights of a model's layers that training may change.
+    """Return a list of all weights that layers of a model created as trainable.
 
-    Those of frozen layers are included.
-
-    Each is listed once, by layer. Keras's own lists leave out frozen weights.
+    Weights of frozen layers are included, unlike in `model.trainable_weights`. Each
+    weight is listed once.
     """
     variables = [
         variable

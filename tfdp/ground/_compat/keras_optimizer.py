@@ -171,11 +171,10 @@ def drop_missing_gradients(optimizer: Any, gradients: list, variables: list) -> 
 
 
 def overwrite_by_gradients(optimizer: Any, gradients: list, variables: list) -> tuple:
-    """Set float8 scales to their gradients; return a pair of lists without these.
+    """Assign each float8 scale its new value, which Keras passes as its gradient.
 
-    The lists have the remaining gradients and their variables.
-
-    The gradient of such a scale is its new value.
+    Returns:
+        Tuple of two lists: the gradients of all other variables, and these variables.
     """
     return optimizer._overwrite_variables_directly_with_gradients(gradients, variables)
 
@@ -193,7 +192,10 @@ def apply_weight_decay(optimizer: Any, variables: list) -> None:
 def update_variables(
     optimizer: Any, gradients: list, variables: list, learning_rate: Any
 ) -> None:
-    """Run an optimizer's own update of variables, without Keras's all-reduce."""
+    """Update variables by reduced gradients, without Keras's all-reduce.
+
+    `learning_rate` is a scalar tensor, used in place of the optimizer's own.
+    """
     reduced = copy_with(optimizer, _all_reduce_sum_gradients=list)
     reduced._backend_update_step(gradients, variables, learning_rate)
 

@@ -96,12 +96,14 @@ def hide_from_tracebacks(folder: str) -> None:
 
 
 def _cell_in_traceback_filter(function: Any) -> Any:
-    """Return the closure cell of a function in Keras's traceback filter, or `None`.
+    """Return the closure cell with the function that Keras's traceback filter wraps.
+
+    It is `None` if `function` is not such a wrapper.
 
     Python looks up `model.fit` in `model.fit(callbacks=[tfdp.callbacks...])` before it
-    creates the callback, which may be the first use of tfdp. So the method that is
-    looked up already must call the replacement too, and a change of the cell does that.
-    Keras's filter then also leaves out tfdp's frames.
+    creates the callback, which may be the first use of tfdp. With a new content of
+    the cell, the method that is looked up already calls the replacement, too. Keras's
+    filter then also leaves out tfdp's frames.
     """
     if getattr(function, "__globals__", None) is not vars(traceback_utils):
         return None
@@ -110,6 +112,6 @@ def _cell_in_traceback_filter(function: Any) -> Any:
 
 
 def _function_of(owner: Any, name: str) -> Any:
-    """Return an owner's function, or the getter of its property; `None` if missing."""
+    """Return an attribute of `owner`, or the getter of a property; `None` if missing."""
     attribute = getattr(owner, name, None)
     return attribute.fget if isinstance(attribute, property) else attribute

@@ -56,9 +56,9 @@ def python_function_of_map(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
 
 
 def parallelism_of(dataset: tf.data.Dataset) -> Any:
-    """Return the `num_parallel_calls` of a last stage `map` or `batch`.
+    """Return the `num_parallel_calls` of a dataset that ends in a `map` or `batch`.
 
-    It is a number, or a tensor if TensorFlow does not know it statically; `None` if it
+    It is an int, or a tensor if TensorFlow does not know it statically; `None` if it
     was not given.
     """
     return _value(getattr(dataset, "_num_parallel_calls", None))

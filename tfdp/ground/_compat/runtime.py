@@ -232,7 +232,7 @@ def remove_generated_files() -> None:
 
 
 def profile_of(serialized: bytes) -> Any:
-    """Parse a profile of `tf.profiler` into an `XSpace` of planes, lines and events.
+    """Parse the bytes of an `.xplane.pb` file of `tf.profiler` into an `XSpace`.
 
     The only other parser is TensorBoard's plug-in. Checked on TensorFlow 2.19 to 2.21.
     """

@@ -48,11 +48,13 @@ def record_read(variable: Any, value: tf.Tensor) -> None:
 
 
 def step_graph() -> Any:
-    """Return the graph of a replica's step, outside of its loops and branches.
+    """Return the graph in which a replica's step is traced.
+
+    In the body of a loop or a branch it is the graph around it.
 
     Returns:
-        A graph, or `None` inside a `tf.function` that the step calls: tensors of the
-        step belong to one call of that function only.
+        A graph, or `None` inside a `tf.function` that the step calls: a tensor that is
+        created there belongs to one call of that function only.
     """
     entry = getattr(threading.current_thread(), "graph", None)
     graph = ops.get_default_graph()
@@ -78,14 +80,14 @@ def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
 
 
 def attached(graph: Any, key: Any, make: Any) -> Any:
-    """Return an object that is stored with a graph, created on first use.
+    """Return the object that an attribute of a graph stores by `key`, created once.
 
-    A dictionary by graph would keep the graphs alive, as the objects hold tensors of
+    A global dict by graph would keep the graphs alive, as the objects hold tensors of
     them.
 
     Args:
         graph: Graph of TensorFlow.
-        key: Hashable object, the key of the object among those of the graph.
+        key: Hashable object, such as a string.
         make: Callable without arguments that creates the object.
     """
     objects = getattr(graph, "_tfdp_attached", None)

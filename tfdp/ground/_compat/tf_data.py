@@ -129,7 +129,7 @@ def _captured_variants(part: tf.data.Dataset) -> list[tf.Tensor]:
 
 
 def _names_in_variant(variant: tf.Tensor) -> Iterator[str]:
-    """Yield the argument `name` of each stage of a captured dataset."""
+    """Yield the argument `name` of each stage of the dataset in a variant tensor."""
     # A variant that is not a dataset, or a dataset too large for a graph, cannot be
     # converted, and is left out.
     with contextlib.suppress(tf.errors.OpError):
@@ -209,10 +209,10 @@ def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
 
 
 def sources_of(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
-    """Return the tensors from which a dataset was created, and the names of files.
+    """Return the tensors and file names from which a dataset was created.
 
-    Left out are sources of datasets that functions create or capture, and the end of a
-    range.
+    Datasets that functions create or capture are left out, and so is the `stop` of
+    `Dataset.range`.
 
     Returns:
         Dict from a string such as `"from_tensor_slices[0]"`, the method of the source
@@ -262,10 +262,10 @@ def begin_shuffles(dataset: tf.data.Dataset) -> None:
 
 
 def shuffle_alike(part: Any, source: tf.data.Dataset) -> tf.data.Dataset:
-    """Shuffle a dataset with the settings and the seeds of another dataset's shuffle.
+    """Return `source`, shuffled with the settings and seeds of the shuffle `part`.
 
     Args:
-        part: Dataset whose last stage is a `shuffle`.
+        part: Dataset whose last stage is a `shuffle`, with any input.
         source: Dataset to shuffle.
     """
     seeds = part._seed, part._seed2

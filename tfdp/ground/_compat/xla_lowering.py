@@ -68,7 +68,10 @@ def lower(concrete: Any, arguments: Sequence[tf.TensorSpec], device: str) -> Non
 
 
 def _value_of(tensor: Any) -> Any:
-    """Return a captured tensor as a value, zeros if only a running step knows it."""
+    """Return the eager tensor that a function captured; zeros if it is symbolic.
+
+    Unknown sizes of a symbolic tensor are 1.
+    """
     value = outermost(tensor)
     if not tf.is_symbolic_tensor(value):
         return value
