@@ -328,7 +328,7 @@ def has_error_feedback(compression: Any) -> bool:
 
 
 def _check_no_residuals(levels: tuple[Any, Any]) -> None:
-    """Raise if a compressor keeps residuals, which need buckets that do not change.
+    """Raise `ValueError` if a compressor keeps residuals, which need fixed buckets.
 
     Args:
         levels: Tuple of the compressions inside nodes and across them.

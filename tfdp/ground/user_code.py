@@ -128,7 +128,7 @@ def text_of_line(path: str, line: int) -> str:
 
 
 def _cell(path: str) -> str:
-    """Name the source of code without a file: "a cell" of a notebook, or `<string>`."""
+    """Return `path` if it is like `<string>`, otherwise "a cell" of a notebook."""
     return path if path.startswith("<") and "ipython" not in path else "a cell"
 
 

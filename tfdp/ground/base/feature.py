@@ -81,7 +81,7 @@ class Feature:
     def before_sync(self, model: Any) -> None:
         """Prepare for the end of an epoch or evaluation, where all workers synchronize.
 
-        A feature pauses exchanges in which only some of the workers take part.
+        A feature pauses communication in which only some workers take part.
         """
 
     def before_loop(self, model: Any) -> None:
@@ -110,13 +110,18 @@ class Feature:
     def gradient_exchange(self, fit: Fit) -> Any:
         """Return the `GradientExchange` that replaces a `fit`'s all-reduce, or `None`.
 
+        It sums gradients in each step without a wait for all replicas.
+
         Raises:
             ValueError: If the model or the arguments do not support it.
         """
         return None
 
     def wrap_step(self, model: Any, step: Callable) -> Callable:
-        """Return the function that replaces `step`, a model's `train_function`."""
+        """Wrap `step`, a model's `train_function`; by default return `step` itself.
+
+        Both functions take an iterator over batches, and return the logs of a step.
+        """
         return step
 
     def batches_between_syncs(self, model: Any) -> int | None:

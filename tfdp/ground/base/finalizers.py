@@ -71,7 +71,7 @@ class FinalizerThread:
         return forks.finalize(owned_by, self._calls.put, (function, args, kwargs))
 
     def _reset(self) -> None:
-        """Begin with no thread and no calls, in a new object or a forked process."""
+        """Forget the thread and its calls, in a new object or a forked process."""
         self._lock = threading.Lock()
         # Garbage collection may call `put` while the same thread is inside another
         # `put`. `SimpleQueue` allows this; a `Queue` would deadlock.

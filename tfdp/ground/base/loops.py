@@ -53,13 +53,16 @@ class Loop:
 
     @property
     def features(self) -> Any:
-        """`Features` of the optimizer that the loop trains with, or `None`."""
+        """`Features`, such as loss scaling, of the optimizer that the loop trains with.
+
+        It is `None` if the loop does not train, or the optimizer has none.
+        """
         optimizer = getattr(self.model, "optimizer", None)
         return getattr(optimizer, "features", None) if self.trains else None
 
     @property
     def independent_groups(self) -> Any:
-        """`IndependentGroups` of replicas that the loop trains with, or `None`."""
+        """`IndependentGroups` of replicas, which update on their own, or `None`."""
         return self.features and self.features.independent_groups
 
 

@@ -132,7 +132,7 @@ def _cgroups() -> Iterator[tuple[Path, _Names]]:
 
 
 def _cached(folder: Path, names: _Names) -> int:
-    """Return the bytes of cached files in a cgroup, which the kernel frees first."""
+    """Return the bytes of files in the page cache of the memory cgroup in `folder`."""
     lines = (folder / "memory.stat").read_text().splitlines()
     fields = dict(line.split() for line in lines)
     kinds = ("inactive_file", "active_file")

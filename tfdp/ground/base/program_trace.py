@@ -123,12 +123,12 @@ class ProgramTrace:
         return self._templates[op]
 
     def source(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the tensor that stands for an object in the program, created once.
+        """Return the tensor that stands for an object, such as a parameter, in the trace.
 
-        Gradients of a sharded parameter are computed with respect to such a tensor.
+        Gradients of a sharded parameter are computed with respect to this tensor.
 
         Args:
-            key: Any object, kept alive by the caller.
+            key: The object, compared by identity, so it must exist during the trace.
             make: Callable that creates the tensor, outside of all branches and loops.
         """
         if id(key) not in self._sources:
@@ -143,8 +143,8 @@ _latest = threading.local()
 def record_losses(targets: Sequence[Any]) -> None:
     """Record the losses, or other tensors, that this thread takes gradients of.
 
-    `latest_loss` returns the last one. Those of a trace are searched for a division by
-    the number of replicas.
+    `latest_loss` returns the last one. Losses of a `ProgramTrace` are checked for a
+    division by the number of replicas, of which tfdp warns.
 
     Args:
         targets: Sequence of tensors.
@@ -167,7 +167,7 @@ def latest_loss() -> Any:
 
 
 def current() -> ProgramTrace | None:
-    """Return the one-device program that this thread traces or runs, or `None`."""
+    """Return the one-device program that this thread traces or runs eagerly, if any."""
     return step_context.current().trace
 
 

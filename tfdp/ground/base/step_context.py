@@ -33,7 +33,8 @@ class StepContext:
             traced now, such as `"bucket 0"`, or `None`.
         ops_before_need: Sequence of operations, the last ones that run without the
             results of the collectives that are traced now, see `timing.needed_after`.
-        carried: `CarriedScalar` that a bucket of gradients may carry, or `None`.
+        carried: `CarriedScalar`, such as the loss, that may be appended to a bucket of
+            gradients to be summed with it; or `None`.
         update_draws: Iterator of ints in an optimizer's update, where all replicas draw
             the same random numbers: seeds of operations without one. Else `None`.
         builds_optimizer: Bool, whether the step builds an optimizer now. It does so
@@ -56,7 +57,7 @@ class StepContext:
 
 
 class _Thread(threading.local):
-    """Context of the step of each thread, at first an empty one."""
+    """Thread-local `StepContext` of the current step; initially all default values."""
 
     context = StepContext()
 

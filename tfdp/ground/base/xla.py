@@ -116,7 +116,7 @@ def _static(tensor: Any, any_size: int) -> tf.TensorSpec:
 
 
 def _problem(concrete: Any, specs: list[tf.TensorSpec], device: str) -> str:
-    """Return XLA's error for a function with arguments of these specs, or `""`."""
+    """Return XLA's error for a function with arguments of `specs`; `""` without one."""
     try:
         xla_lowering.lower(concrete, specs, device)
     except (ValueError, tf.errors.OpError) as error:
@@ -125,7 +125,7 @@ def _problem(concrete: Any, specs: list[tf.TensorSpec], device: str) -> str:
 
 
 def _reason(text: str) -> str:
-    """Return the reason in an error of XLA, as a clause for messages."""
+    """Return why XLA cannot compile, as a clause, from the `text` of its error."""
     lacks = _LACKS.search(text)
     if lacks:
         return f"XLA lacks the operation `{lacks[1]}` ({lacks[2]!r})"

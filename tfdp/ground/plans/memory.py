@@ -153,7 +153,7 @@ def _accumulated_itemsize(itemsize: int) -> int:
 
 
 def _format_field(name: str, report: MemoryReport) -> str:
-    """Format a field with and without sharding: "slots 400 (unsharded 800)"."""
+    """Format the field `name` of both memories: "slots 400 (unsharded 800)"."""
     sharded, whole = getattr(report.sharded, name), getattr(report.whole, name)
     text = f"{name} {sharded:,}"
     return text if sharded == whole else f"{text} (unsharded {whole:,})"

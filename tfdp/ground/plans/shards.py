@@ -65,7 +65,7 @@ class ShardBucket:
         return self.slice_size - _length(self.rows[owner])
 
     def places(self, owner: int) -> Iterator[tuple[Segment, int, int]]:
-        """Yield an owner's segments, each with its start and stop in the shard."""
+        """Yield each segment of an owner, with its start and stop in the shard."""
         end = 0
         for segment in self.rows[owner]:
             begin, end = end, end + segment.size

@@ -222,10 +222,10 @@ def _combine_by_pairs(node_of: np.ndarray) -> tuple[Transfer, ...]:
 
 
 def _distances(power: int) -> list[int]:
-    """Return the distances of partners in recursive halving, the smallest first.
+    """Return the distances between partners in recursive halving: 1, 2, 4, ...
 
     Args:
-        power: Int, the number of positions, a power of two.
+        power: Int, the number of replicas, a power of two.
     """
     return [1 << bit for bit in range(power.bit_length() - 1)]
 
