@@ -112,6 +112,6 @@ def _cell_in_traceback_filter(function: Any) -> Any:
 
 
 def _function_of(owner: Any, name: str) -> Any:
-    """Return an attribute of `owner`, or the getter of a property; `None` if missing."""
+    """Return an attribute of `owner`, or a property's getter; `None` if missing."""
     attribute = getattr(owner, name, None)
     return attribute.fget if isinstance(attribute, property) else attribute

@@ -123,7 +123,7 @@ class ProgramTrace:
         return self._templates[op]
 
     def source(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the tensor that stands for an object, such as a parameter, in the trace.
+        """Return the tensor that stands for an object, such as a parameter, in a trace.
 
         Gradients of a sharded parameter are computed with respect to this tensor.
 
