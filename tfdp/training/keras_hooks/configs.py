@@ -132,7 +132,7 @@ def comparable(value: Any) -> Any:
 
 
 def _comparable_dict(value: dict) -> dict[str, Any]:
-    """Apply `comparable` to a config's entries; leave out those that may differ."""
+    """Return a config with `comparable` entries, without those that may differ."""
     if value.get("class_name") == "__lambda__" or set(value) == {"value"}:
         # The code of a lambda is not compared: it includes line numbers of the file.
         return {}
@@ -197,7 +197,7 @@ def by_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _argument_config(value: Any) -> Any:
-    """Return comparable configs of losses or metrics in an argument of `compile`."""
+    """Return configs, as `_config` does, of losses or metrics passed to `compile`."""
     value = keras.tree.map_structure(_config, value)
     if isinstance(value, dict):
         return by_name([(str(key), item) for key, item in value.items()])

@@ -44,13 +44,13 @@ from tfdp.training.sharding.full_state import FullState, gather_full_state
 def save_file(
     original: Callable, model: Any, filepath: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Save a model to a file by a function of Keras, atomically.
+    """Save a model to a file atomically, with a Keras optimizer that Keras can load.
 
-    The file has the Keras optimizer that the `DistributedOptimizer` wraps. `original`
-    is the function, called with all other arguments.
+    That is the optimizer that the `DistributedOptimizer` wraps. `original` is a
+    function of Keras, such as `save_model`, called with all other arguments.
 
     Returns:
-        Result of the function.
+        Result of `original`.
     """
 
     @functools.wraps(original)
@@ -70,12 +70,12 @@ def save_file(
 def _save_with_plain_optimizer(
     original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Save by a function of Keras, with the Keras optimizer inside tfdp's wrapper.
+    """Save by Keras's function `original`, with the optimizer inside tfdp's wrapper.
 
     With sharded state all workers take part, and worker 0 writes.
 
     Returns:
-        Result of the function.
+        Result of `original`; with sharded state, `None` on other workers than 0.
 
     Raises:
         OSError: With sharded state, on all workers but 0, if worker 0 could not save.
@@ -140,10 +140,10 @@ def save_tensors(
 def load_with_plain_optimizer(
     original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load by a function of Keras, into the Keras optimizer inside tfdp's wrapper.
+    """Load by Keras's function `original` into the optimizer inside tfdp's wrapper.
 
     Returns:
-        Result of the function.
+        Result of `original`.
 
     Raises:
         ValueError: With sharded state, if only some workers see the file.
@@ -193,7 +193,8 @@ def plain_optimizer(model: Any, full_state: FullState | None = None) -> Iterator
 def save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
     """Save an optimizer's variables to `store`, Keras's dict-like store in a file.
 
-    Gradients that each replica accumulates are saved as their sum over replicas.
+    Gradients that each replica accumulates are saved as their sum over replicas. If
+    there are none, Keras's method `original` saves.
     """
     sums = _accumulators_of_replicas(optimizer)
     if not sums:
@@ -213,7 +214,8 @@ def save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
 def load_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
     """Load an optimizer's variables from `store`, Keras's dict-like store in a file.
 
-    Each of N replicas receives an N-th of a saved sum of accumulated gradients.
+    Keras's method `original` loads them. Then each of N replicas gets an N-th of a
+    loaded sum of accumulated gradients.
     """
     original(optimizer, store)
     for variable in _accumulators_of_replicas(optimizer):

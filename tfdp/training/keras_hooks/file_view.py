@@ -237,9 +237,9 @@ class AccumulatedGradients:
         return VariableView(sum_view.path, sum_view.shape, read, write)
 
     def _local_sum(self, variable: Any) -> VariableView:
-        """Create a view of an accumulator that each replica has.
+        """Create a view of a Keras variable in which each replica accumulates a sum.
 
-        A read estimates the sum over all replicas from those of this worker. A write
+        A read estimates the total of all replicas from the sums of this worker. A write
         assigns the value to each local replica.
         """
         return VariableView(

@@ -40,16 +40,16 @@ def reduce_values(
     sample_weight: Any = None,
     reduction: Any = "sum_over_batch_size",
 ) -> Any:
-    """Reduce loss values, and scale a scalar mean as Keras scales its own means.
+    """Reduce loss values; divide a scalar mean by the number of replicas.
 
-    Keras does not scale the scalar mean that a loss function returns, so the sum over
-    replicas would be too large.
+    Keras divides the means that it computes, but not a scalar mean that a loss function
+    returns, so the sum over replicas would be too large.
 
     Args:
         original: Callable, the `reduce_values` of Keras.
-        values: As in `original`.
-        sample_weight: As in `original`. Defaults to `None`.
-        reduction: As in `original`. Defaults to `"sum_over_batch_size"`.
+        values: Tensor of losses, or the scalar that a loss function has returned.
+        sample_weight: Tensor or `None`, as in `original`. Defaults to `None`.
+        reduction: String or `None`, as in a loss. Defaults to `"sum_over_batch_size"`.
 
     Returns:
         Tensor like the result of `original`.
@@ -107,6 +107,9 @@ def unscale_loss(original: Callable, value: Any) -> Any:
 def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
     """Compute the moments of a global batch by one all-reduce, where Keras uses three.
 
+    Outside of replicas, Keras's function `original` computes them. `x`, `axes` and
+    `keepdims` are those of `keras.ops.moments`.
+
     Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167, over the
     global batch.
 
@@ -138,8 +141,8 @@ def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
 def masked_moments(original: Callable, layer: Any, inputs: Any, mask: Any) -> Any:
     """Compute a layer's masked moments, over the global batch if it is synchronized.
 
-    Keras computes them over the replica's samples. As in Keras there are two passes:
-    the mean, then the squared deviations from it.
+    Keras's method `original` computes them over the replica's samples. As in Keras
+    there are two passes: the mean, then the squared deviations from it.
 
     Returns:
         Tuple of the mean and the variance.
@@ -178,7 +181,8 @@ def normalize(
     """Call a `BatchNormalization`; in an eager step, on each replica's rows separately.
 
     An eager step runs on the rows of all replicas. The moving statistics become the
-    mean over replicas, weighted by rows.
+    mean over replicas, weighted by rows. `original` is the `call` of the layer, with
+    the other arguments.
 
     Returns:
         Tensor like `inputs`, the normalized rows.
@@ -217,7 +221,7 @@ def _is_synchronized(layer: Any) -> bool:
 def rematerialize(original: Callable, function: Callable) -> Callable:
     """Wrap a function so that the backward pass computes it again.
 
-    TensorFlow's `recompute_grad` rejects keyword arguments in a graph; the returned
+    Keras's `remat`, here `original`, rejects keyword arguments in a graph; the returned
     function takes them.
     """
     if not is_tfdp(tf.distribute.get_strategy()):
@@ -239,6 +243,8 @@ def rematerialize(original: Callable, function: Callable) -> Callable:
 
 def pad_empty_batch(original: Callable, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Convolve or pool a zero row in place of an empty batch, and drop the result.
+
+    `original` is Keras's function, called with all other arguments.
 
     For an input without rows TensorFlow's oneDNN convolutions, in float32 on CPUs,
     return the shape of the input, and later layers fail; the gradient of pooling ends
@@ -288,6 +294,7 @@ def _may_be_empty(inputs: Any) -> bool:
 def draw_seed(original: Callable, seed: Any) -> Any:
     """Return a Keras seed plus an offset, so that replicas draw different numbers.
 
+    Keras's function `original` draws the seed from `seed`, such as a `SeedGenerator`.
     The offset of rank 0 is zero. A step that is traced as on one device has one seed,
     and so has an optimizer's update, after which all replicas have the same weights.
 
@@ -334,7 +341,8 @@ def _moments_per_replica(
     """Compute the moments of each replica's rows, in a step traced as on one device.
 
     Marks on tensors show `tfdp.training.program` which values belong to one replica,
-    and which to all.
+    and which to all. `original` is the method of the `BatchNormalization` that computes
+    them from `inputs` and `mask`.
 
     Returns:
         Tuple of the mean and the variance, marked as those of a replica.

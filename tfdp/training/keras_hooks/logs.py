@@ -135,9 +135,9 @@ def _sum_over_replicas(strategy: Any, model: Any, states: list) -> list[tf.Tenso
 
 
 def _local_values(strategy: Any, value: Any) -> list:
-    """Return a list with an output of the step on each local replica.
+    """Return a list with each local replica's value of the per-replica `value`.
 
-    TensorFlow merges identical objects into one, which the list then repeats.
+    TensorFlow merges identical values into one, which the list then repeats.
     """
     values = list(strategy.experimental_local_results(value))
     num_local = strategy.extended.num_local

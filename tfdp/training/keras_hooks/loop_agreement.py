@@ -72,7 +72,8 @@ def agree_on_loop(
 ) -> bool:
     """Raise on every worker if workers would run different loops.
 
-    New variables of an open strategy scope are synchronized in the same exchange.
+    Workers compare the calls, data, models and callbacks by an all-gather. By the same
+    one they compare new variables, which then get worker 0's values.
 
     Args:
         strategy: A tfdp strategy of several workers.
@@ -233,10 +234,10 @@ def _compare_workers(
     values: ArrayValues,
     extra: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Compare facts about a call between workers, and raise on all if they differ.
+    """Compare a call and its model between workers; raise on all if they differ.
 
-    In the same exchange, new variables get worker 0's values, and workers compare the
-    weights that scripts have assigned since the last comparison.
+    New variables get worker 0's values, and workers compare the weights that scripts
+    have assigned since the last comparison.
 
     Args:
         strategy: A tfdp strategy of several workers.
@@ -248,17 +249,16 @@ def _compare_workers(
         extra: Dict of JSON values that workers exchange, but do not compare.
 
     Returns:
-        List of dicts, `extra` of each worker.
+        List of dicts, by rank: `extra` of each worker, with further entries.
     """
     worker_group = worker_group_of(model)
     topic = f"the settings of {name}"
     created = strategy.extended.new_variables.take()
 
     def before(gathered: Sequence[dict[str, Any]]) -> None:
-        """Synchronize new variables, and raise the problem of worker 0, if it has one.
+        """Give new variables worker 0's values; raise a problem with its callbacks.
 
-        `compare` calls it before it compares the facts. The new variables get worker
-        0's values.
+        `compare` calls this before it compares the calls.
 
         Args:
             gathered: Sequence of each worker's `extra`: "created" is a summary of the
@@ -360,9 +360,10 @@ def _weights_of(name: str, model: Any) -> dict[str, Any]:
 
 
 def _digest_of_assigned(weights: dict[str, Any]) -> str:
-    """Return a digest of the weights assigned outside of steps since last compared.
+    """Return a digest of the values of weights that a script has assigned.
 
-    The digest is of their values; it is `""` if this worker has assigned none.
+    Only weights that were assigned outside of steps since workers last compared them
+    count. It is `""` if this worker has assigned none.
 
     Args:
         weights: Dict, the result of `_weights_of`.

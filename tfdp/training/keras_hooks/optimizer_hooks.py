@@ -46,9 +46,16 @@ def apply(
     """Reduce the gradients of a plain Keras optimizer over replicas, and apply them.
 
     While a step is traced as on one device, or compiled by XLA, the update is only
-    recorded. Each replica later runs this function again, but not the `apply` of a
-    user's own class that has called it. A step that only builds the model updates
+    recorded, and each replica calls this function again later. Outside of replicas,
+    Keras's method `original` updates. A step that only builds the model updates
     nothing.
+
+    Args:
+        original: Callable, `apply` of Keras's base optimizer.
+        optimizer: Keras optimizer.
+        grads: Sequence of gradients, on a replica those of its rows.
+        trainable_variables: Sequence of Keras variables, or `None` for those that the
+            optimizer was built for. Defaults to `None`.
     """
     if keras_model.is_built_symbolically():
         return None
@@ -80,7 +87,7 @@ def apply(
 
 
 def build(original: Callable, optimizer: Any, variables: Any) -> None:
-    """Build an optimizer; in the scope of a tfdp strategy, move it there first.
+    """Build an optimizer by `original`; in a tfdp scope, move it there first.
 
     Raises:
         ValueError: If the optimizer was built outside of the scope, or if one of
@@ -163,7 +170,10 @@ def _prepare_outside_of_run(optimizer: Any, variables: Sequence[Any] | None) -> 
 
 
 def check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
-    """Return whether the gradients of all replicas are finite, a scalar bool tensor."""
+    """Return whether the gradients of all replicas are finite, a scalar bool tensor.
+
+    `original`, the method of `LossScaleOptimizer`, checks those of this replica.
+    """
     finite = original(optimizer, grads)
     if program_trace.current() is not None:
         return finite

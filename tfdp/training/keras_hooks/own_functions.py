@@ -16,12 +16,12 @@ from tfdp.training.keras_hooks.step_functions import FUNCTION_OF_LOOP
 
 @contextlib.contextmanager
 def checking_own_function(model: Any, loop_name: str) -> Iterator[None]:
-    """Open a context in which a model's own function of a step must use all replicas.
+    """Open a context that checks that a user's `make_train_function` uses all replicas.
 
-    An own function is made by the model's override of `make_train_function` or a
-    similar method. Its first step raises a `ValueError` unless it calls `strategy.run`:
-    a function that calls `train_step` itself computes the rows of one worker, and
-    returns the results as if they were those of the global batch.
+    If the model overrides this method, or that of another loop, the first step of its
+    result raises a `ValueError` unless it calls `strategy.run`: a function that calls
+    `train_step` itself computes the rows of one worker, and returns the results as if
+    they were those of the global batch.
 
     Args:
         model: Keras model of a tfdp strategy.
@@ -38,7 +38,7 @@ def checking_own_function(model: Any, loop_name: str) -> Iterator[None]:
 
     @functools.wraps(make)
     def make_checked(*args: Any, **kwargs: Any) -> Any:
-        """Let the model make its function, and wrap that function with a check.
+        """Call the user's `make_train_function`, and wrap the function that it sets.
 
         The first step of the wrapped function raises a `ValueError` unless it calls
         `strategy.run`. A function that Keras's method has made, or that is wrapped

@@ -29,6 +29,8 @@ def all_reduce(
 ) -> Any:
     """All-reduce a value; in a step traced as on one device, return it unchanged.
 
+    `original` is the method of `tf.distribute.ReplicaContext`, here `context`.
+
     Returns:
         Value like `value`.
     """
@@ -38,7 +40,7 @@ def all_reduce(
 
 
 def replica_id(original: Callable, context: Any) -> Any:
-    """Return the replica's id; in a step traced as on one device, return 0."""
+    """Return the replica's id in `context`; 0 in a step traced as on one device."""
     if program_trace.current() is not None:
         return tf.zeros([], tf.int32)
     return original(context)
@@ -47,7 +49,7 @@ def replica_id(original: Callable, context: Any) -> Any:
 def call_for_each_replica(
     original: Callable, strategy: Any, function: Callable, args: tuple, kwargs: dict
 ) -> Any:
-    """Run a function on every replica, with this thread's state of tfdp and Keras.
+    """Run a function on each local replica, with this thread's tfdp and Keras state.
 
     Returns:
         Results of the function, as TensorFlow's method `original` returns them.
@@ -64,11 +66,11 @@ def gradient(
     output_gradients: Any = None,
     unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
 ) -> Any:
-    """Compute gradients; mark the backward pass, which regathers sharded parameters.
+    """Compute gradients as `GradientTape.gradient`, and mark the backward pass.
 
-    While Keras builds a model symbolically, gradients with respect to variables are
-    zeros: some variables have no value yet, and outside of replicas TensorFlow finds no
-    gradients of others.
+    In a backward pass, sharded parameters are gathered again. While Keras builds a
+    model symbolically, gradients with respect to variables are zeros: some variables
+    have no value yet, and outside of replicas TensorFlow finds no gradients of others.
 
     Returns:
         Nest like `sources`, of a gradient or `None` for each source.
@@ -86,16 +88,16 @@ def gradient(
 
 
 def reset_default_graph(original: Callable) -> None:
-    """Replace the default graph, unless it holds the scope of a tfdp strategy.
+    """Reset the default graph by `original`, except in the scope of a tfdp strategy.
 
-    In eager mode the graph holds little else.
+    `keras.utils.clear_session` calls it. With a new graph the scope would end.
     """
     if not in_tfdp_scope():
         original()
 
 
 def hash_once(original: Callable, signature: Any) -> int:
-    """Hash the type of a traced function, `signature`, once and not at every call.
+    """Return the hash of `signature`, a traced function's type, computed only once.
 
     TensorFlow looks up a traced function by a type that lists all captures, and hashes
     the list at every call, once or twice for each variable. The types are immutable:
@@ -109,7 +111,7 @@ def hash_once(original: Callable, signature: Any) -> int:
 
 
 def call_flat(original: Callable, function: Any, *args: Any) -> Any:
-    """Call a traced function; if it fails, end its pending collectives.
+    """Call a traced function of TensorFlow; if it fails, end its pending collectives.
 
     Functions with collectives run one at a time. If only a failed collective is
     reported, tfdp's error with the reason replaces it.
@@ -130,8 +132,9 @@ def call_flat(original: Callable, function: Any, *args: Any) -> Any:
 def check_destinations(original: Callable, destinations: Any) -> bool:
     """Return whether a reduction has destinations, such as a variable or a device.
 
-    A string counts as a device. The empty string counts, too: it stands for the current
-    device, and is the device of an argument of a `tf.function`.
+    For other values, TensorFlow's function `original` decides. A string counts as a
+    device. The empty string counts, too: it stands for the current device, and is the
+    device of an argument of a `tf.function`.
     """
     kinds = (tf.distribute.DistributedValues, str)
     return isinstance(destinations, kinds) or original(destinations)
@@ -140,9 +143,10 @@ def check_destinations(original: Callable, destinations: Any) -> bool:
 def cache(
     original: Callable, dataset: Any, filename: Any = "", name: str | None = None
 ) -> Any:
-    """Cache a dataset, on several workers in a separate file for each worker.
+    """Cache a dataset by `Dataset.cache`, with several workers in a file for each one.
 
-    TensorFlow locks a cache file, so a second worker would fail.
+    `.worker1` and the like is appended to `filename`. TensorFlow locks a cache file, so
+    a second worker would fail.
 
     Returns:
         `tf.data.Dataset`, the cached one.
@@ -178,10 +182,11 @@ def seeds_of_operation(original: Callable, op_seed: Any) -> Any:
 
 
 def key_of_generator(original: Callable, generator: Any, key: Any) -> Any:
-    """Derive a replica's random key from a generator's `key`, as TensorFlow does.
+    """Return the random key of a replica, derived from a `tf.random.Generator`'s key.
 
-    In a step that is traced as on one device, and in an optimizer's update, the key is
-    returned unchanged.
+    TensorFlow's method `original` derives it, different for each replica. In a step
+    that is traced as on one device, and in an optimizer's update, the key is returned
+    unchanged.
 
     Returns:
         Tensor, the key.
@@ -193,7 +198,7 @@ def key_of_generator(original: Callable, generator: Any, key: Any) -> Any:
 
 
 def call_function(original: Callable, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Inline a `tf.function` that a step calls while the step is traced.
+    """Call a `tf.function`; inline it while a step is traced as on one device.
 
     The program of the step then includes the updates inside the function.
 

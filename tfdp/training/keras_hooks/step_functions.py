@@ -100,9 +100,9 @@ def make_function(
 
 
 def _trace_conditions(model: Any) -> tuple[int, int]:
-    """Return two counters: a traced step of a model is outdated if one has changed.
+    """Return two counters; a traced step of a model is outdated if one has changed.
 
-    They count conversions of parameters and changes of the cluster.
+    They count conversions of parameters to shards or back, and changes of the workers.
     """
     return num_conversions(), model.distribute_strategy.extended.generation
 
@@ -235,7 +235,10 @@ def build_symbolically(
 
 
 def _build_for(model: Any, spec: Any) -> Any:
-    """Build a model for the running loop of Keras, given the spec of a global batch."""
+    """Build a model for the running loop of Keras from a global batch's spec.
+
+    The result is that of Keras's method, `None`.
+    """
     loop = loops.current()
     step = "train_step" if loop is None or loop.trains else "test_step"
     try:
@@ -258,9 +261,10 @@ def _spec_of_array(array: Any) -> tf.TensorSpec | None:
 def value_in_symbolic_build(original: Callable, scope: Any, variable: Any) -> Any:
     """Return the value that a `StatelessScope` of Keras keeps for a variable.
 
-    It is `None` if the scope keeps none, and Keras then reads the variable. While a
-    model is built symbolically, it is also `None` for a tensor from inside of a
-    `tf.function` or a loop that has ended, which the current graph cannot read.
+    Keras's method `original` finds it. It is `None` if the scope keeps none, and Keras
+    then reads the variable. While a model is built symbolically, it is also `None` for
+    a tensor from inside of a `tf.function` or a loop that has ended, which the current
+    graph cannot read.
     """
     value = original(scope, variable)
     if not keras_model.is_built_symbolically() or not tf.is_symbolic_tensor(value):

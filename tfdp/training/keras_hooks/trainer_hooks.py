@@ -57,6 +57,13 @@ def run_loop(
 
     The hook `recover` of a `Feature` returns true for an error that it handles.
 
+    Args:
+        name: String, `"fit"`, `"evaluate"` or `"predict"`.
+        original: Callable, this method of Keras.
+        model: The Keras model.
+        *args: Positional arguments of the call.
+        **kwargs: Keyword arguments of the call.
+
     Returns:
         Result of the loop, as Keras's method returns it.
     """
@@ -80,9 +87,10 @@ def run_loop(
 def _begin_loop(
     name: str, original: Callable, model: Any, bound: inspect.BoundArguments
 ) -> Any:
-    """Run a whole loop of Keras, record its progress, and explain its errors.
+    """Run a loop of Keras once; name a lost worker or bad data in TensorFlow's errors.
 
-    For backup callbacks in `fit`, the position in the data is recorded, too.
+    The loop's progress is recorded, and for backup callbacks in `fit` the position in
+    the data, too.
 
     Args:
         name: String, `"fit"`, `"evaluate"` or `"predict"`.
@@ -305,8 +313,9 @@ def _set_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> N
 def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
     """Return the logs of an epoch; first notify the features of its end.
 
-    If an interrupted run had completed all batches of the epoch, its last logs are
-    used. Logs over each worker's own rows are averaged over the workers.
+    Keras's method `original` computes them from `logs`, those of the last batch. If an
+    interrupted run had completed all batches of the epoch, its last logs are used. Logs
+    over each worker's own rows are averaged over the workers.
 
     Returns:
         Dict of the logs by name.
@@ -406,6 +415,8 @@ def _suspend_recording() -> Iterator[None]:
 def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `train_on_batch` or a similar method on a global batch, divided by rows.
 
+    `original` is Keras's method, called with the arguments of the user.
+
     Returns:
         Result of Keras's method: the logs or the predictions of the batch.
     """
@@ -435,7 +446,7 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
 def save(
     original: Callable, model: Any, filepath: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Save or export a model; all workers call it.
+    """Save or export a model by Keras's method `original`; all workers call it.
 
     Each worker writes a temporary file in the folder of `filepath`. The complete file
     then replaces `filepath`, which is whole at any time. Into an object store, or as
@@ -453,7 +464,8 @@ def save(
 def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Compile a model in the strategy's scope, into which its optimizer is moved.
 
-    A `LossScaleOptimizer` that Keras adds around a `DistributedOptimizer` is removed.
+    `original` is Keras's `compile`, called with the arguments of the user. A
+    `LossScaleOptimizer` that Keras adds around a `DistributedOptimizer` is removed.
 
     Returns:
         Result of Keras's `compile`.

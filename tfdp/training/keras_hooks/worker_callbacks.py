@@ -228,6 +228,9 @@ def swap_or_restart_averages(name: str, original: Callable, callback: Any) -> An
             or restarts the averages.
         original: Callable, the method of `SwapEMAWeights`.
         callback: `SwapEMAWeights` callback.
+
+    Returns:
+        `None`, the result of either method.
     """
     optimizer = callback.model.optimizer
     if not is_sharded(optimizer) or not any(
