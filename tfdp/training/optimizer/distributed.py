@@ -264,7 +264,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             self._take_step(grads, trainable_variables)
 
     def _apply_with_loss(self, tensors: Sequence[Any], variables: Any) -> None:
-        """Accumulate or apply a micro-batch's gradients; pass its loss to features.
+        """Accumulate or apply a micro-batch's gradients, and keep its loss for features.
 
         While a step is traced as on one device, gradients and loss are recorded; each
         replica then calls this method with its own part of them.
@@ -393,7 +393,10 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         }
 
     def renew(self) -> DistributedOptimizer:
-        """Return an unbuilt optimizer with these settings; this one refuses `apply`."""
+        """Return a new, unbuilt optimizer with these settings, which replaces this one.
+
+        Afterwards `apply` of this one raises an error.
+        """
         self._is_replaced = True
         inner = self.inner_optimizer
         config = optimizer_views.config_of(inner)
@@ -524,14 +527,16 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
 
 
 def _first_traced(gradients: list) -> list:
-    """Return the gradient that was traced first, as a control dependency of the update.
+    """Return the gradient that was traced first, for the update to wait for it.
+
+    If the data has ended, a step on one device then fails before it changes a variable.
 
     Args:
         gradients: List of tensors or `tf.IndexedSlices`.
 
     Returns:
-        List of one tensor, a component of that gradient; empty in eager mode, in
-        replica context, or without gradients.
+        List of one tensor, a component of that gradient. Empty in eager mode, in a
+        replica of a tfdp strategy, or without gradients.
     """
     if tf.executing_eagerly() or replica_context() is not None:
         return []

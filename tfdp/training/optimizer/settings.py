@@ -84,9 +84,9 @@ class OptimizerSettings:
 
     @property
     def accumulation_plan(self) -> Any:
-        """Int, number of micro-batches of an update; or a dict of such ints by epoch.
+        """Int, number of micro-batches of an update; or a dict such as `{0: 8, 5: 4}`.
 
-        Each key of the dict is the first epoch, counted from 0, that has its number.
+        Each key of the dict is the first epoch, counted from 0, with that number.
         """
         return self.features.plan or self.accumulation_steps
 
@@ -156,7 +156,7 @@ class OptimizerSettings:
 
     @property
     def learning_rate(self) -> Any:
-        """Learning rate of the wrapped optimizer."""
+        """Learning rate of the wrapped optimizer: a variable, or a schedule's value."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter

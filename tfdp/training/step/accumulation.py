@@ -80,10 +80,10 @@ class Accumulator:
         `tfdp.training.step.empty_step`.
 
         Returns:
-            Tuple of a callable that resets the sums, and a bool or scalar bool tensor.
-            If the latter is true, Keras would make an update without gradients here:
-            the caller then calls the former, and makes that update. By default it is
-            false, and accumulated gradients are kept for the next batches.
+            Tuple of a callable that resets the sums, and a bool or scalar bool tensor,
+            whether Keras makes an update without gradients in this step.
+            `take_empty_step` then calls the callable, and makes that update. By default
+            there is none, and accumulated gradients are kept for the next batches.
         """
         return lambda: None, False
 
@@ -319,9 +319,9 @@ class KerasAccumulation(Accumulator):
         self._counter = optimizer_state.micro_batch_counter(optimizer)
 
     def handle_empty_step(self) -> tuple[Callable[[], Any], tf.Tensor]:
-        """Return a callable that resets the sums, and whether an update is due.
+        """Return a callable that resets the sums, and a bool tensor: whether to update.
 
-        Like Keras, the caller resets the sums in a step without data if one is due.
+        If one is due by Keras's counter, the step without data resets the sums.
         """
         return self._release, self._is_due()
 

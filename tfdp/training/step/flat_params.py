@@ -111,15 +111,15 @@ class TensorView(FlatParameter):
         super().__init__((), value)
 
     def scatter_update(self, rows: tf.IndexedSlices) -> None:
-        """Set single elements, like the method of `tf.Variable`."""
+        """Set the elements at `rows.indices` to `rows.values`."""
         self.assign(_scattered(tf.tensor_scatter_nd_update, self, rows))
 
     def scatter_add(self, rows: tf.IndexedSlices) -> None:
-        """Add to single elements, like the method of `tf.Variable`."""
+        """Add `rows.values` to the elements at `rows.indices`."""
         self.assign(_scattered(tf.tensor_scatter_nd_add, self, rows))
 
     def scatter_sub(self, rows: tf.IndexedSlices) -> None:
-        """Subtract from single elements, like the method of `tf.Variable`."""
+        """Subtract `rows.values` from the elements at `rows.indices`."""
         self.assign(_scattered(tf.tensor_scatter_nd_sub, self, rows))
 
 

@@ -199,6 +199,6 @@ def _local(variable: Any) -> Any:
 
 
 def _set(variable: Any, value: Any) -> None:
-    """Assign a value, cast to the dtype, on the calling replica."""
+    """Cast a value to a variable's dtype, and assign it on the calling replica."""
     part = _local(variable)
     part.assign(tf.cast(value, part.dtype), read_value=False)

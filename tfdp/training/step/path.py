@@ -248,9 +248,9 @@ def _examine(
 
 
 def _is_finite(step: Step, statistics: GradientStatistics) -> tf.Tensor | bool:
-    """Stage 4: return whether all reduced gradients are finite: scalar bool tensor.
+    """Stage 4: return a scalar bool tensor: whether all reduced gradients are finite.
 
-    It is `True`, without a check, if there is no loss scale.
+    Without a loss scale the result is `True`, and gradients are not checked.
     """
     return True if step.scale is None else statistics.is_finite()
 

@@ -174,13 +174,16 @@ class StateLayout:
     def update(
         self, group: ParamGroup, gradients: Any, variables: list, rate: Any
     ) -> None:
-        """Decay and update `variables` by reduced gradients, small ones together."""
+        """Decay a group's variables, and update them by a list of clipped gradients.
+
+        Small variables are updated together, as one flat tensor.
+        """
         decay_and_update(group.optimizer, gradients, variables, rate)
 
     def update_without_gradients(
         self, group: ParamGroup, variables: list, rate: Any
     ) -> None:
-        """Run the parts of an update that need no gradients, such as weight decay."""
+        """Run the parts of an update without gradients, such as a group's weight decay."""
         decay_without_gradients(group.optimizer, variables, rate, {})
 
     def average(self, group: ParamGroup) -> None:

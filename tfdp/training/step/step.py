@@ -48,8 +48,8 @@ class StepFeature:
     """Extension of an optimizer's step. By default its hooks do nothing.
 
     Attributes:
-        label: String, name of the feature in messages; needed with
-            `needs_all_replicas`.
+        label: String, name of the feature in messages; set it if `needs_all_replicas`
+            is true.
         variables: List of the Keras variables that the feature has created.
         counters: Dict of the variables that logs show and backups save, by a name that
             no other feature uses.
@@ -61,7 +61,7 @@ class StepFeature:
         measures_loss: Bool, whether the feature reads the loss of the global batch.
         checks_finite: Bool, whether the feature reads whether reduced gradients are
             finite.
-        compresses: Bool, whether the feature compresses what it exchanges.
+        compresses: Bool, whether the feature compresses tensors that it communicates.
     """
 
     label = ""
