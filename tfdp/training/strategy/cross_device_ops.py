@@ -47,7 +47,9 @@ class CrossDeviceOps(tf_distribute.CollectiveAllReduce):
 
 
 class _Launcher:
-    """Launcher of a replica's all-gather, as TensorFlow's gather operations expect it.
+    """Stand-in for TensorFlow's `CollectiveReplicaLauncher`, with tfdp's all-gather.
+
+    TensorFlow's gather operations call it on a replica.
 
     Args:
         reducer: `Reducer`.

@@ -82,8 +82,9 @@ _statistics: ThreadStack[_Statistics] = ThreadStack("statistics")
 
 
 class ReplicaExtended:
-    """Mixin of both extended classes, which runs the whole step in replica context.
+    """Mixin for `StrategyExtended` that runs the whole step in replica context.
 
+    It is a base class of the extended classes for one worker and for several workers.
     With `_use_merge_call` false, TensorFlow and Keras run the optimizer in each replica
     instead of switching to cross-replica context. This allows updates inside
     conditionals, for accumulation and moving averages.
@@ -300,7 +301,10 @@ class ReplicaExtended:
     def _reduce_to(
         self, reduce_op: Any, value: Any, destinations: Any, options: Any
     ) -> Any:
-        """Return a nest of reduced values; TensorFlow's method takes a single value."""
+        """Reduce each value of a nest to `destinations`; return the nest of results.
+
+        TensorFlow's method takes a single value.
+        """
         reduce = super()._reduce_to  # type: ignore[misc]
         return tf.nest.map_structure(
             lambda part: reduce(reduce_op, part, destinations, options), value
@@ -315,10 +319,11 @@ class ReplicaExtended:
         return self._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, values)
 
     def _get_cross_device_ops(self, value: Any) -> Any:
-        """Return the `CrossDeviceOps` for a value: between replicas or between hosts.
+        """Return the `CrossDeviceOps` that reduces a value over replicas or workers.
 
-        A value with a component for each local replica is reduced between replicas. An
-        assertion that the workers have not changed is added to the graph.
+        A value with a component for each local replica is reduced over replicas, any
+        other one over workers. An assertion that the workers have not changed is added
+        to the graph.
         """
         self.assert_same_workers()
         # The class is checked, because the attribute `values` of a per-replica value is
@@ -379,7 +384,11 @@ class ReplicaExtended:
                 statistics.weights[replica] = weight
 
     def merge_metric_variables(self, variables: list[MetricVariable]) -> list:
-        """Return a list of tensors, each variable's state merged over all replicas."""
+        """Return a list of tensors, each variable's state merged over the replicas.
+
+        In eager mode these are all replicas. In a graph, where groups of workers train
+        independently, they are those of this worker's group.
+        """
         locals_ = [[part.read_value() for part in v.values] for v in variables]
         kinds = [v.merge for v in variables]
         group = self.host_group
@@ -391,7 +400,7 @@ class ReplicaExtended:
 
 
 class SingleWorkerReplicaExtended(ReplicaExtended, tf_distribute.MirroredExtended):
-    """Extended class for the replicas of one process.
+    """`StrategyExtended` of `MirroredStrategy`, for the replicas of one process.
 
     Args:
         container_strategy: The strategy of this extended class.

@@ -42,7 +42,7 @@ from tfdp.training.strategy.transports import close_all, watch_transports
 
 
 class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExtended):
-    """Extended class for the replicas of all workers.
+    """`StrategyExtended` of `MultiWorkerMirroredStrategy`, for all workers' replicas.
 
     Args:
         container_strategy: The strategy of this extended class.
@@ -229,7 +229,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
         return self._watchdog.translate_errors()
 
     def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
-        """Set up the local devices; the stock method also starts a server."""
+        """Set up this worker's devices, but no server, unlike TensorFlow's method."""
         if self.worker.cluster is None:
             self._initialize_local(cluster_resolver, devices=devices)
             return
@@ -262,11 +262,11 @@ class MultiWorkerReplicaExtended(ReplicaExtended, tf_distribute.MultiWorkerExten
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
     ) -> Any:
-        """Return a variable's initial value, in eager mode without a broadcast.
+        """Return a variable's initial value, or a callable that returns it.
 
-        The stock method broadcasts it from the first worker. Here a single broadcast
-        covers all new variables later. Variables that a `tf.function` creates are
-        initialized after tracing, so the value of each one is broadcast there.
+        The stock method broadcasts it from the first worker. Here, in eager mode, a
+        single broadcast covers all new variables later. Variables that a `tf.function`
+        creates are initialized after tracing: the callable broadcasts the value.
         """
         initial_value = tf_distribute.stock_initial_value(
             self, replica_id, device, primary_var, **kwargs

@@ -359,7 +359,7 @@ def _wait_for_data(loop: loops.Loop, fn: Callable) -> Callable:
 
 
 def _begin_features(loop: loops.Loop) -> list[Callable[[], None]]:
-    """Run features' hooks before a training step; return callables to run after it."""
+    """Call `around_step` of features; return their callables to run after the step."""
     if not loop.trains:
         return []
     own = loop.features.active if loop.features else []

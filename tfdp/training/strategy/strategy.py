@@ -39,7 +39,7 @@ from tfdp.training.strategy.multi_worker_extended import MultiWorkerReplicaExten
 
 
 class _Strategy:
-    """Mixin of both strategies: what Keras and the user call.
+    """Base of the two public strategies, with the methods that Keras and users call.
 
     It defines `scope`, `run`, `num_replicas_in_sync`,
     `experimental_distribute_dataset` and `communication_plan`.
@@ -332,8 +332,8 @@ def auto_strategy(
         communication: `CommunicationOptions` or `None`, the defaults.
 
     Returns:
-        A `MultiWorkerMirroredStrategy` or a `MirroredStrategy`. The
-        `cluster_resolver` of both names the task of this process.
+        A `MultiWorkerMirroredStrategy` or a `MirroredStrategy`. Its `cluster_resolver`
+        has the task of this process.
 
     Raises:
         ValueError: If the environment or the options are wrong, see the strategies.

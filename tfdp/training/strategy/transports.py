@@ -139,7 +139,7 @@ def connect_workers(
     host: str,
     name: str,
 ) -> Communicator:
-    """Connect all workers for arrays that are sent apart from the steps.
+    """Connect all workers for arrays that are sent independently of the steps.
 
     All workers call this together. Where the steps use NCCL or TensorFlow's
     collectives, the connections are those of `backend="direct"`.
