@@ -61,10 +61,10 @@ def common_values() -> Iterator[None]:
 class AssignedValues:
     """Record of a worker's assignments to one weight since the last comparison.
 
-    It keeps no values, but their number, and a hash of the last one that replaced the
-    weight and of those added since. Workers compare the number and the hash, `digest`,
-    and `is_mixed`: whether an earlier comparison has found a difference, and the weight
-    was not replaced since.
+    It keeps the number of assignments, and a hash of the last value that replaced the
+    weight and of the values added since. Workers compare `digest`, which contains the
+    number and the hash, and `is_mixed`: whether an earlier comparison has found a
+    difference, and the weight was not replaced since.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class AssignedValues:
 
     @property
     def checksum(self) -> int:
-        """Int, checksum of the digest, in the range of checksums of weights."""
+        """Int, checksum of the digest, which is added to the checksum of the weight."""
         return checksum_of_text(self.digest)
 
     @property

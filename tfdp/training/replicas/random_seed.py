@@ -28,8 +28,8 @@ def agree_on_seed(strategy: Any) -> None:
     """Give the global random generators the same state on all workers.
 
     Initial weights and the order of shuffled datasets come from the global generators.
-    A generator with the same state on all workers keeps it. Any other one is seeded
-    with the first worker's random seed on all workers.
+    A generator with the same state on all workers keeps it. Any other one, and that of
+    TensorFlow without a seed, gets a seed that the first worker has drawn.
     """
     worker_group = strategy.extended.worker_group
     if worker_group.num_workers == 1:

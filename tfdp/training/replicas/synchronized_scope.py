@@ -80,10 +80,10 @@ class NewVariables:
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """Open a context for a step, with earlier new variables set aside in `before`.
+        """Open a context for a step, with its new variables apart from earlier ones.
 
-        One worker may have created these variables alone, for example by a callback. On
-        exit they become records again, before those that the step has added.
+        One worker may have created earlier ones alone, for example by a callback. They
+        are in the attribute `before`, and become records again at the end.
         """
         outer = self.before
         self.before, self._records = self._records, []

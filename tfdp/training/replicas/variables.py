@@ -62,7 +62,10 @@ class MirroredVariable(_Array, tf_distribute.MirroredVariable):
     assigned: AssignedValues | None = None
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        """Update this replica's copy by `update_fn`, and record the assignment."""
+        """Update this replica's copy by `update_fn`, and return its result.
+
+        The assignment is recorded.
+        """
         if (trace := program_trace.current()) is not None:
             trace.record_assigned(self)
             return update_fn(self._get_on_device_or_primary(), value, **kwargs)
@@ -98,22 +101,28 @@ class MirroredVariable(_Array, tf_distribute.MirroredVariable):
     scatter_nd_min = functools.partialmethod(_in_program, "scatter_nd_min")
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Assign a value; outside of a step, record it to compare workers."""
+        """Assign a value, as `tf.Variable.assign`.
+
+        Outside of steps, assignments are recorded, to compare them between workers.
+        """
         self.record(value, replaces=True)
         return super().assign(value, *args, **kwargs)
 
     def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-        """Add a value; outside of a step, record it to compare workers."""
+        """Add a value, as `tf.Variable.assign_add`; record it as `assign` does."""
         self.record(delta, replaces=False)
         return super().assign_add(delta, *args, **kwargs)
 
     def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-        """Subtract a value; outside of a step, record it to compare workers."""
+        """Subtract a value, as `tf.Variable.assign_sub`; record it as `assign` does."""
         self.record(delta, replaces=False, is_negative=True)
         return super().assign_sub(delta, *args, **kwargs)
 
     def record(self, value: Any, *, replaces: bool, is_negative: bool = False) -> None:
-        """Record an assignment outside of a step; its value only with sharded state.
+        """Record that a script has assigned this variable, to compare workers.
+
+        Assignments in a step are not recorded. The value is recorded, as a hash, only
+        for a weight with sharded state.
 
         Args:
             value: Tensor, the value that is assigned, added or subtracted.
@@ -139,7 +148,10 @@ class StatisticVariable(MirroredVariable):
     """
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        """Update this replica's statistic by `update_fn`; the step then averages it."""
+        """Update this replica's statistic by `update_fn`; return its result.
+
+        The end of the step averages the statistic over replicas.
+        """
         if program_trace.current() is None and loops.independent_groups() is None:
             self.distribute_strategy.extended.record_statistics([self])
         return super()._update_replica(update_fn, value, **kwargs)
@@ -205,10 +217,10 @@ class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
         return super().assign(value, *args, **kwargs)
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        """Update this replica's component by `update_fn`, and record the assignment.
+        """Update this replica's component by `update_fn`, and return its result.
 
-        A step that is traced as on one device records it only for components that are
-        not merged.
+        The assignment is recorded. A step that is traced as on one device records it
+        only for components that are not merged.
         """
         if not self.is_merged and (trace := program_trace.current()) is not None:
             trace.record_assigned(self)
