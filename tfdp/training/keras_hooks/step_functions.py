@@ -102,7 +102,7 @@ def make_function(
 def _trace_conditions(model: Any) -> tuple[int, int]:
     """Return two counters; a traced step of a model is outdated if one has changed.
 
-    They count conversions of parameters to shards or back, and changes of the workers.
+    They count how often parameters were sharded anew, and how often workers changed.
     """
     return num_conversions(), model.distribute_strategy.extended.generation
 
