@@ -224,7 +224,7 @@ def layers_of(model: Any) -> list:
 
 
 def calls_of(model: Any) -> list[tuple[str, list[str]]]:
-    """Return each call in a functional model: names of the layer and of its inputs."""
+    """Return pairs for a functional model's calls: names of layer and input layers."""
     by_depth = getattr(model, "_nodes_by_depth", {})
     return [
         (node.operation.name, [parent.operation.name for parent in node.parent_nodes])

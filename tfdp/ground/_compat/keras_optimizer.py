@@ -74,7 +74,7 @@ def is_on_one_device(variable: Any) -> bool:
 
 
 def strategy_of_variable(variable: Any) -> Any:
-    """Return the strategy of a variable that has one for each replica, or `None`."""
+    """Return the strategy of a distributed variable, or `None` for any other one."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     return getattr(value, "distribute_strategy", None)
 

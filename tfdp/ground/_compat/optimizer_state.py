@@ -29,7 +29,7 @@ def state_variables(optimizer: Any) -> list:
 
 
 def single_variables(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's variables besides slots, counter and rate, by attribute."""
+    """Return a dict, by attribute, of variables besides slots, counter and rate."""
     return {
         name: value
         for name, value in vars(optimizer).items()

@@ -51,7 +51,7 @@ def replace(entry: Replacement) -> None:
         original = traceback_utils.filter_traceback(cell.cell_contents)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        """Return the result of tfdp's function for the original and the arguments."""
+        """Call tfdp's function with the original function, and return its result."""
         return function(original, *args, **kwargs)
 
     # `__module__` stays tfdp's, because AutoGraph uses it to choose what it converts.

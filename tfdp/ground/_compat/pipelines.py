@@ -103,12 +103,12 @@ def gathers_rows(dataset: tf.data.Dataset) -> bool:
 
 
 def count_of_stage(dataset: tf.data.Dataset) -> Any:
-    """Return the count of a `take`, `skip` or `repeat`, an int or an unknown tensor."""
+    """Return the count of a `take`, `skip` or `repeat`: an int, or a dynamic tensor."""
     return _value(dataset._count)
 
 
 def buffer_size_of(dataset: tf.data.Dataset) -> Any:
-    """Return the buffer size of a `prefetch`, an int or else an unknown tensor."""
+    """Return the buffer size of a `prefetch`: an int, or a dynamic tensor."""
     return _value(dataset._buffer_size)
 
 

@@ -36,7 +36,7 @@ def record_read(variable: Any, value: tf.Tensor) -> None:
     source = variable.handle
 
     def gradient(upstream: Any) -> list[Any]:
-        """Return the gradient of the handle from that of the value, in its dtype."""
+        """Return the gradient of the handle: that of `value`, in the handle's dtype."""
         if isinstance(upstream, tf.IndexedSlices):
             values = tf.cast(upstream.values, source.dtype)
             return [tf.IndexedSlices(values, upstream.indices, upstream.dense_shape)]

@@ -48,7 +48,7 @@ class ParamGroup:
     indices: tuple[int, ...]
 
     def of(self, items: Sequence) -> list:
-        """Return a list of this group's items, of one item for each variable."""
+        """Return this group's part of `items`, which has one item for each variable."""
         return [items[index] for index in self.indices]
 
 

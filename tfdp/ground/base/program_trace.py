@@ -94,12 +94,12 @@ class ProgramTrace:
     def read(
         self, shape: Any, dtype: tf.DType, read: Callable[[], tf.Tensor]
     ) -> tf.Tensor:
-        """Return a placeholder for a value that each replica reads, equal on all.
+        """Return a placeholder for a value that each replica reads by itself.
 
         Args:
             shape: Shape of the value.
             dtype: Type of the value.
-            read: Callable that returns the value on a replica.
+            read: Callable that returns the value on a replica, equal on all replicas.
         """
         with self.graph.as_default():
             tensor = tf.compat.v1.placeholder(dtype, shape)
@@ -156,7 +156,10 @@ def record_losses(targets: Sequence[Any]) -> None:
 
 
 def latest_loss() -> Any:
-    """Return the last tensor of this graph that gradients were taken of, or `None`."""
+    """Return the last tensor that this thread took gradients of; `None` if unknown.
+
+    Only a tensor of the current graph counts, or an eager one in eager mode.
+    """
     reference = getattr(_latest, "loss", None)
     loss: Any = None if reference is None else reference()
     if not tf.is_tensor(loss):

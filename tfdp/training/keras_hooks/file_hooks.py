@@ -55,7 +55,7 @@ def save_file(
 
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
-        """Return the result of `original`; the model has the wrapped optimizer then."""
+        """Return the result of `original` on the model with the wrapped optimizer."""
         return _save_with_plain_optimizer(original, *args, **kwargs)
 
     strategy = strategy_of(model)

@@ -419,7 +419,7 @@ def pop_accumulation_steps(optimizer: Any) -> int:
 
 
 def count_updates_in_schedules(optimizer: Any) -> None:
-    """Have the learning-rate schedules of a Keras optimizer count updates again."""
+    """Remove `ScheduleByBatches` from learning-rate schedules, to count updates."""
     for group in innermost(optimizer):
         schedule = keras_optimizer.rate_or_schedule(group)
         if isinstance(schedule, ScheduleByBatches):

@@ -106,7 +106,7 @@ def _flatten_logs(logs: Any) -> Any:
 
 
 def metric_states(model: Any) -> list[Any]:
-    """Return the `MetricVariable`s of a model whose components are merged."""
+    """Return those `MetricVariable`s of a model's metrics that a read merges."""
     variables = [v.value for v in keras_model.metric_variables(model)]
     return [v for v in variables if isinstance(v, MetricVariable) and v.is_merged]
 

@@ -145,7 +145,7 @@ def save_checkpoint_atomically(write: Callable[[str], Any], prefix: str) -> Any:
 
 
 def _is_sharded_save(arguments: dict) -> bool:
-    """Return whether a save with these arguments writes several files."""
+    """Return whether a save writes several files, by its argument `max_shard_size`."""
     return arguments.get("max_shard_size") is not None
 
 

@@ -66,7 +66,7 @@ def move_metrics_into_scope(arguments: dict[str, Any]) -> None:
 
 
 def weights_outside(model: Any) -> list:
-    """Return a model's trainable weights on one device, created outside its scope."""
+    """Return the trainable weights of a model that were created outside the scope."""
     return list(filter(keras_optimizer.is_on_one_device, model.trainable_variables))
 
 

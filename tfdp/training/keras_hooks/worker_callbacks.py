@@ -151,7 +151,7 @@ def tfdp_callback_names(callbacks: Any) -> list[str]:
 
 
 def callback_list(callbacks: Any) -> list:
-    """Return the user's callbacks as a new list; for a `CallbackList`, its own list."""
+    """Return callbacks as a new list; for a `CallbackList`, the list that it holds."""
     is_list = isinstance(callbacks, keras.callbacks.CallbackList)
     return callbacks.callbacks if is_list else keras.tree.flatten(callbacks or [])
 

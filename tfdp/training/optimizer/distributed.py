@@ -264,7 +264,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             self._take_step(grads, trainable_variables)
 
     def _apply_with_loss(self, tensors: Sequence[Any], variables: Any) -> None:
-        """Accumulate or apply a micro-batch's gradients, and keep its loss for features.
+        """Accumulate or apply a micro-batch's gradients; keep its loss for features.
 
         While a step is traced as on one device, gradients and loss are recorded; each
         replica then calls this method with its own part of them.
@@ -420,7 +420,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Create an optimizer from its config."""
+        """Create a `DistributedOptimizer` from the result of `get_config`."""
         config = dict(config)
         optimizer = keras.saving.deserialize_keras_object(
             config.pop("optimizer"), custom_objects=custom_objects

@@ -213,7 +213,7 @@ class Features:
             feature.reset()
 
     def _make_variable(self, **arguments: Any) -> Any:
-        """Create a Keras variable of the optimizer, in its strategy's scope."""
+        """Call `add_variable` of the optimizer, in its strategy's scope."""
         with keras_optimizer.scope_of_optimizer(self._optimizer):
             return self._optimizer.add_variable(**arguments)
 

@@ -307,7 +307,7 @@ def _synchronize(strategy: Any, new: NewVariables, line: str = "") -> None:
     group: WorkerGroup = strategy.extended.worker_group
 
     def check(rank: int) -> None:
-        """Raise if worker `rank` has left the scope without any new variables."""
+        """Raise if only this worker has new variables, and `rank` left the scope."""
         other, own = group.progress_of(rank), created.signatures
         if own and other is not None and progress.has_left_scope(other, line):
             raise ValueError(left_scope_message(rank, line, own))

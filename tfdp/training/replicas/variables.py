@@ -228,7 +228,7 @@ class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
         return super()._update_replica(update_fn, value, **kwargs)
 
     def _count_once(self) -> None:
-        """Keep the initial value on rank 0 only, because a read sums the components."""
+        """Set all components but that of rank 0 to zero, because a read sums them."""
         initial = self.values[0].numpy()
         if not initial.any():
             return

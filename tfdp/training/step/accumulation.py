@@ -153,7 +153,7 @@ class AccumulationState:
 
     @property
     def variables(self) -> list:
-        """List of the Keras variables: micro-batches of an update, count, and sums."""
+        """List of Keras variables: `steps`, the micro-batches so far, and the sums."""
         return [self.steps, self.count, *self.sums]
 
     def add(self, gradients: Sequence[Any], positions: Sequence[int]) -> None:

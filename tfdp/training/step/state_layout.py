@@ -183,7 +183,7 @@ class StateLayout:
     def update_without_gradients(
         self, group: ParamGroup, variables: list, rate: Any
     ) -> None:
-        """Run the parts of an update without gradients, such as a group's weight decay."""
+        """Run the parts of a group's update without gradients, such as weight decay."""
         decay_without_gradients(group.optimizer, variables, rate, {})
 
     def average(self, group: ParamGroup) -> None:

@@ -258,7 +258,7 @@ class ReplicaExtended:
         return variable
 
     def _register(self, variable: Any) -> None:
-        """Record a variable, so that `variable_of` finds it by a component's handle."""
+        """Record a variable, so that `variable_of` finds it by a resource handle."""
         known = vars(self).setdefault("_variables", {})
         for component in getattr(variable, "values", ()):
             known[id(component.handle)] = weakref.ref(variable)
@@ -269,7 +269,10 @@ class ReplicaExtended:
             self.on_assigned(variable)
 
     def variable_of(self, handle: Any) -> Any:
-        """Return the variable that a component's handle belongs to, or `None`."""
+        """Return the variable with a replica's component that has this resource handle.
+
+        It is `None` if no existing variable has it.
+        """
         reference = vars(self).get("_variables", {}).get(id(handle))
         variable = None if reference is None else reference()
         if variable is None or all(c.handle is not handle for c in variable.values):

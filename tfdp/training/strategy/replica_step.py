@@ -275,7 +275,9 @@ def _pass_through_features(
 def _eager_step(
     strategy: Any, loop: loops.Loop, fn: Callable, local: list, parts: list[BatchWeight]
 ) -> Callable:
-    """Return a replica's step for eager execution.
+    """Return an eager step, which computes the rows of all replicas at once.
+
+    It replaces `fn` on each replica.
 
     Args:
         strategy: A tfdp strategy.
