@@ -292,10 +292,10 @@ def replaced_optimizer(model: Any, optimizer: Any) -> Iterator[None]:
 
 
 def backup_without_files(callback: Any, folder: TemporaryDirectory) -> Any:
-    """Return a copy of a `BackupAndRestore` callback with `folder` as backup directory.
+    """Return a copy of a `BackupAndRestore` callback that writes metadata to `folder`.
 
-    It writes its metadata to `folder`, deletes no backups, and keeps `folder` from
-    being deleted. The path of the weights is that of `callback`.
+    It is for a worker that takes part in the saves of worker 0. It deletes no backups,
+    and keeps `folder` from being deleted. Weights have the path of `callback`.
     """
     twin = object.__new__(type(callback))
     vars(twin).update(vars(callback))
