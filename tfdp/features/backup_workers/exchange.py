@@ -63,7 +63,7 @@ class Counts:
     )
 
     def describe(self) -> str:
-        """Return a sentence on how many steps lack each worker; `""` if none does."""
+        """Return text like `"Of 9 steps, 2 without worker 1."`, or `""` if all came."""
         parts = [
             f"{number:,} without worker {rank}"
             for rank, number in sorted(self.without.items())
@@ -73,7 +73,7 @@ class Counts:
 
 
 class FirstGradients(GradientExchange):
-    """Exchange in which worker 0 sums the first gradients of a step for all workers.
+    """Gradient exchange in which worker 0 sums the first gradients that arrive.
 
     A step needs the gradients of all but `backup_workers` workers. Those that arrive
     later are dropped, and all workers receive the same sums.
@@ -223,9 +223,9 @@ class FirstGradients(GradientExchange):
         num_bytes: int,
         joined: Collection[int] = (),
     ) -> BackgroundThread:
-        """Return the thread that combines tensors of the workers that are in time.
+        """Return the thread that sums tensors over the workers that are in time.
 
-        It is created at the first call with a key and specs.
+        Each pair of `key` and `specs` has one thread, created at the first call.
 
         Args:
             key: Tuple of the `id`s of the variables whose gradients each local replica
@@ -284,7 +284,7 @@ def _rows() -> tf.Tensor:
 
 
 def _buckets(flat: list) -> list[tuple[int, ...]]:
-    """Group the positions of dense gradients by dtype, one tuple for each dtype."""
+    """Return the positions of the dense gradients in `flat`, a tuple for each dtype."""
     by_dtype: dict[Any, list[int]] = {}
     for position, gradient in enumerate(flat):
         if not isinstance(gradient, tf.IndexedSlices):
@@ -323,7 +323,7 @@ def _exchange(
     counts: Counts,
     parts: list[list[tf.Tensor]],
 ) -> list[list[tf.Tensor]]:
-    """Exchange gradients with other workers; called on the thread of `_background`.
+    """Sum gradients over the workers that are in time; runs on a background thread.
 
     Args:
         member: `QuorumMember` of this worker.
@@ -331,8 +331,8 @@ def _exchange(
             over replicas; the others are summed.
         counts: `Counts`, which is updated: with this step, and with the workers whose
             gradients came too late for it.
-        parts: List of lists of tensors, for each local replica its result of `_rows`,
-            followed by its gradients.
+        parts: List of lists of tensors, for each local replica `[2]`, its rows and
+            those of the global batch, followed by its gradients.
 
     Returns:
         List of lists of tensors, for each local replica the same sums and
@@ -357,8 +357,8 @@ def _share_of(parts: list[list[tf.Tensor]], joined: Collection[int]) -> Share:
     """Sum local replicas' gradients into this worker's contribution to a step.
 
     Args:
-        parts: List of lists of tensors, for each replica its result of `_rows`,
-            followed by its gradients.
+        parts: List of lists of tensors, for each replica `[2]`, its rows and those of
+            the global batch, followed by its gradients.
         joined: Collection of ints, positions of the gradients that are concatenated;
             the others are summed.
 

@@ -66,7 +66,7 @@ class BackupWorkers(Feature):
         self._exchanges = weakref.WeakKeyDictionary()
 
     def gradient_exchange(self, fit: Fit) -> FirstGradients | None:
-        """Return the exchange of the model in `fit`; `None` without `backup_workers`.
+        """Return the `FirstGradients` of a model, or `None` without `backup_workers`.
 
         It is created at the first call for a model.
 
