@@ -193,7 +193,7 @@ def shares(lines: Iterable[str]) -> Shares:
 
 
 class Account:
-    """Sums of a job's time by class, from the lines of its ledger that are added."""
+    """Sums of a job's seconds by class, from lines of its ledger, the file of times."""
 
     def __init__(self) -> None:
         self._num_damaged = 0
@@ -201,7 +201,7 @@ class Account:
 
     @property
     def shares(self) -> Shares:
-        """`Shares` of the lines so far."""
+        """`Shares` of the job's time in the lines that were added so far."""
         return Shares(
             {name: self._seconds.get(name, 0.0) for name in CLASSES},
             max(0, self._num_attempts - 1 - self._num_continued),
@@ -235,7 +235,7 @@ class Account:
         self._add(line)
 
     def _clear(self) -> None:
-        """Reset all sums and positions, since a new job begins in the ledger."""
+        """Reset the sums and the last recorded step: a new job begins in the ledger."""
         self._seconds: dict[str, float] = {}
         self._num_attempts = 0
         # Number of attempts that continued the job of the previous one without a
@@ -370,7 +370,7 @@ class Account:
         return SAVE if name == BACKUP else name
 
     def _fraction_again(self, line: dict[str, Any]) -> float:
-        """Return the fraction of a line's steps that were done before: 0.0 to 1.0."""
+        """Return the fraction, 0 to 1, of a line's steps that repeat earlier steps."""
         if self._furthest is None or "first" not in line:
             return 0.0
         fit, epoch, batch = self._furthest
@@ -394,7 +394,7 @@ class Account:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """Parse a line of a ledger, and check its kind and its fields.
+    """Parse a line of a ledger, a JSON object, and check its kind and its fields.
 
     Raises:
         ValueError: If it is damaged.

@@ -112,7 +112,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch | None:
-        """Return the `Launch` that `TF_CONFIG` contains; `None` without a launcher."""
+        """Return the `Launch` in `TF_CONFIG` of `environ`, or `None` without one."""
         try:
             settings = tf_config.read_settings(environ["TF_CONFIG"])[_KEY]
             folder = str(settings["folder"])
@@ -195,7 +195,7 @@ def find(directory: str) -> list[str]:
 
 
 def _referred(path: str) -> list[str]:
-    """Return paths of the existing ledgers that lines of a ledger refer to.
+    """Return the paths of other ledgers that lines of a ledger name, if they exist.
 
     Each path is listed once, in the order of the last lines that have it.
     """

@@ -244,14 +244,14 @@ class GoodputRecorder:
             self._lines = []
 
     def _change(self, new: str) -> None:
-        """Add time since the last event to its class, and begin the class `new`."""
+        """Add the time since the last event to the current class, and begin `new`."""
         now = uptime()
         elapsed = now - self._at
         self._seconds[self._class] = self._seconds.get(self._class, 0.0) + elapsed
         self._class, self._at = new, now
 
     def _end_line(self) -> None:
-        """Add a waiting line with the time and the steps since the last line."""
+        """Queue a line of the seconds by class, and the steps, since the last line."""
         self._change(self._class)
         self._divide_steps()
         line: dict[str, Any] = {"kind": "work", "time": time.time(), "up": self._at}

@@ -115,7 +115,7 @@ class _Goodput(Feature):
         recorder.fit_begins()
 
     def _end_measuring(self) -> None:
-        """End the record of this `fit`; steps traced later have no time stamps."""
+        """Detach the recorder from `fit`; steps traced later have no time stamps."""
         self.recorder, self._is_measuring = None, False
         if self._wait is not None:
             data_waits.deactivate(self._wait)
@@ -339,7 +339,7 @@ def _log_dir_of(callback: Any) -> str | None:
 
 
 def _directory_of(callbacks: Any) -> str | None:
-    """Return the absolute path of the directory of backups, or `None`.
+    """Return the absolute path of the directory of a backup callback, or `None`.
 
     It is `None` without backups, and for backups in an object store, where a ledger
     cannot be appended to.
