@@ -112,7 +112,7 @@ class IslandRounds(Rounds):
             member: `Participant` that joins.
             settings: Dict, settings that must be the same on all islands.
             updates: Int, updates that the island has made before, if it is resumed.
-            state: List of arrays, the outer state of the island.
+            state: List of arrays, the island's outer optimizer, weights and statistics.
 
         Returns:
             `Reply` with the common state, or with an error if settings differ.
@@ -138,7 +138,7 @@ class IslandRounds(Rounds):
 
         Args:
             version: Int, the number of the exchange.
-            state: List of arrays, the outer state after it.
+            state: List of arrays, outer optimizer, weights and statistics after it.
         """
         with self._changed:
             if self._state is None or version > self._state[0]:
@@ -286,7 +286,7 @@ class Hub:
             rounds.stop_waiting_for(index)
 
     def _begin(self, sock: socket.socket, _: Authenticated) -> None:
-        """Start a thread that serves a connection, after its handshake."""
+        """Start a thread that serves `sock`, a connection after its handshake."""
         connection = HubConnection(sock)
         with self._lock:
             self._connections[connection] = set()
@@ -388,7 +388,7 @@ class Hub:
             reply.send(connection)
 
     def _rounds_of_fit(self, number: int) -> IslandRounds:
-        """Return the rounds of the `fit` with a number; create them if missing."""
+        """Return the `IslandRounds` of a `fit` by its number, created if missing."""
         with self._lock:
             if number not in self._rounds_by_fit:
                 self._rounds_by_fit[number] = IslandRounds(

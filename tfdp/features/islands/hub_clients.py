@@ -82,8 +82,8 @@ class HubClient:
 
         Args:
             settings: Dict, JSON-serializable, which must be the same on all islands.
-            state: Sequence of arrays, the outer state of this island. All start from
-                the state of the island with the most updates, or the first such.
+            state: Sequence of arrays, outer optimizer, weights and statistics. All
+                start from those of the island with the most updates (the first such).
             updates: Int, updates that this island has made before. Defaults to 0.
 
         Returns:
@@ -130,7 +130,7 @@ class HubClient:
 
         Args:
             version: Int, the number of the exchange.
-            state: Sequence of arrays, the outer state after it.
+            state: Sequence of arrays, outer optimizer, weights and statistics after it.
 
         Raises:
             HubLost: If the connection is lost.
@@ -162,7 +162,7 @@ class HubClient:
             return Reply.from_frame(*self._connection.receive())
 
     def _send(self, head: dict[str, Any], arrays: Sequence[Array] = ()) -> None:
-        """Send a message without a reply; arguments are those of `send_frame`."""
+        """Send a message, a dict for JSON and arrays, without waiting for a reply."""
         with self._exclusive_connection():
             send_frame(self._connection, head, arrays)
 

@@ -28,10 +28,10 @@ GONE = (EOFError, OSError)
 
 
 class HubConnection:
-    """Authenticated connection to or from the hub; any thread may close it.
+    """Authenticated connection between the hub and an island or a launcher.
 
-    Reading and writing fail if the other end sends or accepts no bytes for a minute:
-    the TCP connections of a suspended process would stay open.
+    Any thread may close it. Reading and writing fail if the other end sends or accepts
+    no bytes for a minute: the TCP connections of a suspended process would stay open.
 
     Args:
         sock: TCP socket after the handshake; the connection takes ownership of it.
@@ -55,7 +55,7 @@ class HubConnection:
             self._sock.sendall(buffer, socket.MSG_NOSIGNAL)
 
     def receive_into(self, view: bytearray | memoryview) -> None:
-        """Receive bytes until a buffer is full.
+        """Receive bytes until the buffer `view` is full.
 
         Raises:
             EOFError, OSError: If the other end is lost, or is silent for too long.

@@ -58,7 +58,7 @@ class Islands(Feature):
         return None if island is None else island.part
 
     def before_loop(self, model: Any) -> None:
-        """Exchange with the other islands, so that an evaluation has common weights.
+        """Make an outer step with the other islands, so that all have the same weights.
 
         It does nothing unless the model is in a `fit` of an island.
         """
@@ -71,8 +71,8 @@ class Islands(Feature):
         It changes the arguments of `fit`, and does nothing without islands.
 
         Raises:
-            ValueError: On an island, without a tfdp strategy, or unless exactly one
-                callback exchanges: a `DiLoCo`, and no `LocalSGD`.
+            ValueError: On an island, without a tfdp strategy, or unless the callbacks
+                contain exactly one `DiLoCo` and no `LocalSGD`.
         """
         if Island.from_environment() is None:
             return
@@ -99,7 +99,7 @@ class Islands(Feature):
         fit.arguments["callbacks"] = sorted(chosen, key=_order_of_callback)
 
     def after_fit(self, fit: Fit) -> None:
-        """Leave the other islands if `fit` has failed."""
+        """Disconnect this island from the hub if `fit` has failed."""
         if (training := _running.get(fit.model)) is not None:
             training.leave(is_through=False)
 
@@ -171,10 +171,10 @@ class OuterState(OuterStep):
         self.statistics = list(mean[count:])
 
     def take(self, reply: Reply) -> None:
-        """Adopt the state in a reply, and make an outer step with each of its means.
+        """Adopt the state in a reply of the hub, and make the outer steps after it.
 
         Args:
-            reply: `Reply` with a state.
+            reply: `Reply` with a state, and the mean for each of these steps.
 
         Raises:
             ValueError: If the shapes are those of another model.
@@ -301,7 +301,7 @@ class IslandTraining:
                 self._finish(0.0)
 
     def sync(self) -> None:
-        """Exchange at once, and continue from the common weights.
+        """Exchange pseudo-gradients at once, and continue from the common weights.
 
         Called at the end of an epoch and before an evaluation. The next exchange is due
         `sync_every` updates later.
@@ -326,7 +326,7 @@ class IslandTraining:
         self.sync()
 
     def leave(self, *, is_through: bool = True) -> None:
-        """Leave the other islands, which no longer wait for this island.
+        """Disconnect from the hub: the other islands no longer wait for this island.
 
         Args:
             is_through: Bool, whether its `fit` has finished. If not, the hub expects
@@ -439,7 +439,7 @@ class IslandTraining:
         ]
 
     def _assign(self, weights: list[Array]) -> None:
-        """Set the trained weights, and the statistics to those of the last mean."""
+        """Set the trained variables to `weights`, and statistics to their last mean."""
         variables = [*self._model.trainable_variables, *self._statistic_variables()]
         arrays = [*weights, *self._state.statistics]
         for variable, array in zip(variables, arrays, strict=True):
