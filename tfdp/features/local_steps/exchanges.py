@@ -203,9 +203,9 @@ class Exchanges:
         return unused
 
     def broadcast_state(self, reducer: GradientReducer) -> None:
-        """Set the outer state on all replicas to the first one's, which is up to date.
+        """Set outer optimizer and weights on all replicas to those of the first one.
 
-        Its worker leads the rounds of exchanges; others may have missed some.
+        Its worker leads all exchanges; the other workers may have missed some.
         """
         context = replica_context()
         assert context is not None
@@ -217,7 +217,7 @@ class Exchanges:
     def _sums_of_sent(
         self, number: int, reducer: GradientReducer
     ) -> Sequence[tf.Tensor]:
-        """Return a fragment's sent pseudo-gradients, averaged over all replicas.
+        """Return the mean of the sent pseudo-gradients of fragment `number`.
 
         A `BackgroundThread` has averaged them: the step waits for its result. Those of
         a `Deferred` are averaged now.
@@ -248,7 +248,7 @@ class Exchanges:
         return [total * tf.cast(factor, total.dtype) for total in sums]
 
     def adopt_common_weights(self) -> None:
-        """Set the weights of this replica to the common ones, if exchanges are delayed.
+        """Set the weights of this replica to the outer ones, if exchanges are delayed.
 
         A delayed exchange has mixed local weights into the weights of a replica.
         """
@@ -260,12 +260,12 @@ class Exchanges:
         return [self._trained[position] for position in self._fragments[number]]
 
     def _compressed_of(self, number: int) -> list | None:
-        """Return a fragment's variables if exchanges are compressed, or else `None`."""
+        """Return the variables of fragment `number`; `None` without compression."""
         is_exact = self._outer_options.compression is None
         return None if is_exact else self._variables_of(number)
 
     def _specs_of(self, number: int) -> list[tf.TensorSpec]:
-        """Return the `tf.TensorSpec` of each pseudo-gradient of a fragment."""
+        """Return the `tf.TensorSpec` of each pseudo-gradient of fragment `number`."""
         positions = self._fragments[number]
         return in_flight.specs_of([self.outer.anchors[p] for p in positions])
 
@@ -306,7 +306,7 @@ class Exchanges:
         return ReplicaReducer(self._reducer, context)
 
     def _in_flight_of(self, number: int) -> BackgroundThread | Deferred:
-        """Return what holds a fragment's sent pseudo-gradients until they are used.
+        """Return the thread or queue with the sent pseudo-gradients of a fragment.
 
         It is the `BackgroundThread` that `prepare` has created for the fragment. If
         there is none, it is a queue, which is created at the first call.

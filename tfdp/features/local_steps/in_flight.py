@@ -126,8 +126,8 @@ def background_exchange(
 
     Args:
         name: String, name of the thread.
-        reducer: `Reducer` from `background_reducer`. The caller must keep a reference:
-            the connections of its process group are closed with the group.
+        reducer: `Reducer` from `background_reducer`. Keep a reference to it: the
+            connections of its process group are closed with the group.
         compressed: Sequence of the fragment's trained Keras variables if `reducer`
             compresses pseudo-gradients, or `None`.
         specs: Sequence of `tf.TensorSpec` of the pseudo-gradients.
@@ -167,14 +167,14 @@ def specs_of(variables: Sequence[Any]) -> list[tf.TensorSpec]:
 
 
 class RoundResult(NamedTuple):
-    """Result of a round for a replica, see `tfdp.communication.transport.rounds`.
+    """Result, for one replica, of an exchange that does not wait for late workers.
 
     Args:
-        is_made: Scalar bool tensor, whether the round took place.
+        is_made: Scalar bool tensor, whether the exchange, a round, took place.
         is_behind: Scalar bool tensor, whether this worker has missed rounds.
         samples: Scalar float32 tensor, the samples that this replica sent.
         gradients: List of tensors, means over the participants.
-        state: List of tensors, the outer state before the round.
+        state: List of tensors, the outer optimizer and weights before the round.
     """
 
     is_made: tf.Tensor
@@ -193,7 +193,7 @@ class RoundExchange:
     Args:
         strategy: A tfdp strategy.
         specs: Sequence of `tf.TensorSpec` of the pseudo-gradients.
-        state_specs: Sequence of `tf.TensorSpec` of the outer state.
+        state_specs: Sequence of `tf.TensorSpec` of the outer optimizer and weights.
         least: Int, the number of workers that a round needs.
         patience_seconds: Float, how long a round waits for more workers.
 
@@ -234,7 +234,7 @@ class RoundExchange:
             replica: Int, index of the replica among the local ones.
             samples: Scalar float32 tensor, the weight of the replica.
             gradients: Sequence of tensors, its pseudo-gradients.
-            state: Sequence of tensors, the outer state.
+            state: Sequence of tensors, the outer optimizer and weights.
         """
         self._background.launch(replica, [samples, *gradients, *state])
 
@@ -257,7 +257,9 @@ class RoundExchange:
 def _round_endpoint(
     strategy: Any, least: int, patience_seconds: float
 ) -> RoundLeader | RoundFollower:
-    """Connect this worker for rounds: return a leader on worker 0, else a follower.
+    """Connect the workers for exchanges in rounds: a leader on worker 0, or followers.
+
+    The arguments are those of `RoundExchange`. Returns the endpoint of this worker.
 
     Raises:
         ValueError: If the transport does not support rounds, or if there are fewer than

@@ -31,7 +31,7 @@ OUTER_PREFIX = "outer/"
 
 
 class LocalSteps(IndependentGroups):
-    """Hooks of a step that count local updates and samples, and exchange when due.
+    """Hooks that count a step's local updates, and combine replicas' weights when due.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
@@ -66,7 +66,7 @@ class LocalSteps(IndependentGroups):
         self.is_enabled = self.is_active = False
 
     def build(self, trained: Sequence[Any]) -> None:
-        """Implements `StepFeature.build`: create the counters and the outer state."""
+        """Implements `StepFeature.build`: create counters, and outer weights if any."""
         make_variable, options = self._make_variable, self.options
         self._trained = list(trained)
         self._node_reducers = NodeReducers(trained)
@@ -112,7 +112,7 @@ class LocalSteps(IndependentGroups):
         """Raise if the step uses an option that needs all replicas in every step.
 
         Raises:
-            ValueError: With sharded state, Adasum, or a feature that needs all.
+            ValueError: With sharded state, Adasum or a feature that needs all replicas.
         """
         strategy = tf.distribute.get_strategy()
         is_adasum = is_tfdp(strategy) and strategy.extended.reducer.combines_means
@@ -130,7 +130,7 @@ class LocalSteps(IndependentGroups):
             )
 
     def check_update(self, optimizer: Any) -> None:
-        """Raise `ValueError` unless the updating optimizer has these local steps."""
+        """Raise `ValueError` unless `optimizer`, which updates, has these hooks."""
         if installed(optimizer, LocalSteps) is not self:
             raise ValueError(
                 "Local steps support one optimizer, the one that the model was "
@@ -152,7 +152,7 @@ class LocalSteps(IndependentGroups):
     def before_sync(self) -> None:
         """Pause exchanges with `min_participants`, before all workers synchronize.
 
-        It waits for the one that runs. `after_sync` resumes the exchanges.
+        A running exchange is completed first. `after_sync` resumes the exchanges.
         """
         if self.exchanges is not None and self.exchanges.rounds is not None:
             self.exchanges.rounds.pause()
@@ -204,7 +204,7 @@ class LocalSteps(IndependentGroups):
         """Implements `StepFeature.begin`: copy the weights into the outer ones, if due.
 
         It is due in the first step, and in the first one after `equalize_replicas` has
-        exchanged.
+        combined the replicas.
 
         Args:
             has_batch: Bool, ignored here.
@@ -307,7 +307,7 @@ class LocalSteps(IndependentGroups):
         set_to_zero(self.waiting_samples)
 
     def _exchange(self, number: int, optimizer: Any, reducer: GradientReducer) -> None:
-        """Exchange a fragment, unless no replica has used samples since the last time.
+        """Average a fragment, or make its outer step, if any replica has new samples.
 
         Args:
             number: Int, index of the fragment, a part of the weights.
@@ -326,7 +326,7 @@ class LocalSteps(IndependentGroups):
                 exchanges.broadcast_state(reducer)
 
         def exchange() -> None:
-            """Exchange fragment `number` between all replicas; reset its samples.
+            """Combine fragment `number` of all replicas, and reset its samples.
 
             With an outer optimizer it updates the fragment. Otherwise weights and slots
             become their means, weighted by the samples that each replica has used since

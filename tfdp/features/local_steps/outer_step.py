@@ -18,7 +18,7 @@ from tfdp.training.step.grouped_update import decay_and_update
 
 
 class OuterStep:
-    """The outer optimizer and the outer weights, common to all since the last exchange.
+    """Outer optimizer and outer weights, which all replicas have in common.
 
     Args:
         template: Keras optimizer of the outer step, not built; it is copied.

@@ -21,10 +21,10 @@ class LocalStepsFeature(Feature):
     """
 
     def before_sync(self, model: Any) -> None:
-        """Pause exchanges in rounds, before all workers of a model synchronize.
+        """Pause exchanges with `min_participants`, before all workers synchronize.
 
-        This worker ends its running round and joins no other until the workers have
-        synchronized, so that the rounds of late workers do not wait for it.
+        This worker ends its running exchange and joins no other until the workers have
+        synchronized, so that exchanges of late workers do not wait for it.
         """
         if (local_steps := active(model)) is not None:
             local_steps.before_sync()
