@@ -172,6 +172,9 @@ def completed(record: FlightRecord) -> dict[str, Interval]:
 def first_differing(lanes: Lanes) -> dict[int, RecordedCollective] | None:
     """Return the first collective whose kind, key, dtype or size differs by worker.
 
+    Args:
+        lanes: Dict, the result of `lanes_of`.
+
     Returns:
         Dict from ranks to the `RecordedCollective` of each worker, or `None` without
         one.

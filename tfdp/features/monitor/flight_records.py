@@ -176,8 +176,8 @@ def _sentence_of_plans(
 
     Args:
         groups: Dict from a `signature` to the list of the ranks that have it.
-        entries: Dict from a rank to its `RecordedCollective`, whose key is the order of
-            its collectives.
+        entries: Dict from a rank to its `RecordedCollective`, a call of TensorFlow,
+            whose `key` lists its traced collectives in order.
     """
     orders = {ranks[0]: entries[ranks[0]].key for ranks in groups.values()}
     number, forms = first_in_other_order(orders)
@@ -344,7 +344,7 @@ def _number(entry: RecordedCollective) -> int:
 
 
 def _place(record: FlightRecord, entry: RecordedCollective) -> str:
-    """Name the place in the script from which a worker entered a collective."""
+    """Return where a worker entered a collective: `"step 3 of epoch 1 of fit"`."""
     begin = entry.begin
     # A step that TensorFlow runs begins together with its span. Since the two times are
     # not exact, the step may seem to begin in the span before, so the span in which its

@@ -36,7 +36,7 @@ class Reading:
     """Recorded values of an execution: a step, or `steps_per_execution` steps.
 
     Args:
-        values: Array of shape `[num_rows, 3]`, see `Recorder.read`.
+        values: Array `[num_rows, 3]`: three numbers of each `Collective` or `Mark`.
         begin: Float, end of the previous step, in seconds of the wall clock.
         end: Float, end of this step, in seconds of the wall clock.
         seconds: Float, time between the two by a monotonic clock.
@@ -141,7 +141,7 @@ class ReplicaTimes:
         return seconds
 
     def _exposed(self, timed: Timed) -> list[Interval]:
-        """Return the exposed part of a collective: a list of one interval, or none.
+        """Return when a collective kept a replica from computing: one interval or none.
 
         Args:
             timed: `Timed` collective.
@@ -162,7 +162,7 @@ def replicas_of(reading: Reading, rows: Sequence[timing.Row]) -> list[ReplicaTim
 
     Args:
         reading: `Reading` of the step.
-        rows: Sequence of `Row`, descriptions of the reading's values.
+        rows: Sequence of `Row`: the `Collective` or `Mark` of each row of the values.
     """
     times = {
         mark.replica: pair for mark, pair in _marks(reading, rows, step_events.TIMES)
@@ -187,7 +187,8 @@ def _collectives_since(
 ) -> list[Timed]:
     """Return the collectives of a replica whose input was ready at `since` or later.
 
-    Rows of collectives that this step did not run hold the times of an earlier step.
+    `rows` has the `Collective` or `Mark` of each row of the reading's values. Rows of
+    collectives that this step did not run hold the times of an earlier step.
     """
     return [
         (_completed(row, float(third)), float(begin), float(end))
@@ -219,7 +220,7 @@ def _marks(
 
     Args:
         reading: `Reading` of the step.
-        rows: Sequence of `Row`, descriptions of the reading's values.
+        rows: Sequence of `Row`: the `Collective` or `Mark` of each row of the values.
         name: String, name of a `Mark`, such as `step_events.BATCH`.
 
     Returns:
@@ -239,7 +240,8 @@ def _without_queueing(collectives: list[Timed]) -> list[Timed]:
     """Return all collectives, with starts not before the end of the previous one.
 
     The recorded start is the time at which the input of a collective was ready. It is
-    moved if the previous collective in the same chain ended later.
+    moved if the previous collective in the same chain, whose collectives run one after
+    another, ended later.
     """
     free: dict[int, float] = {}
     started = []
@@ -255,7 +257,7 @@ def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
 
     Args:
         reading: `Reading` of the step.
-        rows: Sequence of `Row`, descriptions of the reading's values.
+        rows: Sequence of `Row`: the `Collective` or `Mark` of each row of the values.
     """
     replicas = replicas_of(reading, rows)
     seconds = reading.seconds / reading.num_steps
@@ -299,7 +301,7 @@ def samples_and_norm(
 
     Args:
         reading: `Reading` of the step.
-        rows: Sequence of `Row`, descriptions of the reading's values.
+        rows: Sequence of `Row`: the `Collective` or `Mark` of each row of the values.
 
     Returns:
         Tuple of two floats, NaN for a value that was not recorded.

@@ -91,10 +91,10 @@ def _column_of(label: str) -> str:
 
 
 def column_values(row: Row, straggler: int | None) -> dict[str, float]:
-    """Return the values of a row, by column.
+    """Return the values of a window of steps, by column of the CSV file.
 
     Args:
-        row: `Row` of the run.
+        row: `Row`, the window of all workers.
         straggler: Int, the rank of the worker that the others wait for, or `None`.
 
     Returns:
@@ -112,7 +112,7 @@ def column_values(row: Row, straggler: int | None) -> dict[str, float]:
 
 
 def scalars_of(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the values of a row by TensorBoard tag, `subject/column`.
+    """Return the values of a window of steps by TensorBoard tag, `subject/column`.
 
     The subjects of columns are those of `VALUES`, `step_by_collective`, and
     `step_by_worker`. A subject at the start of a column's name is removed from it.
@@ -148,10 +148,10 @@ def _tag_of(column: str) -> str:
 
 
 def histograms_of(row: Row) -> dict[str, Sequence[float]]:
-    """Return step times and collectives' times of a row, by TensorBoard tag.
+    """Return step times and collectives' times of a window, by TensorBoard tag.
 
     Args:
-        row: `Row` of the run.
+        row: `Row`, the window of all workers.
 
     Returns:
         Dict from tag to a sequence of seconds.
@@ -178,7 +178,7 @@ class CsvFile:
         self._writer.writeheader()
 
     def add(self, row: Row, values: Mapping[str, float]) -> None:
-        """Write `values`, by column, as a row; unknown values (NaN) are left empty."""
+        """Write a line of `values`, by column; NaN is left empty. `row` is unused."""
         del row
         self._writer.writerow({k: v for k, v in values.items() if not math.isnan(v)})
         self._file.flush()
@@ -204,7 +204,7 @@ class TensorBoardFile:
         self._histogram = histogram
 
     def add(self, row: Row, values: Mapping[str, float]) -> None:
-        """Write the values of a row; unknown values, which are NaN, are left out."""
+        """Write `values`, by column, without NaN, and the histograms of `row` if on."""
         from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
         # TensorBoard also reads the scalar format of TensorFlow 1, which is faster to

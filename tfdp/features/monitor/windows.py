@@ -227,7 +227,7 @@ class WeightedMean:
 
 
 class RunTotals:
-    """Totals of a run: means over its rows, weighted by their steps."""
+    """Totals of a run: means over its windows, weighted by their steps."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -240,7 +240,7 @@ class RunTotals:
         self._times: collections.deque[float] = collections.deque(maxlen=_KEPT_TIMES)
 
     def add(self, row: Row) -> None:
-        """Add a row to the totals."""
+        """Add a row, which is a window of all workers, to the totals."""
         count, values = row.num_steps, row.values
         self.num_steps += count
         self._times.extend(row.times)
