@@ -34,7 +34,7 @@ def why_not_read_again(fit: Fit) -> str:
     repeat the order: for a later `fit` with the same dataset, a reason is returned.
 
     Args:
-        fit: `Fit`, in its first attempt.
+        fit: `Fit`, a call of `fit` that was not repeated yet.
 
     Returns:
         String, the rest of an error message that begins with the name of the feature

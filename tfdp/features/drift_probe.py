@@ -32,7 +32,7 @@ _DTYPE = tf.float64
 class DriftProbe(LoopFeature):
     """Hooks that compute a checksum of each replica's weights at an interval of steps.
 
-    `read` returns the last checksums, for the caller to compare.
+    `read` returns the last checksums: if they differ, so do the weights.
 
     Args:
         strategy: A tfdp strategy of several replicas.
@@ -92,11 +92,11 @@ class DriftProbe(LoopFeature):
         return int(result[0]), result[1:].tolist()
 
     def begin_batch(self, model: Any, batch: list) -> None:
-        """Implements `LoopFeature.begin_batch`: add the check to the step of the model.
+        """Implements `LoopFeature.begin_batch`: add the checksums to the traced step.
 
-        It checks the weights that the previous step left, as soon as the batch is
-        available. A check at the end of the step would delay the logs of every step
-        until the update.
+        They are those of the weights after the previous step, and are computed once
+        the tensors of `batch`, a list of nests, are available. At the end of the step,
+        they would delay its logs until the update.
         """
         if model is not self._model:
             return
@@ -177,5 +177,5 @@ class DriftProbe(LoopFeature):
 
 
 def _checksum(parts: list[tf.Variable]) -> tf.Tensor:
-    """Compute the checksum of one replica's weights, plus 1: zero means no check."""
+    """Return 1 plus the checksum of a replica's weights, a scalar: 0 means no check."""
     return combine_checksums(checksums([part.read_value() for part in parts])) + 1

@@ -117,7 +117,7 @@ class Elastic(Feature):
 
         Args:
             strategy: The strategy.
-            facts: Dict from the name of a fact, for messages, to its value.
+            facts: Dict from a description, for messages, to a digest or another string.
         """
         self._num_calls += 1
         number = {"number of the call of `fit` or `ElasticState`": str(self._num_calls)}
@@ -380,8 +380,8 @@ def _renew_weights(
 
     Args:
         model: The Keras model.
-        divides: List of pairs, a new optimizer that divides parameters, and those that
-            it trains.
+        divides: List of pairs: a new optimizer that shards parameters, and the list of
+            the Keras variables that it trains.
 
     Raises:
         RuntimeError: If parameters were sharded before they had an optimizer.

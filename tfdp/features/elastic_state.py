@@ -340,7 +340,7 @@ class ElasticState:
         that, it creates the objects that save states, for the present workers.
 
         Returns:
-            Bool, whether there is one.
+            Bool, whether a saved state was found, and is loaded.
         """
         # `model_state` builds the optimizer. It is called before the search for a
         # state, which may fail on some workers, so that all workers build it.
@@ -381,12 +381,12 @@ class ElasticState:
         return True
 
     def _close(self) -> None:
-        """Close the `MemoryBackups` of `_load`, if any, once its copies are sent."""
+        """Close the `MemoryBackups`, if any, once other hosts have their copies."""
         if "_memory" in vars(self):
             self._memory.close()
 
     def _plan(self, index: Index) -> LoadPlan:
-        """Check that a saved state is of this loop, and plan which tensors to read.
+        """Check by its `Index` that a state is of this loop, and plan what to read.
 
         Raises:
             IncompatibleBackup: If the state is not of this loop.
@@ -494,7 +494,7 @@ def _checked_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encoded(values: dict[str, Any]) -> Any:
-    """Return the values of a loop, encoded by `to_json` so that JSON can hold them.
+    """Return the values of a loop as a nest of lists, dicts and values for JSON.
 
     Raises:
         TypeError: If a value has another type than those that are saved.

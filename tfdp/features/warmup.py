@@ -75,7 +75,7 @@ class Warmup(StepFeature):
     def leave(self, optimizer: Any) -> None:
         """End a warmup whose last factor the learning rate contains already.
 
-        The caller has multiplied the rate by the factor, or has restored a rate from
+        `finish` has multiplied the rate by the factor, or the rate was restored from
         after the warmup. With a schedule, which cannot contain the factor, the warmup
         stays active.
 
@@ -90,8 +90,8 @@ class Warmup(StepFeature):
         """Implements `StepFeature.schedule`: multiply the rate by the warmup's factor.
 
         Returns:
-            `Schedule` of the group's own learning rate times the factor at this update;
-            and of the factor's growth, or `None` if momentum needs no correction.
+            `Schedule`: the group's own learning rate times the factor at this update;
+            and the ratio that rescales momentum, or `None` without a correction.
         """
         optimizer = group.optimizer
         rate = tf.convert_to_tensor(optimizer.learning_rate)

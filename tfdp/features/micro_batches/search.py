@@ -67,7 +67,7 @@ class MicroBatchSearch(Feature):
 
         @functools.wraps(step)
         def fitting(data: Any) -> Any:
-            """Run a step, repeated with twice the micro-batches until it fits.
+            """Run a step on an iterator of batches; repeat it until it fits in memory.
 
             Returns:
                 The result of the step that has fit in memory.

@@ -77,7 +77,8 @@ class CheckedStep(LoopFeature):
     def replace_batch(self, args: tuple) -> tuple:
         """Implements `LoopFeature.replace_batch`: choose each local replica's rows.
 
-        They are its own, or, if `is_stand_in`, those of the next replica.
+        Returns `args`, the arguments of the step, with the rows of each replica or, if
+        `is_stand_in`, those of the next replica.
         """
         return tuple(
             CountedBatch(self._taken(arg.batch), arg.num_rows)

@@ -71,7 +71,7 @@ class ReplayedSteps:
 
         @functools.wraps(step)
         def replaying(data: Any) -> Any:
-            """Run the step, or replay it if a replay is due, and return its logs."""
+            """Run or replay a step on an iterator of batches, and return its logs."""
             begin = time.monotonic()
             before, self._num_steps = self._num_steps, self._num_steps + 1
             is_due = self._num_steps % self._period == 0
@@ -120,7 +120,7 @@ class ReplayedSteps:
         """Run a step, record its digests in the `CheckedStep`, and return its logs.
 
         Args:
-            batch: The batch of the step.
+            batch: The batch of the step, an element of the data of `fit`.
             is_stand_in: Bool, whether each replica computes the rows of the next one;
                 the step then makes no update. Otherwise it computes its own rows.
         """

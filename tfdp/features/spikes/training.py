@@ -134,7 +134,7 @@ def _wrap_step(model: Any) -> None:
 
 
 def guards_of(callbacks: Any) -> list[Any]:
-    """Return the `SpikeGuard` callbacks, those with a true attribute `skips_spikes`."""
+    """Return the `SpikeGuard`s among `callbacks`: those with a true `skips_spikes`."""
     return [
         callback
         for callback in callback_list(callbacks)

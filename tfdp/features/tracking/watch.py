@@ -67,7 +67,7 @@ def track_each_worker() -> None:
 
 
 def are_trackers_disabled() -> bool:
-    """Return whether trackers are disabled in this process.
+    """Return whether Weights & Biases and MLflow are disabled in this process.
 
     They are on all workers but the first, unless `track_each_worker` was called. An
     invalid environment counts as a single process here: its error is raised when a
@@ -93,9 +93,9 @@ def disable_trackers() -> None:
 
 
 def disable_trackers_by_rank(rank: int) -> None:
-    """Set the rank of this worker, and disable trackers if it is not 0.
+    """Set this worker's rank; unless it is 0, disable Weights & Biases and MLflow.
 
-    None is disabled if `track_each_worker` was called.
+    Neither is disabled if `track_each_worker` was called.
 
     Args:
         rank: Int, rank of this worker.

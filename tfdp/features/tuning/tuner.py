@@ -283,7 +283,7 @@ class Tuner:
             self._begin_block(plans[len(self._medians)])
 
     def _end_round(self) -> None:
-        """Exchange the round's times with all workers; begin the next round, or end."""
+        """Agree on the times of a round; begin the next one, or end the trial."""
         seconds = self._loop.agree(self._medians)
         self._medians = []
         if self._trial is not None:
