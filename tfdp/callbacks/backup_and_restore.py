@@ -173,7 +173,7 @@ class BackupAndRestore(StrategyCallback):
     def set_position_and_callbacks(
         self, position: DataPosition, others: list[Any]
     ) -> None:
-        """Store the position in the data and the callbacks to save; called by `fit`."""
+        """Store the position in the data, and the other callbacks, to be backed up."""
         self._position = position
         self._others = others
 
@@ -526,7 +526,7 @@ class BackupAndRestore(StrategyCallback):
 
 
 def _check_arguments(save_freq: Any, batch: Any) -> None:
-    """Raise if an argument of `BackupAndRestore` is invalid."""
+    """Raise `ValueError` if an argument of `BackupAndRestore` is invalid."""
     is_epoch = isinstance(save_freq, str) and save_freq == "epoch"
     if not is_epoch and not is_integer(save_freq, least=1):
         raise ValueError(

@@ -173,10 +173,10 @@ class DiLoCo(LocalStepsCallback):
             self._last_batch = batch - 1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """On an island, count its batches, and exchange every `sync_every` updates.
+        """On an island, count batches; make an outer step every `sync_every` updates.
 
         An island is one of the separate jobs under `tfdp run --islands`. Without
-        islands, the traced step exchanges.
+        islands, the traced step makes it.
         """
         if self._island is not None:
             self._island.end_batches(batch - self._last_batch)
@@ -216,7 +216,7 @@ class DiLoCo(LocalStepsCallback):
             exchanges.staleness.assign(0)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """On an island, exchange; add staleness, islands and inner steps to `logs`.
+        """On an island, make an outer step; add staleness and other values to `logs`.
 
         `"staleness"`, with a `delay` or on an island, is the largest number of updates
         between the start of an exchange and its outer step; `"islands"`, on an island,

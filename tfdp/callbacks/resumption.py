@@ -141,6 +141,6 @@ class Resumption:
         return "the end" if is_end else f"step {batches + 1}"
 
     def _say(self, text: str) -> None:
-        """Print a line on the first worker."""
+        """Print `text` as a line, on the first worker."""
         if self._state.worker_group.is_chief:
             say(text)

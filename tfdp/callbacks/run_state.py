@@ -92,7 +92,7 @@ class RunState:
         return backup_tensors(self.model, arrays, in_epoch=batches > 0), run
 
     def plan_load(self, index: Index) -> LoadPlan:
-        """Plan what to read of a backup, after a check that it is of this run.
+        """Check by its `Index` that a backup is of this run, and plan what to read.
 
         Raises:
             IncompatibleBackup: If the backup is not of this run.

@@ -112,7 +112,7 @@ class Timeline(MeasuringCallback):
         super().on_train_batch_begin(batch, logs)
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Store readings of the selected steps; write the file after the last."""
+        """Store the `Reading` of a selected step; write the file after the last one."""
         first, last = self.steps
         if reading is not None and self.step >= first:
             self._readings.append((self.step, reading))
