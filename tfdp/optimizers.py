@@ -276,7 +276,7 @@ def _is_bias_or_norm(variable: Any) -> bool:
 
 
 def _norm_dtype(dtype: Any) -> tf.DType:
-    """Return the dtype to compute norms in: half precision would overflow."""
+    """Return float64 for float64, otherwise float32, in which norms are computed."""
     return tf.float64 if tf.as_dtype(dtype) == tf.float64 else tf.float32
 
 

@@ -247,7 +247,7 @@ class CommunicationMonitor(MeasuringCallback):
         step, epoch = self.step, self._epoch
 
         def compute_window() -> Window:
-            """Return the summary of the readings; the reporting thread calls it."""
+            """Return the means of the readings; the reporting thread calls it."""
             return window_of(
                 [meter.sample(reading) for reading in readings],
                 step=step,

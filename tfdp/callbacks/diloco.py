@@ -235,7 +235,7 @@ class DiLoCo(LocalStepsCallback):
             logs["staleness"] = int(exchanges.staleness.numpy())
 
     def get_state(self) -> dict[str, Any]:
-        """Return the staleness of the epoch so far, for a backup within it."""
+        """Return a dict with the staleness of the epoch so far, for a backup."""
         if self._island is not None:
             return {"staleness": self._island.staleness}
         exchanges = self._exchanges()

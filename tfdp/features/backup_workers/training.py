@@ -46,7 +46,7 @@ class _DroppedGradients(keras.callbacks.Callback):
         self._before = self._total
 
     def get_state(self) -> dict[str, Any]:
-        """Return the number of gradients that the epoch has dropped, for a backup."""
+        """Return a dict with the number of gradients dropped so far in this epoch."""
         return {"dropped": self._total - self._before}
 
     def set_state(self, state: dict[str, Any]) -> None:

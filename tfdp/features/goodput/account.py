@@ -211,7 +211,7 @@ class Account:
         )
 
     def add_all(self, lines: Iterable[str]) -> None:
-        """Add several lines of the ledger."""
+        """Add several lines of the ledger to the sums, one after another."""
         for line in lines:
             self.add(line)
 
@@ -417,7 +417,7 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def _check_work(line: dict[str, Any]) -> None:
-    """Raise `ValueError` unless a line has valid seconds, and valid steps if any."""
+    """Raise `ValueError` unless a line of kind `"work"` has valid seconds and steps."""
     seconds: Any = line.get("seconds")
     is_valid = isinstance(seconds, dict) and all(
         is_number(value) and value >= 0 for value in seconds.values()

@@ -49,7 +49,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class HubLost(RuntimeError):
-    """Raised when the connection to the hub is lost."""
+    """Raised when an island loses its connection to the hub, which averages weights."""
 
 
 class HubClient:

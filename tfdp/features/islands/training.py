@@ -247,7 +247,7 @@ class IslandTraining:
         return self._batches // batches_per_update(self._model.optimizer)
 
     def begin_fit(self) -> None:
-        """Number this `fit`: islands exchange in calls that have the same number."""
+        """Count this call of `fit`: islands exchange in calls with the same number."""
         user_code.check_process_of_tensorflow("`fit`")
         self._fit = next(_fit_numbers)
 
@@ -260,7 +260,7 @@ class IslandTraining:
         updates = int(self._model.optimizer.iterations.numpy())
 
         def connect() -> None:
-            """Create the outer state, and connect; runs on a thread."""
+            """Create the `OuterState`, and connect to the hub; runs on a thread."""
             template = self._outer_options.optimizer
             self._state = OuterState(template, weights, statistics)
             self._connect(updates)
@@ -424,7 +424,7 @@ class IslandTraining:
         return [_wide(variable) for variable in self._model.trainable_variables]
 
     def _statistics(self) -> list[Array]:
-        """Return the values of `_statistic_variables`, in float32 or wider."""
+        """Return the values of moving statistics, in float32 or wider."""
         return [_wide(variable) for variable in self._statistic_variables()]
 
     def _statistic_variables(self) -> list[Any]:

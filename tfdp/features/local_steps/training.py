@@ -49,7 +49,7 @@ class LocalStepsFeature(Feature):
             )
 
     def wrap_step(self, model: Any, step: Callable) -> Callable:
-        """Return a step that a slow worker sometimes skips, with `dynamic_steps`."""
+        """Return a function like `step` that skips some steps, with `dynamic_steps`."""
 
         @functools.wraps(step)
         def paced(iterator: Any) -> Any:

@@ -338,7 +338,7 @@ def meter_for(model: Any, strategy: Any, norm_every: int | None = None) -> Meter
 
 
 def _wire_bytes(model: Any, strategy: Any) -> int:
-    """Return the bytes that a replica sends in a step, or 0 if no plan is known yet."""
+    """Return the bytes that a replica sends in a step; 0 without a bucket plan yet."""
     try:
         return strategy.communication_plan(model).wire_bytes
     except ValueError:

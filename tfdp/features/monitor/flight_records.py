@@ -366,7 +366,7 @@ def _reasons(records: Records) -> str:
 
 
 def _causes(records: Records) -> str:
-    """Format the failures that the records name as a sentence; `""` without one."""
+    """Format as a sentence which workers were lost, and why; `""` if none was."""
     causes: dict[str, set[int]] = {}
     for record in records.values():
         if record.lost is not None:

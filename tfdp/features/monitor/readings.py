@@ -90,7 +90,7 @@ class ReplicaTimes:
         loss: Float, end of the forward pass.
         backward_end: Float, time at which the last gradient was ready for its
             collective, or `None` if gradients were not reduced.
-        collectives: List of `Timed` collectives.
+        collectives: List of `Timed`: a `Collective`, its begin and its end.
     """
 
     begin: float
@@ -144,7 +144,7 @@ class ReplicaTimes:
         """Return when a collective kept a replica from computing: one interval or none.
 
         Args:
-            timed: `Timed` collective.
+            timed: `Timed`, tuple of a `Collective`, its begin and its end.
         """
         collective, begin, end = timed
         since: float | None = begin

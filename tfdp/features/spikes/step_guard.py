@@ -124,7 +124,7 @@ class StepGuard(StepFeature):
         return {f"spike_{name}": getattr(self, name) for name in names}
 
     def check(self, optimizer: Any) -> None:
-        """Raise if the residuals of compressed micro-batches could not be undone.
+        """Raise if a skipped update could not restore the residuals of compression.
 
         Raises:
             ValueError: With sharded accumulators and a compressor with residuals.
@@ -239,7 +239,7 @@ class StepGuard(StepFeature):
         return median, tf.where(is_known, limit, float("inf"))
 
     def _accept(self, value: tf.Tensor) -> None:
-        """Add the value of an accepted update to the window of the statistics."""
+        """Add `value`, the loss or norm of an accepted update, to the window."""
         number = read(self.num_values)
         place = tf.range(self.window, dtype=number.dtype) == number % self.window
         _set(self.values, tf.where(place, value, read(self.values)))

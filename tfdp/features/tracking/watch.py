@@ -117,7 +117,7 @@ register(_Tracking())
 
 @functools.cache
 def _register_import_hooks() -> None:
-    """Wrap trackers when they are imported, or at once if they already are."""
+    """Wrap Weights & Biases and MLflow at their import, or now if imported before."""
     wrapt.register_post_import_hook(_watch_wandb, "wandb")
     wrapt.register_post_import_hook(_watch_mlflow, "mlflow")
 

@@ -68,7 +68,7 @@ class Rebalance(TimedSteps):
             self._rebalance()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Give workers new shares of the rows, together with all other workers."""
+        """Divide rows anew, by the times of workers; all workers call it together."""
         super().on_epoch_end(epoch, logs)
         self._rebalance()
 
