@@ -144,7 +144,7 @@ def clear_accumulated(model: keras.Model) -> None:
 
 
 def _shards_gradients(model: keras.Model) -> bool:
-    """Return whether the optimizer accumulates sums of replicas in shards (ZeRO-2)."""
+    """Return whether a replica accumulates a shard of the gradient sums (ZeRO-2)."""
     return getattr(getattr(model, "optimizer", None), "accumulates_sums", False)
 
 
@@ -211,7 +211,10 @@ def _without_loss_scaling(optimizer: Any) -> Any:
 
 
 def _accumulating_groups(optimizer: Any) -> list[Any]:
-    """Return the inner Keras optimizers of an optimizer that accumulate gradients."""
+    """Return those Keras optimizers that accumulate gradients.
+
+    They are the inner ones of a multi-optimizer, or the optimizer itself.
+    """
     inner = _without_loss_scaling(optimizer)
     groups = [] if inner is None else innermost(inner)
     return [group for group in groups if optimizer_state.has_accumulators(group)]
@@ -236,7 +239,7 @@ def _scaled(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
     """
 
     def scale(shard: LocalShard) -> LocalShard:
-        """Return a shard whose values are scaled when they are read or written."""
+        """Return a view of a shard: reads multiply by `factor()`, writes divide."""
 
         def read() -> np.ndarray:
             """Return the values multiplied by the factor; overflows become zero."""

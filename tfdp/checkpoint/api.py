@@ -345,7 +345,7 @@ def restore_state(
     room = memory_budget(worker_group)
 
     def find() -> tuple[Index, LoadPlan]:
-        """Read the index, plan what to load, and read this worker's shards."""
+        """Return the index, and a load plan with the values for this worker."""
         storage = open_storage(path)
         index = load_index(path)
         load_plan = make_plan(index)

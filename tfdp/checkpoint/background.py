@@ -157,9 +157,9 @@ class BackgroundSaves:
             state: Sequence of `StateTensor`.
 
         Returns:
-            `Need`: a key of the host; the bytes to allocate beyond the buffer of the
-            last copy; and the free bytes of the host, or `sys.maxsize` if none are
-            needed.
+            `Need`, a tuple of a string, the key of the host; an int, the bytes to
+            allocate beyond the buffer of the last copy; and an int, the free bytes of
+            the host, or `sys.maxsize` if nothing must be allocated.
         """
         missing = max(copy_bytes(state) - self._buffer.size, 0)
         # `free_bytes` reads system files, which takes time, so it is called only if
@@ -262,7 +262,7 @@ class BackgroundSaves:
         self._forget(pending)
 
     def _forget(self, pending: PendingSave) -> None:
-        """Remove a save that has ended from this object and from `_unfinished`."""
+        """Drop a save that has ended, so that the script's end does not wait for it."""
         self._pending = None
         _unfinished.discard(pending)
 
@@ -305,10 +305,10 @@ class BackgroundSaves:
         return False
 
     def _copy(self, state: Sequence[StateTensor]) -> Read:
-        """Copy the state; return a function that returns the copy, or raises its error.
+        """Copy this worker's shards; return a function that returns the copy.
 
-        Workers exchange errors only when they call that function, so this method raises
-        no error itself.
+        If the copy fails, the returned function raises the error: workers exchange
+        errors where they call it, and not in this method.
         """
         error: Exception | None = None
         try:
@@ -389,17 +389,17 @@ _unfinished: set[PendingSave] = set()
 
 
 def background_saves(worker_group: Any) -> BackgroundSaves:
-    """Return the `BackgroundSaves` of a group; create it at the first call."""
+    """Return the `BackgroundSaves` of a `WorkerGroup`; create it at the first call."""
     if worker_group not in _saves_by_group:
         _saves_by_group[worker_group] = BackgroundSaves(worker_group)
     return _saves_by_group[worker_group]
 
 
 class _SavesOfCallbacks(Feature):
-    """Has `fit` wait at its end for a background save that is still under way."""
+    """Feature that makes `fit` wait at its end for an unfinished background save."""
 
     def complete_fit(self, model: Any) -> None:
-        """Wait until the save under way has ended; raise its error."""
+        """Wait until a background save of the model's workers ends; raise its error."""
         saves = _saves_by_group.get(worker_group_of(model))
         if saves is not None:
             saves.finish_own()

@@ -124,7 +124,11 @@ class Backups:
                     self._storage.remove_left_over()
 
         def claim() -> None:
-            """On worker 0, write this run's claim, and remove those of other runs."""
+            """On worker 0, write this run's claim file, and remove those of other runs.
+
+            A run that finds the claim file of another run raises an error when it
+            saves.
+            """
             if self._worker_group.is_chief:
                 self._storage.write_text(self._claim, "")
                 with contextlib.suppress(OSError):  # they may belong to another user
@@ -191,8 +195,8 @@ class Backups:
     def close(self) -> None:
         """Wait for the save in the background to end; print its error, if any.
 
-        The loss of a worker is neither printed nor raised: the next exchange between
-        the workers raises it.
+        The loss of a worker is neither printed nor raised: the next collective of the
+        workers raises it.
         """
         try:
             self.finish()
@@ -204,7 +208,11 @@ class Backups:
             say(error)
 
     def release(self) -> None:
-        """Remove this run's claim, on worker 0; a later `save` raises an error."""
+        """Remove this run's claim file, by which other runs find that it saves here.
+
+        Only worker 0 removes it. A later `save` writes it again, or raises an error if
+        another run has claimed the directory.
+        """
         if self._worker_group.is_chief:
             with contextlib.suppress(OSError):
                 self._storage.remove_file(self._claim)
@@ -359,7 +367,7 @@ class Backups:
     def _inspect(
         self, name: str, make_plan: Callable[[Index], LoadPlan]
     ) -> tuple[tuple[Index, LoadPlan] | None, str]:
-        """Read a backup's index and shards into a load plan, or find its fault.
+        """Read the index and this worker's shards of a backup; describe any damage.
 
         All workers call this together.
 
@@ -369,7 +377,7 @@ class Backups:
 
         Returns:
             Tuple of the pair of `Index` and `LoadPlan`, or `None` for a damaged backup;
-            and the fault, which is `""` for an intact backup.
+            and a string, the damage, which is `""` for an intact backup.
 
         Raises:
             ValueError: On every worker, if the backup is incompatible with the run.
@@ -378,7 +386,7 @@ class Backups:
         backup, room = self._storage.below(name), memory_budget(self._worker_group)
 
         def find() -> tuple[Index, LoadPlan]:
-            """Read the index, plan what to load, and read this worker's shards."""
+            """Return the index, and a load plan with the values for this worker."""
             index = load_index(backup.path)
             folder = backup.below(index.token)
             # The sizes that the index lists are compared with those of the files first,
@@ -432,7 +440,7 @@ class Backups:
 def agree_on_backup(
     worker_group: Any, path: str, find: Callable[[], tuple[Index, LoadPlan]]
 ) -> tuple[tuple[Index, LoadPlan] | None, str]:
-    """Have workers agree that a backup is intact on each of them, or on its fault.
+    """Make workers agree that a backup is intact on each of them, or on its damage.
 
     All workers call this together.
 
@@ -444,7 +452,7 @@ def agree_on_backup(
 
     Returns:
         Tuple of the result of `find` on this worker, or `None` for a damaged backup;
-        and the fault, which is `""` for an intact backup.
+        and a string, the damage, which is `""` for an intact backup.
 
     Raises:
         ValueError: On every worker, if the backup is incompatible with the run.

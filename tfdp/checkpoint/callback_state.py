@@ -123,8 +123,8 @@ def _check_state(state: Any, where: str) -> None:
 def _is_allowed_value(name: str, value: Any) -> bool:
     """Return whether a state attribute of a Keras callback may have a value.
 
-    `"history"` may be a dict of lists, `"epoch"` a list, others in `_VALUE_NAMES` a
-    number; those in `STATE_NONE_AT_FIRST` also `None`.
+    `"history"` may be a dict of lists, `"epoch"` a list, and other saved attributes a
+    number. `"best"` and `"_last_batch_seen"`, unset at first, may also be `None`.
 
     Args:
         name: String, name of the attribute.

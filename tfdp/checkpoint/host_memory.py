@@ -52,7 +52,7 @@ _MAX_UNUSED_SECONDS = 86400.0
 
 
 class HostMemory:
-    """Folder in this host's memory with parts of the saved states of one run.
+    """Folder in `/dev/shm`, in memory, with parts of the saved states of one run.
 
     A part holds the elements of a state that one worker saves. It has two slots, which
     saves write alternately: one keeps the last save while the other is written.
@@ -88,7 +88,7 @@ class HostMemory:
         return f"{boot_id()} {status.st_dev} {status.st_ino}"
 
     def headers(self, owner: str) -> dict[PartName, PartHeader]:
-        """Return the headers of valid parts in the folder that belong to an owner.
+        """Return the metadata of the valid parts that belong to a backup directory.
 
         Args:
             owner: String, identity of the directory of backups.
@@ -148,7 +148,7 @@ class HostMemory:
         return None
 
     def take_lock(self, rank: int) -> None:
-        """Lock the folder for this worker's rank, until this process ends.
+        """Lock the folder for this worker's rank, until `close` or the process's end.
 
         Forked processes do not inherit a record lock, unlike one of `flock`.
 

@@ -99,9 +99,10 @@ class MemoryBackups:
         self._headers: Sequence[PartHeader] = []
 
     def prepare(self) -> None:
-        """Open the hosts' memory, choose keepers of the parts, and connect workers.
+        """Open the hosts' memory, choose who keeps which copies, and connect workers.
 
-        If a worker fails to do so, nothing is raised, but `is_enabled` becomes false.
+        The copy of a worker's part of the state is kept by a worker on the next host.
+        If a worker fails, nothing is raised, but `is_enabled` becomes false.
         """
         self._owner, token = self._agree_on_names()
         self._token = f"{token}-{self._group.num_workers}"
@@ -345,9 +346,10 @@ class MemoryBackups:
         """
 
         def names() -> list[str]:
-            """Read or write the identity on worker 0; return it with a random name.
+            """On worker 0, return the identity of the directory and a random name.
 
-            Other workers return two empty strings.
+            The identity is read from `OWNER_FILE`, or written there if it does not
+            exist. Other workers return two empty strings.
             """
             if not self._group.is_chief:
                 return ["", ""]
@@ -391,7 +393,9 @@ class MemoryBackups:
         return True
 
     def _fits_or_disable(self, sizes: list[int]) -> bool:
-        """Return whether all hosts have memory for the slots; disable saves if not.
+        """Return whether all hosts have memory for their parts; disable saves if not.
+
+        A part needs its size twice: saves write to its two slots alternately.
 
         Args:
             sizes: List of ints, the size of each worker's part in bytes.
@@ -436,11 +440,15 @@ class MemoryBackups:
     def _copy(
         self, header: PartHeader, state: Sequence[StateTensor]
     ) -> np.ndarray | None:
-        """Copy this worker's part into its slot; return the bytes.
+        """Copy this worker's part of the state into this host's memory.
+
+        Args:
+            header: `PartHeader` of the part, written after the copy.
+            state: Sequence of `StateTensor`.
 
         Returns:
-            Array, or `None` after an error: the slot stays invalid, and the next save
-            reports the error.
+            Array of the bytes, or `None` after an error: the part is then invalid, and
+            the next save reports the error.
         """
         name = header.name
         try:
@@ -458,12 +466,12 @@ class MemoryBackups:
         sizes: tuple[Sequence[int], Sequence[int]],
         slot: int,
     ) -> None:
-        """Send this worker's part to its keeper; receive the parts that it keeps.
+        """Send a copy of this worker's part to another host; store copies for others.
 
         Args:
             parts: Tuple of two arrays of bytes: the header and the part.
             sizes: Tuple of the sizes of all workers' headers, and of their parts.
-            slot: Int, the slot that is written.
+            slot: Int, 0 or 1, the slot of each part that this save writes.
         """
         lower_priority()
         communicator, keepers = self._communicator, self._keepers
@@ -491,13 +499,13 @@ class MemoryBackups:
     def _gather_headers(
         self, complete: CompleteSave, own: dict[PartName, PartHeader]
     ) -> dict[int, PartHeader]:
-        """Return the headers of all parts of a state, by rank.
+        """Return the `PartHeader` of each part of a state, by its worker's rank.
 
         All workers call it: they exchange headers unless each host has all parts.
 
         Args:
             complete: `CompleteSave` of the state.
-            own: Dict with the headers of the parts on this host, by name.
+            own: Dict from `PartName` to `PartHeader`, the parts on this host.
         """
         headers = {
             name.rank: header
@@ -527,7 +535,7 @@ class MemoryBackups:
         """Return the index of a state in memory, and this worker's load plan for it.
 
         Args:
-            headers: Dict from ranks to the headers of all parts.
+            headers: Dict from the rank of each part's worker to its `PartHeader`.
             step: Int, number of batches so far, from the names of the parts.
             make_plan: Callable, as in `find_newest`.
 

@@ -54,7 +54,7 @@ class PartName(NamedTuple):
         step: Int, number of batches so far.
         in_epoch: Bool, whether the state was saved within an epoch. The end of an epoch
             has two saves of one step: one after its last batch, and a later one.
-        slot: Int, 0 or 1, the slot that holds the part on each host.
+        slot: Int, 0 or 1, the one of two files of a part that saves write alternately.
         num_workers: Int, number of parts of the save.
         rank: Int, the worker whose part it is.
     """

@@ -206,7 +206,7 @@ def loss_scale_of(optimizer: Any) -> tuple[Any, Any] | None:
 
 
 def installed_features(optimizer: Any) -> list:
-    """Return a list of a `DistributedOptimizer`'s installed `StepFeature`s.
+    """Return the list of `StepFeature`s that extend a `DistributedOptimizer`'s step.
 
     It is empty for any other optimizer, and for `None`.
     """

@@ -168,7 +168,8 @@ class ObjectStore(Storage):
         """Yield a temporary folder, and a function that uploads files from it.
 
         Returns:
-            Context manager that yields the path of the folder, and a `Publish`.
+            Context manager that yields the path of the folder, and a function that
+            takes names of files in it, uploads them, and removes them from it.
         """
         with TemporaryFolder("store") as folder:
 

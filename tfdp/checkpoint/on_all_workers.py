@@ -62,10 +62,10 @@ def run_on_all_workers(
 
 
 def storage_timeout(worker_group: Any) -> float | None:
-    """Return the timeout in seconds of an exchange that waits for file operations.
+    """Return the timeout in seconds of a collective that follows file operations.
 
     Returns:
-        Float, or `None` if the worker group has no timeout.
+        Float, at least an hour, or `None` if the worker group has no timeout.
     """
     seconds = worker_group.timeout_seconds
     return seconds and max(seconds, _STORAGE_SECONDS)

@@ -98,11 +98,11 @@ def plan_residuals(model: Any, index: Index) -> LoadPlan:
 
 
 def _finish(model: Any, restored: RestoredResiduals, reason: str) -> None:
-    """Pass restored values to the reducer's residuals; warn if values were dropped.
+    """Assign restored states to the compressors; warn if saved ones were dropped.
 
     Args:
         model: Built Keras model.
-        restored: `RestoredResiduals`.
+        restored: `RestoredResiduals`, the states read from the checkpoint.
         reason: String, why saved values were dropped, or `""`.
     """
     strategy = strategy_of(model)

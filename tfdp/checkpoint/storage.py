@@ -139,10 +139,11 @@ class Storage:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[tuple[str, Publish]]:
-        """Yield a local folder to write into, and a `Publish` that moves its files.
+        """Yield a local folder to write into, and a function that moves its files here.
 
-        For a file system, the local folder is this folder, publishing does nothing, and
-        the folder is synced to the disk at the end.
+        The function takes names of files. For a file system, the local folder is this
+        folder, the function does nothing, and the folder is synced to the disk at the
+        end.
         """
         yield self.path, lambda names: None
         sync_folder(self.path)

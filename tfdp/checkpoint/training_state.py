@@ -128,8 +128,8 @@ def plan_checkpoint(model: keras.Model, index: Index) -> LoadPlan:
 def run_facts(model: Any) -> dict[str, Any]:
     """Return what a backup's tensors depend on, as a dict for JSON.
 
-    Its fields are the number of replicas, the features with a state, the names of the
-    metrics' variables, and the function that merges each.
+    Its fields are the number of replicas, the labels of optimizer features with saved
+    variables, the names of the metrics' variables, and the function that merges each.
     """
     return {
         "replicas": local_replicas(model).count,
@@ -327,7 +327,11 @@ def _other_optimizer(name: str) -> str | None:
 
 
 def _common_tensors(model: Any, arrays: dict[str, np.ndarray]) -> list[StateTensor]:
-    """Return the tensors that every backup has: state, counters, callbacks' arrays."""
+    """Return the tensors that every backup has.
+
+    They are those of weights, optimizers and the counters of the logs, and the arrays
+    of callbacks.
+    """
     tensors = model_state(model)
     for name, variable in _counters(model).items():
         tensors.append(replicated(model, f"{RUN_PREFIX}/counters/{name}", variable))
@@ -400,11 +404,13 @@ def metric_variables(
 ) -> list[PerReplicaVariable]:
     """Return the variables of a model's metrics, and how replicas' values are merged.
 
+    The merge functions are also stored in the variables.
+
     Args:
         model: Keras model.
-        merges: List of strings, the function that merges the values of each variable;
-            also stored in the variable. With `None`, the default, or a list of another
-            length, the functions are those that the trace of a step has found.
+        merges: List of strings, for each variable `"sum"`, `"max"` or `"min"`, how the
+            values of replicas are merged, as a backup has it. With `None`, the default,
+            or a list of another length, it is what the trace of a step has found.
 
     Returns:
         List of `PerReplicaVariable`.
@@ -425,16 +431,16 @@ def metric_variables(
 
 
 def _features_with_state(model: Any) -> list[str]:
-    """Return labels of the optimizer's features with a state, as `"a loss scale"`."""
+    """Return labels of optimizer features with saved variables: `"a loss scale"`."""
     found = [] if loss_scale_of(model.optimizer) is None else ["a loss scale"]
     features = installed_features(model.optimizer)
     return found + [each.label for each in features if each.counters or each.state]
 
 
 def _counters(model: Any) -> dict[str, Any]:
-    """Return the optimizer's counters for the logs, by name; only backups save them.
+    """Return the variables, by name, in which the optimizer counts for the logs.
 
-    They are variables, such as the number of steps skipped for a loss scale.
+    An example is the number of steps skipped for an overflow. Only backups save them.
     """
     features = getattr(model.optimizer, "features", None)
     if features is None:
