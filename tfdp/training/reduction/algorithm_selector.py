@@ -94,12 +94,12 @@ class AlgorithmSelector:
         return self.topology.supports_hierarchy and not is_flat
 
     def set_links(self, links: Links) -> None:
-        """Predict times from measured links from now on, in place of default ones.
+        """Replace the default links, from which times are predicted, by measured ones.
 
         Every worker must set the same links: they select the algorithms.
 
         Args:
-            links: `Links`.
+            links: `Links`, latency and bandwidth inside and across nodes.
         """
         self.links = links
         self.are_links_known = True

@@ -31,8 +31,8 @@ class CarriedScalar:
 def carrying(value: tf.Tensor | None) -> Iterator[CarriedScalar | None]:
     """Open a context in which a bucket of this thread's gradients also sums a scalar.
 
-    The first all-reduce of unweighted gradients appends the scalar to a bucket that
-    `carrier_of` chooses, if it finds one.
+    The next all-reduce of gradients appends the scalar to the bucket that `carrier_of`
+    chooses, if there is one; all-reduces with a `weight` of gradients do not.
 
     Args:
         value: Scalar float32 tensor of this replica, or `None` for none.

@@ -65,8 +65,8 @@ class CommunicationPlan:
         gain: String, description of the gain of tuned buckets over the default, which
             is printed; or `""`. Defaults to `""`.
         gathers: Dict from the name of a loop, such as `"fit"`, to `StepGathers`, the
-            gathers of its step for operations that need the whole batch. It has no
-            entry for a loop whose step was not traced. Defaults to empty.
+            tensors that its step gathers or sums for operations on the global batch. It
+            has no entry for a loop whose step was not traced. Defaults to empty.
     """
 
     buckets: tuple[Bucket, ...]
@@ -118,9 +118,9 @@ class CommunicationPlan:
 
         `order` is the position of the bucket in the plan, from 0.
 
-        Sharded parameters are gathered for the forward and for the backward pass. The
-        first bucket, that of the last unit, is gathered once: the backward pass begins
-        with this unit.
+        Sharded parameters are gathered for the forward and for the backward pass. Those
+        of the first bucket are gathered once: they are those of the last layers, with
+        which the backward pass begins.
         """
         return 2 if self._sharding.shards_parameters and order else 1
 
@@ -199,7 +199,7 @@ class CommunicationPlan:
         return text.getvalue()
 
     def _appendices(self) -> Iterator[str]:
-        """Yield texts about gathers and memory to print after the buckets."""
+        """Yield texts on gathered tensors and on memory, printed after the table."""
         for loop, step in self.gathers.items():
             if step.gathers:
                 yield f"Gathered in a step of `{loop}`\n{step}\n"

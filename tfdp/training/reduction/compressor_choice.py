@@ -101,7 +101,7 @@ def best_choice(
         links: `Links`, from which times are predicted.
 
     Returns:
-        `AlgorithmChoice`, or `None` if no candidate can carry the compressors.
+        `AlgorithmChoice`, or `None` if no candidate can apply the compressors.
     """
     choices = [
         _choice_of(levels, algorithm, contents, topology, links)
@@ -151,7 +151,7 @@ def _choice_of(
 
     Args:
         levels: `LevelFormats`, wire formats inside and across nodes.
-        algorithm: `Algorithm` that can carry these formats.
+        algorithm: `Algorithm` that can apply these formats.
         contents: Tuple of the bucket's size in bytes, its dtype and its entries.
         topology: `Topology` of the replicas.
         links: `Links`, from which the time is predicted.

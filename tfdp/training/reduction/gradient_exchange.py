@@ -10,13 +10,13 @@ from tfdp.training.reduction.fusion import ReducedGradients
 
 
 class GradientExchange:
-    """Base class of exchanges that sum gradients without a wait for all replicas.
+    """Base class of gradient sums that do not wait for all replicas of a step.
 
     A step of `fit` then has no other collective: logs within an epoch are over the rows
     of this worker, and a step that needs values of other replicas is an error.
 
     Attributes:
-        label: String, the user's option that selects the exchange, for messages.
+        label: String, the user's option that selects the subclass, for messages.
     """
 
     label = ""
@@ -24,8 +24,8 @@ class GradientExchange:
     def begin_step(self, args: tuple, total: tf.Tensor | None) -> tuple:
         """Return the arguments of a step, perhaps without some rows of the batch.
 
-        It is called for each step, before replicas take their rows. An exchange may
-        drop rows, for example all rows of a worker that is behind.
+        It is called before each step. A subclass may drop rows, for example all rows of
+        a worker that is behind.
 
         Args:
             args: Tuple of nests of per-replica values, the rows of the local replicas.
@@ -54,12 +54,12 @@ class GradientExchange:
         raise NotImplementedError
 
     def sum_by_share(self, share: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-        """Sum a tensor over the workers that the exchange does not leave out.
+        """Sum a tensor over the workers whose gradients the step uses.
 
         Args:
             share: Scalar float64 tensor, rows of this worker as a fraction of all. If
-                workers are left out, the sum is divided by the total share of the
-                others, so that it stands for all rows.
+                the step does not use all workers, the sum is divided by the total share
+                of those that it uses, so that it stands for all rows.
             tensor: Tensor of shape `[size]`, on the host, already weighted by rows.
 
         Returns:

@@ -70,9 +70,9 @@ def fit_links(samples: Sequence[Sample], default: Links | None = None) -> Links:
     logarithms of predicted over measured times: samples differ in size by orders of
     magnitude, half is as wrong as double, and a few outliers must not dominate.
 
-    If an exchange uses links of both kinds, only the slower one determines the time.
-    Which one that is follows from the constants, so the choice and the constants are
-    fitted alternately until they agree.
+    If messages inside and across nodes are sent at the same time, only the slower links
+    determine the time. Which links are slower follows from the constants, so the choice
+    and the constants are fitted alternately until they agree.
 
     Samples of several algorithms separate the cost of an operation from alpha; with one
     algorithm it is part of alpha. They also show whether the links inside a node are
@@ -179,7 +179,7 @@ def _design_row(sample: Sample, links: Links) -> list[float]:
 
     Args:
         sample: `Sample`.
-        links: `Links`. Where an exchange uses links inside and across nodes at the same
+        links: `Links`. Where messages inside and across nodes are sent at the same
             time, only the slower of the two by these constants counts, unless
             `is_inside_shared`: then both count.
 
@@ -332,7 +332,7 @@ def _plausibility(links: Links, default: Links) -> tuple[bool, bool]:
     """Return a sort key for equally good fits; the largest is preferred.
 
     Slower links across nodes and sharing as by default are preferred: the times of two
-    nodes of two replicas also fit with inside and across exchanged.
+    nodes of two replicas also fit with the constants of the two levels swapped.
 
     Returns:
         Tuple of two bools: whether a byte takes at most as long inside nodes as across

@@ -208,7 +208,7 @@ def _trace(
         group: `ProcessGroup` of all replicas.
 
     Returns:
-        Function without arguments, which returns when all of them have ended.
+        Function without arguments, which returns when all the all-reduces have ended.
     """
 
     @tf.function(autograph=False)

@@ -15,7 +15,7 @@ from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
 
 @dataclasses.dataclass(frozen=True)
 class _TrainedSet:
-    """The plan and algorithms by which a set of variables was trained.
+    """Bucket plan and all-reduce algorithms of variables that a step trains together.
 
     Variables are kept as weak references, not as paths, since two models of one process
     may have variables of the same path.
