@@ -35,15 +35,15 @@ Place = tuple[Segment, int, int]
 
 
 class ElementShards(OptimizerShard):
-    """A replica's slots on flat slices of buckets, for elementwise optimizers.
+    """Optimizer slots for a replica's flat slices, of elementwise optimizers.
 
     Arguments are those of `OptimizerShard`.
     """
 
     def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
-        """Create the slots of the owner's slices, by a clone of the optimizer.
+        """Create the slots of the replica's slices, by a clone of the optimizer.
 
-        It also sets `buckets`, the indices of the buckets in which the owner has
+        It also sets `buckets`, the indices of the buckets in which the replica owns
         elements: each list of `slots` has a slot for each of them.
         """
         rows = [bucket.rows[self.owner] for bucket in self._plan.buckets]
@@ -74,7 +74,7 @@ class ElementShards(OptimizerShard):
             optimizer: Keras optimizer with the settings: the user's, or a shallow copy
                 of it.
             gradients: `ShardedGradients`.
-            variables: List of the Keras variables of the plan.
+            variables: List of the Keras variables that the `ShardPlan` was made for.
             rate: Scalar tensor, the learning rate.
 
         Returns:
@@ -85,15 +85,15 @@ class ElementShards(OptimizerShard):
         keras_optimizer.update_variables(optimizer, [], [], rate)
 
         def kind(place: Place) -> Any:
-            """Return a key that adjacent segments share if they can be updated as one.
+            """Return a key: adjacent segments with equal keys are updated as one.
 
             It is `True` for a segment with a dense gradient and `False` for one without
             a gradient. A segment with a sparse gradient is updated alone: it is its own
             key.
 
             Args:
-                place: Item of `ShardBucket.places`: a `Segment`, and its begin and end
-                    in the slice.
+                place: Tuple of a `Segment`, a range of a flattened variable, and ints,
+                    its begin and end in the replica's slice of the bucket.
             """
             segment, _, _ = place
             is_sparse = segment.index in gradients.sparse
@@ -128,9 +128,10 @@ class ElementShards(OptimizerShard):
         Args:
             optimizer: Keras optimizer with the scalar state of this shard.
             number: Int, index of the bucket.
-            run: List of `Place`, adjacent segments of the bucket.
+            run: List of `Place`: tuples of a `Segment`, and its begin and end in the
+                replica's slice of the bucket; one begins where the one before ends.
             gradients: `ShardedGradients`.
-            variables: List of the Keras variables of the plan.
+            variables: List of the Keras variables that the `ShardPlan` was made for.
             rate: Scalar tensor, the learning rate.
 
         Returns:
@@ -187,7 +188,7 @@ class ElementShards(OptimizerShard):
         The result is a list of flat tensors, one for each bucket with such elements.
 
         Args:
-            variables: List of the Keras variables of the plan.
+            variables: List of the Keras variables that the `ShardPlan` was made for.
         """
         rows = [self._plan.buckets[number].rows[self.owner] for number in self.buckets]
         return [pack([_segment_value(s, variables) for s in row]) for row in rows]
@@ -197,7 +198,7 @@ class ElementShards(OptimizerShard):
 
         Args:
             optimizer: Keras optimizer with the settings of the averages.
-            variables: List of the Keras variables of the plan.
+            variables: List of the Keras variables that the `ShardPlan` was made for.
         """
         views = [TensorView(value) for value in self.own_values(variables)]
         stand_in = optimizer_views.with_averages(optimizer, self._own_averages)
@@ -224,7 +225,7 @@ class ElementShards(OptimizerShard):
 
 
 def _padded(parts: list[tf.Tensor], bucket: ShardBucket, owner: int) -> tf.Tensor:
-    """Concatenate parts of an owner's slice, padded with zeros to `[slice_size]`."""
+    """Concatenate the parts of a slice, and pad the result to `[slice_size]`."""
     size = bucket.padding(owner)
     zeros = [tf.zeros([size], tf.as_dtype(bucket.dtype))] if size else []
     return pack([*parts, *zeros])
@@ -267,7 +268,7 @@ def _decayed_segment(
     Args:
         optimizer: Keras optimizer with the settings of the decay.
         segment: `Segment` of the variable at `segment.index` in `variables`.
-        variables: Sequence of the Keras variables of the plan.
+        variables: Sequence of the Keras variables that the `ShardPlan` was made for.
         rate: Scalar tensor, the learning rate.
     """
     value = _segment_value(segment, variables)

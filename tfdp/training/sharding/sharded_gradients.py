@@ -139,9 +139,9 @@ class ShardedGradientStatistics(GradientStatistics):
         sums: List of `ShardedGradients`, one for each group.
         collectives: `ShardCollectives`.
         is_needed: Bool, whether norms or checks will be read. If not, the collective
-            runs only for a `loss` that no bucket has carried.
-        loss: `CarriedScalar` that the collective carries, or `None`. Defaults to
-            `None`.
+            runs only for a `loss` without a `total`.
+        loss: `CarriedScalar`, the loss, which the collective also sums unless it has a
+            `total`, from a bucket of gradients; or `None`. Defaults to `None`.
     """
 
     def __init__(

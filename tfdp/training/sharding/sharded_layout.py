@@ -55,7 +55,8 @@ class ShardedLayout(StateLayout):
     ) -> ShardedGradients:
         """Reduce-scatter each bucket; all-gather the rows of sparse gradients.
 
-        The arguments are those of `StateLayout.reduce`.
+        The arguments are those of `StateLayout.reduce`: `weight` multiplies gradients,
+        and `may_sum` allows to sum rows of a sparse gradient with the same index.
         """
         sharded_group = self._sharded(group)
         positions = keras_optimizer.positions_in(group.optimizer, variables)
@@ -92,14 +93,15 @@ class ShardedLayout(StateLayout):
     def slices_of(
         self, groups: Sequence[ParamGroup], sums: list[ShardedGradients]
     ) -> tuple[list[tf.Tensor], list[int]]:
-        """Return the slices of reduced gradients to accumulate, and where to add them.
+        """Return the slices of reduced gradients, and the position of each accumulator.
 
         Args:
             groups: Sequence of `ParamGroup`.
             sums: List of `ShardedGradients`, one for each group.
 
         Returns:
-            Tuple of the list of slices and the list of their accumulators' positions.
+            Tuple of the list of slices, and a list of ints, the position of each one's
+            accumulator: the number of its bucket among those of all groups.
         """
         tensors, positions = [], []
         for group, item in zip(groups, sums, strict=True):
@@ -147,8 +149,9 @@ class ShardedLayout(StateLayout):
     ) -> ShardedGradientStatistics:
         """Measure the norms and finiteness of gradients by one small all-reduce.
 
-        The all-reduce also carries the loss; if several replicas have the same slices,
-        another all-reduce sums the loss. Each runs only if the step needs its result.
+        The all-reduce also sums the loss, unless a bucket of gradients has done so. If
+        several replicas have the same slices, another all-reduce sums it. Each runs
+        only if the step needs its result.
 
         Args:
             groups: Sequence of `ParamGroup`.
@@ -172,8 +175,8 @@ class ShardedLayout(StateLayout):
         """Return the sum of squares of the gradients in this replica's slices.
 
         It is divided by the number of replicas with the same slices, so that the sum
-        over all replicas is the squared norm of all gradients. The arguments are those
-        of `StateLayout.local_squared_norm`.
+        over all replicas is the squared norm of all gradients. `sums` has the
+        `ShardedGradients` of each group.
         """
         collectives = self._collectives
         squares = [
@@ -193,7 +196,8 @@ class ShardedLayout(StateLayout):
         Norms are those of the gradients of whole variables, not of this replica's
         slices.
 
-        The arguments are those of `StateLayout.clip`.
+        The arguments are those of `StateLayout.clip`: the group, its reduced gradients,
+        and the statistics of the gradients of all groups.
         """
         optimizer = group.optimizer
         if not _clips_by_norm(optimizer):

@@ -20,7 +20,7 @@ class OptimizerShard:
 
     Args:
         optimizer: Keras optimizer, the user's.
-        variables: List of the Keras variables of the plan.
+        variables: List of the Keras variables that the `ShardPlan` was made for.
         plan: `ShardPlan`.
         owner: Int, index of the owner of the slices.
         replica: Int, the local replica that holds the slices.
@@ -57,7 +57,7 @@ class OptimizerShard:
 
         Args:
             optimizer: Keras optimizer, the user's.
-            variables: List of the Keras variables of the plan.
+            variables: List of the Keras variables that the `ShardPlan` was made for.
             replica: Int, the local replica that holds the slices.
         """
         raise NotImplementedError

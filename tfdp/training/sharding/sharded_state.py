@@ -140,7 +140,8 @@ class ShardedState:
     ) -> None:
         """Raise on every worker if variables or slots differ between replicas.
 
-        From now on the variables record assignments outside of steps.
+        The variables also begin to record assignments outside of steps, so that workers
+        can compare them later.
 
         Args:
             strategy: A tfdp strategy.
@@ -278,7 +279,7 @@ class ShardedState:
 
     @property
     def accumulated_slices(self) -> list[Entry]:
-        """List of `Entry`: the slice of each bucket that ZeRO-2 accumulates."""
+        """List of `Entry` (name, shape, dtype): the slices that ZeRO-2 accumulates."""
         return [
             Entry(
                 f"bucket_{number}",

@@ -32,7 +32,7 @@ class VariableShards(OptimizerShard):
 
     Args:
         optimizer: Keras optimizer, the user's.
-        variables: List of the Keras variables of the plan.
+        variables: List of the Keras variables that the `ShardPlan` was made for.
         plan: `ShardPlan`, in which each variable has one owner.
         owner: Int, index of the owner of the slices.
         replica: Int, the local replica that holds the slices.
@@ -122,14 +122,15 @@ class VariableShards(OptimizerShard):
     def gradients(
         self, gradients: ShardedGradients, variables: list[Any]
     ) -> dict[int, Any]:
-        """Assemble the gradients of the owned variables from the buckets.
+        """Return the whole gradients of the variables that the replica owns.
 
         Args:
             gradients: `ShardedGradients`.
-            variables: List of the Keras variables of the plan.
+            variables: List of the Keras variables that the `ShardPlan` was made for.
 
         Returns:
-            Dict from position to a whole gradient, a tensor or `tf.IndexedSlices`.
+            Dict from a variable's position in `variables` to its gradient, a tensor or
+            `tf.IndexedSlices`.
         """
         parts = gradients.parts(self._plan, self.owner)
         whole: dict[int, Any] = {
@@ -152,10 +153,11 @@ class VariableShards(OptimizerShard):
     def own_values(self, variables: list[Any]) -> list[tf.Tensor]:
         """Return the whole values of the variables that the replica owns.
 
-        They are in the order of `owned`, which is also that of the moving averages.
+        They are in the order of `owned`, the positions of these variables in
+        `variables`. The moving averages have the same order.
 
         Args:
-            variables: List of the Keras variables of the plan.
+            variables: List of the Keras variables that the `ShardPlan` was made for.
         """
         parts = [tf_distribute.local_part(variables[index]) for index in self.owned]
         return [part.read_value() for part in parts]
@@ -203,15 +205,16 @@ class VariableShards(OptimizerShard):
             tf_distribute.local_part(copy).assign(value, read_value=False)
 
     def _clone_with_settings(self, optimizer: Any, variables: list[Any]) -> Any:
-        """Return a shallow copy of `clone`: its slots, the settings of `optimizer`.
+        """Return an optimizer with this shard's slots and the user's present settings.
 
-        The counter, rate, strategy and decay exclusions of `clone` itself are set to
-        those of `optimizer`.
+        It is a shallow copy of `clone`, which was built on the owned variables. The
+        counter, rate, strategy and decay exclusions of `clone` itself are set to those
+        of `optimizer`.
 
         Args:
             optimizer: Keras optimizer, the user's, whose settings may have changed
                 since the clone was built.
-            variables: List of the Keras variables of the plan.
+            variables: List of the Keras variables that the `ShardPlan` was made for.
 
         Returns:
             Keras optimizer.
