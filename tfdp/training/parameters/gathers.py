@@ -27,13 +27,13 @@ from tfdp.training.parameters.step_gathers import Unit, UnitGatherer, read_dtype
 
 
 class Gathers:
-    """Gathers the parameters that are divided among the same owners.
+    """All-gathers of the sharded parameters that have the same owners.
 
     All workers create it together.
 
     Args:
         extended: Extended object of a tfdp strategy.
-        groups: `ShardGroups`, the owners of parts.
+        groups: `ShardGroups`, the replicas that own the parts.
     """
 
     def __init__(self, extended: Any, groups: ShardGroups) -> None:
@@ -274,7 +274,7 @@ def marked_backward_pass(trace: ProgramTrace) -> Iterator[None]:
     def begin(_: list) -> None:
         """Record a backward pass of the calling replica until `end` is called.
 
-        The list of tensors, which every effect of a program receives, is empty.
+        `ProgramTrace.add` requires the argument, a list of tensors; it is empty here.
         """
         passes.append(contextlib.ExitStack())
         passes[-1].enter_context(backward_pass())
@@ -317,7 +317,7 @@ def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Ten
     dtype = read_dtype(parameter)
 
     def read() -> tf.Tensor:
-        """Add a read of `parameter` to the step that a replica builds.
+        """Read `parameter` in the step that the calling replica traces.
 
         Returns:
             Tensor, the whole parameter in `dtype`.

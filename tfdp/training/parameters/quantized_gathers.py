@@ -29,13 +29,12 @@ _CODE = BlockCode()
 
 
 def travels_quantized(parameter: ShardedParameter, options: UnitOptions) -> bool:
-    """Return whether a parameter is sent in 8 bits, so rounded, when it is gathered.
+    """Return whether gathers send a parameter in 8 bits, which rounds it.
 
-    Without the option `gather_compression` none is, and with it those in float32 or a
-    wider dtype. Vectors, such as biases and scales of normalization layers, are not
-    rounded: they are small, and layers are sensitive to them. Parameters with fewer
-    elements than a block for each owner are not rounded either, since they would be
-    mostly padding.
+    The option `gather_compression` rounds parameters in float32 or a wider dtype.
+    Vectors, such as biases and scales of normalization layers, are not rounded: they
+    are small, and layers are sensitive to them. Parameters with fewer elements than a
+    block for each owner are not rounded either, since they would be mostly padding.
 
     Args:
         parameter: `ShardedParameter`.

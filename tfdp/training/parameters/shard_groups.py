@@ -88,7 +88,7 @@ class ShardGroups:
         Args:
             flat: Tensor of shape `[num_owners * slice_size]`.
             route: `AlgorithmChoice`, the wire formats inside and across nodes.
-            caller: `CallingReplica`.
+            caller: `CallingReplica`, with its channel and compressor states.
 
         Returns:
             Tensor of shape `[slice_size]`.
@@ -147,7 +147,7 @@ class ShardGroups:
             flat: Tensor, the elements in the layout of `bucket.moved`: by owner, padded
                 to `slice_size`; or without padding if the bucket is lopsided.
             route: `AlgorithmChoice`; not used by an all-reduce.
-            caller: `CallingReplica`.
+            caller: `CallingReplica`, with its channel and compressor states.
 
         Returns:
             Tensor of shape `[slice_size]`.

@@ -155,7 +155,7 @@ class ShardedParameter(MirroredVariable):
         if (trace := program_trace.current()) is not None:
 
             def run(values: list) -> None:
-                """Apply `update` to the part of the replica that runs the program.
+                """Update the part of the replica that traces the recorded step.
 
                 `values` has one tensor: `value`, whole, on that replica.
                 """
@@ -235,7 +235,7 @@ def copy_of_elements(whole: tf.Tensor, start: int, stop: int) -> tf.Tensor:
 
 
 def own_elements(variable: Any, segment: Segment, replica: int) -> tf.Tensor:
-    """Return the elements of a segment from the value on a local replica.
+    """Return a segment's elements of a variable, as a local replica holds them.
 
     Args:
         variable: Keras variable, whole on every replica or sharded.
