@@ -19,12 +19,12 @@ from tfdp.training.compression.step_residuals import gradient_scale
 
 @dataclasses.dataclass(frozen=True)
 class CallingReplica:
-    """Local replica that reduces a bucket, with its channel and residuals.
+    """Local replica that reduces a bucket, with its channel and compressor states.
 
     Args:
         replica: Int, index among the local replicas.
         channel: Int, the channel of its collectives; those of a channel run in order.
-        residuals: `BucketResiduals`, states of the bucket on this replica.
+        residuals: `BucketResiduals`, the compressors' states of the bucket on it.
     """
 
     replica: int
@@ -32,7 +32,7 @@ class CallingReplica:
     residuals: BucketResiduals
 
     def member(self, group: ProcessGroup, dtype: tf.DType | None = None) -> Member:
-        """Return the `Member` by which the caller runs the collectives of a group.
+        """Return this replica as a `Member` of a group, to call its collectives.
 
         Args:
             group: `ProcessGroup`.
@@ -146,7 +146,7 @@ def _in_two_levels(
         flat: Tensor of shape `[bucket_size]`.
         group: `ProcessGroup` of all replicas.
         route: `AlgorithmChoice` with two levels.
-        caller: `CallingReplica`.
+        caller: `CallingReplica`, with its channel and compressor states.
 
     Returns:
         Tensor like `flat`, the sum over all replicas.
@@ -237,7 +237,7 @@ def _all_reduce_outer(
         wire: `WireFormat` of the level.
         flat: Tensor of shape `[bucket_size]`.
         group: `ProcessGroup` of the replicas on this level.
-        caller: `CallingReplica`.
+        caller: `CallingReplica`, with its channel and compressor states.
         is_alone: Bool, whether hardly any other collective runs at the same time: a
             ring of TensorFlow then sends smaller pieces, so the network is not idle.
             Without effect on a compressor. Defaults to `False`.

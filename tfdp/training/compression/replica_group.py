@@ -78,7 +78,7 @@ class ReplicaGroup:
 
 
 class NodeGroup(ReplicaGroup):
-    """Nodes that a compressor reduces over; a node's replicas all hold its sum.
+    """Nodes that a compressor reduces over; all replicas of a node hold its sum.
 
     Args:
         across: `ProcessGroup` of the replicas with the same index in their nodes.
