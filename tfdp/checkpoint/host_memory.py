@@ -245,13 +245,13 @@ class HostMemory:
             os.close(number)
 
     def _num_bytes(self, rank: int, slot: int) -> int:
-        """Return the size in bytes of a rank's file in a slot, 0 if it is missing."""
+        """Return the bytes of the data file of a worker's part, 0 if it is missing."""
         with contextlib.suppress(OSError):
             return os.lstat(self._path(rank, slot, "data")).st_size
         return 0
 
     def _path(self, rank: int, slot: int, ending: str) -> str:
-        """Return the path of a rank's file in a slot, by its ending (data or json)."""
+        """Return the path of the "data" or "json" file, by `ending`, of a worker's part."""
         return os.path.join(self.path, f"{_stem(rank, slot)}.{ending}")
 
 

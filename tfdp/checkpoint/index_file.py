@@ -57,13 +57,13 @@ def is_folder_name(name: str) -> bool:
 
 
 def _check_folder_name(value: Any, where: str) -> None:
-    """Raise `Malformed` unless a value is the name of a data folder."""
+    """Raise `Malformed`, which names `where`, unless a value names a data folder."""
     if type(value) is not str or not is_folder_name(value):
         schema.raise_malformed(value, where, "the name of a folder of data")
 
 
 def _check_shape(value: Any, where: str) -> None:
-    """Raise `Malformed` unless a value is the shape of a tensor."""
+    """Raise `Malformed`, which names `where`, unless a value is a tensor's shape."""
     _SIZES(value, where)
     if math.prod(value) >= 2**63:
         schema.raise_malformed(value, where, "a shape")

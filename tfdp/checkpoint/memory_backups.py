@@ -135,9 +135,9 @@ class MemoryBackups:
 
         Args:
             make_plan: Callable, as in `Backups.find_newest`.
-            at_least: Tuple of the newest backup in the directory: its number of
-                batches, and whether it was saved at the end of an epoch, which is later
-                than a save of the same number within one.
+            at_least: Tuple about the newest backup in the directory: int, its number of
+                batches; and bool, whether it was saved at the end of an epoch. Of two
+                saves after the same batch, that at the end of an epoch is newer.
 
         Returns:
             Tuple of the state's `Index` and `LoadPlan`; or `None` if there is none, or

@@ -40,7 +40,7 @@ def raise_malformed(value: Any, where: str, wanted: str) -> None:
 
     Args:
         value: The wrong value, as JSON has it.
-        where: String, the place of the value in the file.
+        where: String, the place of the value in the file, such as `"run.epoch"`.
         wanted: String, what the value must be, such as `"a list"`.
     """
     raise Malformed(f"its {where} must be {wanted}, but is {_shown(value)}")
@@ -118,26 +118,29 @@ def _check_items(pairs: Iterable[tuple[Any, Any]], where: str) -> None:
 
 
 def number(value: Any, where: str) -> None:
-    """Raise `Malformed` unless a value is a finite number and not a bool."""
+    """Raise `Malformed`, which names `where`, unless a value is a finite number.
+
+    A bool is not a number.
+    """
     if not is_number(value):
         raise_malformed(value, where, "a finite number")
 
 
 def boolean(value: Any, where: str) -> None:
-    """Raise `Malformed` unless a value is a bool."""
+    """Raise `Malformed`, which names `where`, unless a value is a bool."""
     if type(value) is not bool:
         raise_malformed(value, where, "true or false")
 
 
 def name(value: Any, where: str) -> None:
-    """Raise `Malformed` unless a value is a printable string of limited length."""
+    """Raise `Malformed`, naming `where`, unless a value is a short printable string."""
     is_name = type(value) is str and len(value) <= _NAME_LENGTH
     if not is_name or not value.isprintable():
         raise_malformed(value, where, "a name")
 
 
 def string(value: Any, where: str) -> None:
-    """Raise `Malformed` unless a value is a string."""
+    """Raise `Malformed`, which names `where`, unless a value is a string."""
     if type(value) is not str:
         raise_malformed(value, where, "a string")
 
