@@ -19,9 +19,10 @@ from tfdp.ground.plans.shards import Segment, ShardBucket, ShardPlan
 def pack_rows(
     bucket: ShardBucket, tensors: Mapping[int, tf.Tensor], dtype: tf.DType
 ) -> tf.Tensor:
-    """Concatenate the elements that each owner has of a bucket's tensors, by owner.
+    """Concatenate a bucket's elements in the order of the owners of its shards.
 
-    Each owner's row is padded to one size, unless that would be mostly padding.
+    Each owner's elements, a row, are padded to one size, unless that would be mostly
+    padding.
 
     Args:
         bucket: `ShardBucket`.
@@ -40,7 +41,7 @@ def pack_rows(
 def pack_row(
     bucket: ShardBucket, owner: int, tensors: Mapping[int, tf.Tensor], dtype: tf.DType
 ) -> tf.Tensor:
-    """Concatenate the elements that one owner has of a bucket's tensors, with padding.
+    """Concatenate the elements of a bucket that one owner holds, with padding.
 
     Args:
         bucket: `ShardBucket`.
@@ -60,8 +61,9 @@ def place_row(bucket: ShardBucket, owner: int, row: tf.Tensor) -> tf.Tensor:
 
     Args:
         bucket: `ShardBucket`.
-        owner: Int, index of the row.
-        row: Tensor of shape `[slice_size]`, or without its padding.
+        owner: Int, index of the owner.
+        row: Tensor of shape `[slice_size]`, the owner's elements of the bucket; its
+            padding may be missing.
 
     Returns:
         Tensor of shape `[bucket.num_elements]`.
@@ -71,12 +73,12 @@ def place_row(bucket: ShardBucket, owner: int, row: tf.Tensor) -> tf.Tensor:
 
 
 def take_row(bucket: ShardBucket, owner: int, flat: tf.Tensor) -> tf.Tensor:
-    """Cut an owner's row out of the rows of all owners, joined without padding.
+    """Cut the elements of one owner out of a bucket without padding.
 
     Args:
         bucket: `ShardBucket`.
-        owner: Int, index of the row.
-        flat: Tensor of shape `[bucket.num_elements]`.
+        owner: Int, index of the owner.
+        flat: Tensor of shape `[bucket.num_elements]`, in the order of owners.
 
     Returns:
         Tensor of shape `[slice_size]`, padded with zeros.
@@ -96,7 +98,7 @@ def elements_of(tensor: tf.Tensor, segment: Segment) -> tf.Tensor:
 def unpack_rows(
     plan: ShardPlan, flats: Sequence[tf.Tensor | None]
 ) -> dict[int, tf.Tensor]:
-    """Unpack the whole variables from gathered buckets, which hold all rows.
+    """Unpack whole variables from gathered buckets, the inverse of `pack_rows`.
 
     Args:
         plan: `ShardPlan`.

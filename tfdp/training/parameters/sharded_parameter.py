@@ -192,7 +192,7 @@ def parameter_of(variable: Any) -> ShardedParameter:
 
 
 def check_reader(variables: Sequence[Any], reader: Any) -> None:
-    """Check that variables are sharded by an optimizer's `Gathers`, or whole.
+    """Check that each variable is whole, or sharded by the `Gathers` of an optimizer.
 
     Args:
         variables: Sequence of Keras variables.

@@ -125,7 +125,7 @@ class ShardCollectives:
 
         Args:
             group: `ShardedParamGroup`.
-            number: Int, index of the bucket and its channel.
+            number: Int, index of the bucket, also the channel of its collective.
             flat: Flat tensor, the packed gradients of the bucket.
 
         Returns:
