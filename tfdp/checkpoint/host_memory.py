@@ -251,7 +251,7 @@ class HostMemory:
         return 0
 
     def _path(self, rank: int, slot: int, ending: str) -> str:
-        """Return the path of the "data" or "json" file, by `ending`, of a worker's part."""
+        """Return the path of the file of a worker's part that ends in `ending`."""
         return os.path.join(self.path, f"{_stem(rank, slot)}.{ending}")
 
 
