@@ -156,7 +156,7 @@ class BlockQuantized(Compressor):
         return tf.cast(tf.reshape(rows, [-1]), piece.dtype)
 
     def wire_ratio(self, bucket: GradientBucket) -> float:
-        """Return a bucket's bytes, with padding, relative to an all-reduce's."""
+        """Return the encoded bytes of a bucket, relative to those of an all-reduce."""
         slice_size = self._slice_size(bucket)
         sent_bytes = WORD_BYTES * self._code.num_words(slice_size)
         return bucket.num_replicas * sent_bytes / bucket.num_bytes

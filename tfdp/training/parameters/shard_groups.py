@@ -184,8 +184,8 @@ class ShardGroups:
     def all_reduce(self, tensor: tf.Tensor, replica: int) -> tf.Tensor:
         """Sum a tensor over the owners of slices; return the sum to all replicas.
 
-        If several replicas hold copies of the same slice, the tensor of the first of
-        them counts.
+        If several replicas hold copies of the same slice, only the tensor of the first
+        of them is added.
 
         Args:
             tensor: Tensor of known shape.

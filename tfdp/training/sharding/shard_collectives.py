@@ -112,8 +112,8 @@ class ShardCollectives:
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """Sum a small tensor over the owners of slices; return the sum to all replicas.
 
-        If several replicas hold copies of the same slices, the tensor of the first of
-        them counts.
+        If several replicas hold copies of the same slices, only the tensor of the first
+        of them is added.
         """
         with timing.labelled("norms"):
             return self.groups.all_reduce(tensor, self.replica)
