@@ -152,7 +152,7 @@ class ReadItem:
         self.values = data.view(dtype.as_numpy_dtype)
 
     def assign(self) -> None:
-        """Assign the elements in the buffer to the variable, if possible uncopied."""
+        """Assign the buffer's elements to the variable, without a copy if possible."""
         try:
             with tf.device("CPU:0"):
                 elements = from_bytes(self._tensor, self._dtype)

@@ -24,8 +24,8 @@ class GradientExchange:
     def begin_step(self, args: tuple, total: tf.Tensor | None) -> tuple:
         """Return the arguments of a step, perhaps without some rows of the batch.
 
-        It is called before each step. A subclass may drop rows, for example all rows of
-        a worker that is behind.
+        It is called at the beginning of each step. A subclass may drop rows, for
+        example all rows of a worker that is behind.
 
         Args:
             args: Tuple of nests of per-replica values, the rows of the local replicas.

@@ -35,7 +35,7 @@ Place = tuple[Segment, int, int]
 
 
 class ElementShards(OptimizerShard):
-    """Optimizer slots for a replica's flat slices, of elementwise optimizers.
+    """Slots of an elementwise optimizer for one replica's flat slices of buckets.
 
     Arguments are those of `OptimizerShard`.
     """

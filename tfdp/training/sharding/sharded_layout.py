@@ -55,8 +55,8 @@ class ShardedLayout(StateLayout):
     ) -> ShardedGradients:
         """Reduce-scatter each bucket; all-gather the rows of sparse gradients.
 
-        The arguments are those of `StateLayout.reduce`: `weight` multiplies gradients,
-        and `may_sum` allows to sum rows of a sparse gradient with the same index.
+        The arguments are those of `StateLayout.reduce`: `weight` multiplies gradients;
+        `may_sum` says whether rows of one index may be summed in a sparse gradient.
         """
         sharded_group = self._sharded(group)
         positions = keras_optimizer.positions_in(group.optimizer, variables)
