@@ -103,9 +103,7 @@ def test_a_damaged_backup_that_cannot_be_renamed_is_said_to_be_so(store, monkeyp
         raise PermissionError("renaming is denied")
 
     monkeypatch.setattr(object_store.ObjectStore, "rename", refuse)
-    text = (
-        r"damaged. They could not be renamed \(renaming is denied\). Received: step-7"
-    )
+    text = r"damaged. Not all can be renamed \(renaming is denied\). Received: step-7"
     with pytest.warns(UserWarning, match=text):
         cut_run(URL, Cut(2), step=2, keep=1)
     assert steps(store) == ["step-7"]

@@ -286,8 +286,8 @@ class SpikeGuard(OptimizerCallback):
         self._excluded = sorted({*self._excluded, *numbers})
         if len(self._excluded) > MAX_EXCLUDED:
             raise RuntimeError(
-                f"`SpikeGuard` has gone back {MAX_EXCLUDED} times. Look for bad "
-                "values in the data, or for a learning rate that is too high."
+                f"`SpikeGuard` has left out more than {MAX_EXCLUDED} batches. Look for "
+                "bad values in the data, or for a learning rate that is too high."
             )
         padded = np.zeros(MAX_EXCLUDED, "int64")
         padded[: len(self._excluded)] = self._excluded

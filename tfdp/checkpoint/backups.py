@@ -411,11 +411,11 @@ class Backups:
             return
         outcome = f"They are renamed to '{damaged[0][0]}.damaged'."
         if self._worker_group.is_chief:
-            try:
-                for name, _ in damaged:
+            for name, _ in damaged:
+                try:
                     self._storage.rename(name, f"{name}.damaged")
-            except OSError as error:
-                outcome = f"They could not be renamed ({files.error_text(error)})."
+                except OSError as error:
+                    outcome = f"Not all can be renamed ({files.error_text(error)})."
         # The workers wait for worker 0 as long as for storage operations, since an
         # object store renames by copying, which takes long.
         outcome = self._worker_group.all_gather(

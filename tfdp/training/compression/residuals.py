@@ -115,7 +115,8 @@ class RestoredResiduals:
             self.identify(state.portable_name(self.positions)), None
         )
         if found is None or not _fits(found, state):
-            if self.values or found:
+            # A state without values, of which nothing is saved, loses nothing.
+            if state.initial and (self.values or found):
                 user_code.warn(
                     "The saved errors of compressed gradients are dropped, and start "
                     "at zero: they belong to other buckets or another compressor.",

@@ -259,9 +259,9 @@ class ReplicaExtended:
 
     def _register(self, variable: Any) -> None:
         """Record a variable, so that `variable_of` finds it by a resource handle."""
-        known = vars(self).setdefault("_variables", {})
+        known = vars(self).setdefault("_variables", weakref.WeakValueDictionary())
         for component in getattr(variable, "values", ()):
-            known[id(component.handle)] = weakref.ref(variable)
+            known[id(component.handle)] = variable
 
     def record_assigned(self, variable: Any) -> None:
         """Call `on_assigned`, if set, with a variable that a custom loop assigns."""
@@ -273,8 +273,7 @@ class ReplicaExtended:
 
         It is `None` if no existing variable has it.
         """
-        reference = vars(self).get("_variables", {}).get(id(handle))
-        variable = None if reference is None else reference()
+        variable = vars(self).get("_variables", {}).get(id(handle))
         if variable is None or all(c.handle is not handle for c in variable.values):
             return None
         return variable
