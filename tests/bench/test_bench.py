@@ -350,7 +350,7 @@ def times_of_comparison() -> dict[str, list[float]]:
     for set_up in compare_sides.set_ups(2, has_torch=True):
         for choice in set_up.choices:
             found[set_up.key("1M", choice)] = [4.0, 4.0]
-            if alone := set_up.key_alone("1M", choice):
+            if alone := set_up.key_without_communication("1M", choice):
                 found[alone] = [3.0, 3.5]
     found["workers, defaults/1M"] = [5.0, 7.0]
     found["plain, defaults/1M"] = [2.0, 2.0]
@@ -399,7 +399,7 @@ def test_each_set_up_is_compared_with_those_of_tfdp_of_its_settings():
 
 @pytest.mark.parametrize("left_off", [True, False])
 def test_plain_keras_has_the_kernels_that_it_has_without_tfdp(monkeypatch, left_off):
-    monkeypatch.setattr(compare_sides, "is_left_off", lambda: left_off)
+    monkeypatch.setattr(compare_sides, "is_disabled_by_default", lambda: left_off)
     started = {}
 
     def start(name: str, *arguments: object, environment: dict, **given: object):

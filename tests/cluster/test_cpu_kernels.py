@@ -25,7 +25,7 @@ def kernels(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(runtime, "uses_onednn", lambda: False)
     monkeypatch.setattr(cpu_kernels, "gradient_factor", lambda: 10.2)
-    monkeypatch.setattr(cpu_kernels, "is_left_off", lambda: True)
+    monkeypatch.setattr(cpu_kernels, "is_disabled_by_default", lambda: True)
     user_code.forget_topics()
     yield monkeypatch
     user_code.forget_topics()
@@ -78,7 +78,7 @@ def test_nobody_is_told_where_the_user_has_decided_or_nothing_is_slow(kernels, w
     elif why == "fast":
         kernels.setattr(cpu_kernels, "gradient_factor", lambda: 1.4)
     else:
-        kernels.setattr(cpu_kernels, "is_left_off", lambda: False)
+        kernels.setattr(cpu_kernels, "is_disabled_by_default", lambda: False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cpu_kernels.warn_of_slow_kernels()

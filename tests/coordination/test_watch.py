@@ -245,19 +245,19 @@ def test_a_clock_stands_still_while_its_process_does(monkeypatch):
     real[0] += 60.0  # nobody reads it yet
     own.watch()
     begin = own.now()
-    assert own.pause_within(4.0) == 0.0
+    assert own.recent_pause_seconds(4.0) == 0.0
     for _ in range(5):
         real[0] += 1.2
         own.now()
     assert own.now() - begin == pytest.approx(6.0)
-    assert own.pause_within(60.0) == 0.0
+    assert own.recent_pause_seconds(60.0) == 0.0
     real[0] += 9.0  # stopped
     assert own.now() - begin == pytest.approx(7.0)
-    assert own.pause_within(4.0) == 9.0
+    assert own.recent_pause_seconds(4.0) == 9.0
     for _ in range(5):
         real[0] += 1.0
         own.now()
-    assert own.pause_within(4.0) == 0.0
+    assert own.recent_pause_seconds(4.0) == 0.0
 
 
 def test_who_was_suspended_itself_hears_of_the_others_before_it_blames_them(
@@ -281,7 +281,9 @@ def test_who_was_suspended_itself_hears_of_the_others_before_it_blames_them(
 
 def test_who_stood_still_for_too_long_blames_itself(monkeypatch):
     watchdog = Watchdog(membership(), 8.0)
-    monkeypatch.setattr(watchdog_module.clock, "pause_within", lambda seconds: 9.0)
+    monkeypatch.setattr(
+        watchdog_module.clock, "recent_pause_seconds", lambda seconds: 9.0
+    )
     watchdog._declare_lost(1, "its process has ended")
     assert watchdog._failure == WorkerFailure(0, "it was suspended for 9 s")
     assert "declared this worker lost: it was suspended for 9 s" in watchdog._message(

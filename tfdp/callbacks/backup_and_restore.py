@@ -18,8 +18,8 @@ from tfdp.checkpoint import api
 from tfdp.checkpoint.backups import Backups
 from tfdp.checkpoint.host_memory import HostMemory
 from tfdp.checkpoint.memory_backups import MemoryBackups
+from tfdp.checkpoint.newest_state import BackupTarget, find_newest
 from tfdp.checkpoint.object_store import absolute_path
-from tfdp.checkpoint.places import BackupTarget, find_newest
 from tfdp.communication.coordination.model_group import worker_group_of
 from tfdp.communication.coordination.preemption import PreemptionNotice, PreemptionWatch
 from tfdp.communication.coordination.watch import WorkerLost, WorkersJoin

@@ -8,7 +8,7 @@ from typing import Any
 from tfdp.callbacks.run_state import RunState
 from tfdp.checkpoint.callback_state import from_json
 from tfdp.checkpoint.index import Index
-from tfdp.checkpoint.places import BackupTarget
+from tfdp.checkpoint.newest_state import BackupTarget
 from tfdp.checkpoint.reader import LoadPlan
 from tfdp.communication.cluster import cpu_kernels
 from tfdp.communication.coordination.progress import progress

@@ -18,7 +18,7 @@ A save goes through these files from top to bottom, a restore from `api` to `rea
 - `memory_backups`: the newest states of a run in the memory of hosts.
 - `memory_parts`, `host_memory`: headers and places of their parts; files of one host.
 - `memory_reader`: parts read here, and pieces of them from other hosts.
-- `places`: the memory and the directory of a run, and the newest state in them.
+- `newest_state`: the memory and the directory of a run, and the newest state in them.
 - `replica_state`: tensors of variables whose values differ between replicas.
 - `residual_state`: tensors of the state of compressors.
 - `run_schema`: the schema of the run metadata in a backup.

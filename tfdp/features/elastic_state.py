@@ -19,7 +19,7 @@ from tfdp.checkpoint.callback_state import check_value, from_json, to_json
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.memory_backups import MemoryBackups
 from tfdp.checkpoint.model_state import model_state
-from tfdp.checkpoint.places import find_newest
+from tfdp.checkpoint.newest_state import find_newest
 from tfdp.checkpoint.random_state import gather_random_states, restore_random_states
 from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.run_schema import FACTS, RANDOM_STATES

@@ -26,11 +26,11 @@ def enable_onednn() -> None:
 
     A value that is set stays. Child processes, such as those of `tfdp run`, inherit it.
     """
-    if "tensorflow" not in sys.modules and is_left_off():
+    if "tensorflow" not in sys.modules and is_disabled_by_default():
         os.environ.setdefault(VARIABLE, "1")
 
 
-def is_left_off() -> bool:
+def is_disabled_by_default() -> bool:
     """Return whether TensorFlow disables oneDNN by default on this x86 processor."""
     flags = cpu_flags()
     return bool(flags) and _ENABLED_BY_DEFAULT.isdisjoint(flags)

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdp.ground import user_code
 from tfdp.ground._compat import runtime
-from tfdp.ground.onednn import VARIABLE, cpu_flags, is_left_off
+from tfdp.ground.onednn import VARIABLE, cpu_flags, is_disabled_by_default
 
 _NAME = "oneDNN"
 # Good kernels compute a gradient in one to two times the time of the forward pass. From
@@ -42,7 +42,7 @@ def warn_of_slow_kernels() -> None:
     """
     if not user_code.record_if_new("slow kernels", warn_of_slow_kernels):
         return
-    if VARIABLE in os.environ or runtime.uses_onednn() or not is_left_off():
+    if VARIABLE in os.environ or runtime.uses_onednn() or not is_disabled_by_default():
         return
     factor = gradient_factor()
     if factor < _SLOW_FACTOR:

@@ -133,7 +133,7 @@ def _uses_other_source(launched: LaunchedRank) -> bool:
     Args:
         launched: `LaunchedRank` of this process.
     """
-    return _is_in_tf_config() or is_of_slurm(launched)
+    return _is_in_tf_config() or is_started_by_srun(launched)
 
 
 def _is_in_tf_config() -> bool:
@@ -141,7 +141,7 @@ def _is_in_tf_config() -> bool:
     return Cluster.from_tf_config(os.environ.get("TF_CONFIG", "")) is not None
 
 
-def is_of_slurm(launched: LaunchedRank) -> bool:
+def is_started_by_srun(launched: LaunchedRank) -> bool:
     """Return whether `srun` itself has started the ranks, rather than `mpiexec`.
 
     `mpiexec` starts a helper process on each node by `srun`, and the ranks inherit

@@ -171,7 +171,7 @@ class Cluster:
         return self.elastic is not None and self.secret is not None
 
     @property
-    def is_job(self) -> bool:
+    def may_have_several_workers(self) -> bool:
         """Bool, whether this task trains in a job that may have several workers."""
         return not self.is_evaluator and (self.num_workers > 1 or self.may_grow)
 

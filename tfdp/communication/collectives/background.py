@@ -232,7 +232,7 @@ def _serve(
     # waits any more, so the thread ends without an error.
     closed = tf.errors.CancelledError, tf.errors.OutOfRangeError
     try:
-        with contextlib.suppress(*closed), calls.beside_others():
+        with contextlib.suppress(*closed), calls.concurrent_calls():
             failure: Failure | None = None
             while True:
                 failure = _serve_call(replica_queues, function, num_served, failure)

@@ -36,7 +36,7 @@ class _Thread(threading.local):
     """Setting of each thread: whether its calls of traced functions wait for others.
 
     Attributes:
-        waits: Bool, whether they wait for other threads; false inside `beside_others`.
+        waits: Bool, whether they wait for other threads; false in `concurrent_calls`.
     """
 
     waits = True
@@ -57,7 +57,7 @@ def mark(handle: Any) -> None:
 
 
 @contextlib.contextmanager
-def beside_others() -> Iterator[None]:
+def concurrent_calls() -> Iterator[None]:
     """Let this thread call functions with collectives in the block while others do.
 
     The collectives of these calls must use groups or channels that no other thread
@@ -151,7 +151,7 @@ def recorded(
 
     Recorded calls have sequence numbers, which the watchdog compares with those of the
     other workers. Two kinds of calls are not recorded: those in Keras's loops, where
-    the watchdog compares steps, and those in `beside_others`, which have no common
+    the watchdog compares steps, and those in `concurrent_calls`, which have no common
     order.
 
     Args:

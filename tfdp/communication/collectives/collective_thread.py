@@ -176,7 +176,7 @@ class CollectiveThread:
             Tensor of shape `[num_result_bytes]`, uint8.
         """
         number = tf.constant(operation_index, tf.int64)
-        with calls.beside_others():
+        with calls.concurrent_calls():
             return self._replica_queues[index].exchange(data, number)
 
     def close(self, *, waits: bool = True) -> None:

@@ -49,7 +49,7 @@ class ProcessClock:
                 self._last_pause = (real - self._suspended, gap)
             return real - self._suspended
 
-    def pause_within(self, seconds: float) -> float:
+    def recent_pause_seconds(self, seconds: float) -> float:
         """Return the length of the last suspension if it ended recently, else 0.0.
 
         Args:

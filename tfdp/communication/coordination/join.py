@@ -96,7 +96,7 @@ def start_worker(
     cluster = (
         _cluster_of(resolver) if resolver else find_cluster(options.timeout_seconds)
     )
-    if cluster is None or not cluster.is_job:
+    if cluster is None or not cluster.may_have_several_workers:
         # This process trains or evaluates alone: it has no cluster, is the only worker
         # of its cluster, or is an evaluator, which as in TensorFlow is not part of the
         # cluster that trains.

@@ -141,7 +141,7 @@ def _await_applicants(
     """
     num_workers = membership.cluster.num_workers
     if membership.cluster.rank == survivors[0]:
-        text = _lack(survivors, num_workers, min_workers)
+        text = _describe_lack(survivors, num_workers, min_workers)
         say(f"{text}: waiting for others to join.")
     begin = clock.now()
     for number in itertools.count():
@@ -159,12 +159,12 @@ def _await_applicants(
             break
         time.sleep(_CHECK_SECONDS)
     raise RuntimeError(
-        f"{_lack(survivors, num_workers, min_workers)}; none joined within "
+        f"{_describe_lack(survivors, num_workers, min_workers)}; none joined within "
         f"{limit:.0f} s. Start the job again: it resumes from its newest backup."
     )
 
 
-def _lack(survivors: Sequence[int], num_workers: int, min_workers: int) -> str:
+def _describe_lack(survivors: Sequence[int], num_workers: int, min_workers: int) -> str:
     """Format a clause: "1 worker of 4 is left, and `min_workers` is 2"."""
     left = pluralize(len(survivors), "worker")
     verb = "is" if len(survivors) == 1 else "are"

@@ -3,7 +3,7 @@
 Each connection has an ordered list of pieces to send and one of pieces to receive. All
 make progress as their sockets allow; `poll` waits if none does. So two members that
 send to each other do not deadlock. A piece may have to wait until other data is
-received and added: it then names a `PieceCounter`, which counts that data.
+received and added: it then names a `SegmentCounter`, which counts that data.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Link(Protocol):
         """Return whether the other end has closed the connection without an error."""
 
 
-class PieceCounter:
+class SegmentCounter:
     """Number of segments that have arrived or were added; `Piece`s may wait for it.
 
     The number grows by calls of `increment`, such as from `Piece.then`.
@@ -64,13 +64,13 @@ class Piece:
 
     Args:
         view: `memoryview` of bytes, to send or to receive into.
-        counter: `PieceCounter` that the piece waits for, or `None`.
+        counter: `SegmentCounter` that the piece waits for, or `None`.
         needed: Int, least count at which the piece may move.
         then: Callable without arguments or `None`, called when all bytes have moved.
     """
 
     view: memoryview
-    counter: PieceCounter | None = None
+    counter: SegmentCounter | None = None
     needed: int = 0
     then: Callable[[], None] | None = None
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tfdp.communication.cluster.launchers import has_mpi4py, mpi_rank
-from tfdp.communication.cluster.mpi_cluster import is_of_slurm
+from tfdp.communication.cluster.mpi_cluster import is_started_by_srun
 from tfdp.communication.cluster.mpi_job import MpiJob
 from tfdp.communication.cluster.mpi_start import current_job, import_mpi, start_job
 from tfdp.communication.transport.arithmetic import sum_into
@@ -46,7 +46,7 @@ def is_mpi_job(num_workers: int | None = None) -> bool:
     if job is not None:
         return num_workers is None or num_workers == job.size
     own = mpi_rank()
-    if own is None or not has_mpi4py() or is_of_slurm(own):
+    if own is None or not has_mpi4py() or is_started_by_srun(own):
         return False
     return num_workers is None or num_workers == own.size
 

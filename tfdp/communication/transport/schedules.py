@@ -10,7 +10,7 @@ import numpy as np
 
 from tfdp.communication.transport.arithmetic import sum_into
 from tfdp.communication.transport.communicator import Array
-from tfdp.communication.transport.flows import Piece, PieceCounter
+from tfdp.communication.transport.flows import Piece, SegmentCounter
 
 # A segment of this size stays in the L2 cache while it is received, added and sent.
 # With segments of 64 KB, Python took a third more CPU time; from 256 KB to 1 MB there
@@ -179,7 +179,7 @@ class Ring:
         self._segments = segments
         self._index = index
         self._scratch = scratch
-        self._arrived = {step: PieceCounter() for _, step in segments.order}
+        self._arrived = {step: SegmentCounter() for _, step in segments.order}
 
     def outgoing(self) -> Iterator[Piece]:
         """Yield pieces for the next member, each sent once its segment has arrived."""
@@ -201,12 +201,12 @@ class Ring:
             else:
                 yield Piece(segments.summed[where], then=counter.increment)
 
-    def _add(self, where: slice, counter: PieceCounter) -> None:
+    def _add(self, where: slice, counter: SegmentCounter) -> None:
         """Add a received segment to the sum, and increment the counter of its step.
 
         Args:
             where: Slice of the segment in bytes.
-            counter: `PieceCounter` of the step, which counts segments.
+            counter: `SegmentCounter` of the step, which counts segments.
         """
         target = self._segments.target(where)
         received = self._scratch[: target.nbytes].view(target.dtype)
@@ -231,7 +231,7 @@ class OrderedSums:
     def __init__(self, segments: Segments, index: int) -> None:
         self._segments = segments
         self._index = index
-        self._done = PieceCounter()
+        self._done = SegmentCounter()
         self._missing: dict[int, int] = {}
         self._buffers = [
             [np.empty(segments.num_bytes, np.uint8) for _ in range(LAG)]

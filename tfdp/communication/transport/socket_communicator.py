@@ -24,7 +24,7 @@ from tfdp.communication.transport.communicator import (
     TransportError,
 )
 from tfdp.communication.transport.connections import CloseReason, Connection
-from tfdp.communication.transport.flows import Flow, Piece, PieceCounter, run
+from tfdp.communication.transport.flows import Flow, Piece, SegmentCounter, run
 from tfdp.communication.transport.mesh import Mesh
 from tfdp.communication.transport.schedules import (
     SEGMENT_BYTES,
@@ -399,7 +399,7 @@ class SocketCommunicator:
         The arguments are those of `_broadcast_flat`.
         """
         view = bytes_of(array)
-        arrived = PieceCounter()
+        arrived = SegmentCounter()
         segments = [
             view[begin : begin + self._segment]
             for begin in range(0, view.nbytes, self._segment)

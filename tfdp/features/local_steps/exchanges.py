@@ -180,7 +180,7 @@ class Exchanges:
         mixing = self._outer_options.mixing
         unused = None
         if self.rounds is None:
-            sums = self._sums_of_sent(number, reducer)
+            sums = self._means_of_sent(number, reducer)
             self._step(number, self._scaled(sums, late), mixing)
         else:
             result = self.rounds.collect(tf_distribute.active_local_replica_id())
@@ -214,7 +214,7 @@ class Exchanges:
         parts = [tf.where(is_first, value, tf.zeros_like(value)) for value in state]
         assign(self.outer.carried, reducer.sum(parts))
 
-    def _sums_of_sent(
+    def _means_of_sent(
         self, number: int, reducer: GradientReducer
     ) -> Sequence[tf.Tensor]:
         """Return the mean of the sent pseudo-gradients of fragment `number`.

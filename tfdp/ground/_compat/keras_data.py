@@ -47,7 +47,7 @@ def set_dataset_of_epoch(epoch_iterator: Any, make: Callable) -> None:
     epoch_iterator._get_iterator = make
 
 
-def begins_to_read(epoch_iterator: Any) -> bool:
+def is_read_immediately(epoch_iterator: Any) -> bool:
     """Return whether Keras reads at once from the data iterator that it now creates.
 
     Call it only while Keras creates the iterator. It is false for the iterator that

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfdp.ground.onednn import is_left_off
+from tfdp.ground.onednn import is_disabled_by_default
 from tfdp.ground.text import pluralize
 from tfdp.launch.bench import output
 from tfdp.launch.bench.compare_sides import (
@@ -180,7 +180,7 @@ def _notes(settings: Settings, *, has_torch: bool) -> list[str]:
         "fit also with jit_compile=True or steps_per_execution=8; stock's pack size"
         + ("; DDP's gradient_as_bucket_view, SGD with foreach." if has_torch else "."),
     ]
-    if is_left_off():
+    if is_disabled_by_default():
         notes.append(
             "oneDNN: on with tfdp, which turns it on, and for all that is tuned; off "
             "with the defaults of plain Keras and stock, as TensorFlow leaves it here."
@@ -240,8 +240,14 @@ def rows_of(
     }
     rows = []
     for set_up, steps in parts.items():
-        key_alone = set_up.key_alone(model, chosen[set_up])
-        alone = _compared(set_up, times[key_alone]) if key_alone else None
+        key_without_communication = set_up.key_without_communication(
+            model, chosen[set_up]
+        )
+        alone = (
+            _compared(set_up, times[key_without_communication])
+            if key_without_communication
+            else None
+        )
         median = statistics.median(steps)
         rows.append(
             Row(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.ground.onednn import VARIABLE, is_left_off
+from tfdp.ground.onednn import VARIABLE, is_disabled_by_default
 from tfdp.ground.text import pluralize
 from tfdp.launch.bench.models import Model
 from tfdp.launch.bench.sides import Side
@@ -119,7 +119,7 @@ class SetUp:
         variant = f"{model}, {choice}" if choice else model
         return f"{self.kind}, {self.tuning}/{variant}"
 
-    def key_alone(self, model: str, choice: str) -> str | None:
+    def key_without_communication(self, model: str, choice: str) -> str | None:
         """Return the key of a variant's step times without communication.
 
         It is the result of `key` with `", no communication"` at its end. `DEVICES` has
@@ -193,7 +193,7 @@ class SetUp:
         the stock strategy with their defaults. Other processors need no such variable.
         """
         variables = dict(_KEPT_MEMORY) if self.tuning == TUNED else {}
-        if is_left_off():
+        if is_disabled_by_default():
             is_untouched = self.tuning == DEFAULTS and self.kind in (PLAIN, STOCK)
             variables[VARIABLE] = "0" if is_untouched else "1"
         return variables

@@ -57,7 +57,7 @@ def is_noise(line: str, environ: Mapping[str, str] = os.environ) -> bool:
     return _NO_GPU.match(line) is not None and not visible_gpus(environ)
 
 
-def is_peer_failure(line: str) -> bool:
+def may_be_peer_failure(line: str) -> bool:
     """Return whether a line of TensorFlow's log may report the failure of a peer.
 
     All warnings and errors of its C++ code may. After Ctrl-C all workers exit, so such
@@ -71,9 +71,9 @@ def is_peer_failure(line: str) -> bool:
 
     Example:
 
-    >>> is_peer_failure("E0000 00:00:1.5  7 ring_alg.cc:291] Aborting RingReduce")
+    >>> may_be_peer_failure("E0000 00:00:1.5  7 ring_alg.cc:291] Aborting RingReduce")
     True
-    >>> is_peer_failure("F0000 00:00:1.5  7 env.cc:7] Check failed")
+    >>> may_be_peer_failure("F0000 00:00:1.5  7 env.cc:7] Check failed")
     False
     """
     return _PEER_FAILURE.match(line) is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tfdp.launch.cli.noise import is_noise, is_peer_failure
+from tfdp.launch.cli.noise import is_noise, may_be_peer_failure
 from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.tracebacks import Tracebacks
 from tfdp.launch.cli.worker import TAIL_LINES, Worker
@@ -47,7 +47,7 @@ class Output:
             return
         kept = [line for line in lines if not is_noise(line)]
         if self._tracebacks.is_interrupted:
-            kept = [line for line in kept if not is_peer_failure(line)]
+            kept = [line for line in kept if not may_be_peer_failure(line)]
         self._print(worker, self._tracebacks.take(worker.rank, kept))
         if not self._tracebacks.holds(worker.rank):
             self._screen.progress(worker.rank, worker.output.unfinished)

@@ -146,7 +146,7 @@ class Tracebacks:
         lost = [i for i, line in enumerate(block.lines) if _LOST.match(line)]
         if lost:
             del block.lines[begin : lost[-1]]
-        return self._fold(block)
+        return self._without_repeats(block)
 
     def _take(self, rank: int, line: str) -> list[str]:
         """Filter one line of a worker, and return the lines to show now.
@@ -185,7 +185,7 @@ class Tracebacks:
         self._has_shown_interruption = True
         return [line]
 
-    def _fold(self, block: _Block) -> list[str]:
+    def _without_repeats(self, block: _Block) -> list[str]:
         """Return the lines to show for a complete traceback.
 
         If another worker has just shown the same one, a single line names that worker.

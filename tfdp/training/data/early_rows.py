@@ -133,7 +133,7 @@ def divide_early(
     if local_rows is None:
         return Division(obstacle=obstacle)
     for each in after:
-        local_rows = each.rebuild_on_pairs(local_rows)
+        local_rows = each.append_to_pairs(local_rows)
     # `batch` has allocated the rows, so they share no memory with the user's arrays and
     # need no copy.
     local_rows = divide_local_rows(
@@ -176,7 +176,7 @@ def _divide_arrays(
     (source,) = tf_data.dataset_sources(stage)
     divided = source.map(divide, num_parallel_calls=pipelines.parallelism_of(stage))
     for each in after:
-        divided = each.rebuild_on_parts(divided)
+        divided = each.append_to_parts(divided)
     return divided.with_options(stage.options())
 
 
@@ -204,7 +204,7 @@ def _batch_local_rows(
     drops = pipelines.drops_remainder(stage)
     local_rows = _local_elements(elements.raw, size, ranks, num_replicas, drops=drops)
     for each in elements.stages:
-        local_rows = each.rebuild_on_pairs(local_rows)
+        local_rows = each.append_to_pairs(local_rows)
     local_rows = rebuild_batch(
         stage, local_rows, len(rows_of_worker(size, ranks, num_replicas))
     )
@@ -329,7 +329,7 @@ def batch_local_rows(
         stage, rows, len(rows_of_worker(size, ranks, num_replicas))
     )
     for each in after:
-        local_batches = each.rebuild_on(local_batches)
+        local_batches = each.append_to(local_batches)
     return local_batches.with_options(batches.options())
 
 
@@ -366,7 +366,7 @@ def elements_of(dataset: tf.data.Dataset) -> Elements:
             # A filter that keeps every element stops TensorFlow from fusing adjacent
             # `shuffle` and `repeat` stages, which would reorder the second pass.
             raw = raw.filter(no_autograph(lambda *_: True))
-        elements.raw = rebuild_stage(dataset).rebuild_on(raw)
+        elements.raw = rebuild_stage(dataset).append_to(raw)
     return elements
 
 

@@ -239,4 +239,4 @@ def _without_state(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
         return None if size is None else rebuild_batch(dataset, source, size)
     if pipelines.stateful_operation(dataset):
         return None
-    return rebuild_map(dataset, pipelines.function_of_map(dataset)).rebuild_on(source)
+    return rebuild_map(dataset, pipelines.function_of_map(dataset)).append_to(source)

@@ -133,7 +133,7 @@ class DataPosition:
 
         def begin_iterator() -> Any:
             """Record an iterator of the validation data, and return its dataset."""
-            is_read = keras_data.begins_to_read(iterator)
+            is_read = keras_data.is_read_immediately(iterator)
             self._validations.append([len(self._taken), is_read])
             return make()
 

@@ -36,22 +36,22 @@ class Stage:
     build: Callable[[tf.data.Dataset, Any], tf.data.Dataset]
     call: Any = None
 
-    def rebuild_on(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    def append_to(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Append the stage to a dataset of elements."""
         return self.build(dataset, as_map_function(dataset, self.call))
 
-    def rebuild_on_pairs(self, pairs: tf.data.Dataset) -> tf.data.Dataset:
+    def append_to_pairs(self, pairs: tf.data.Dataset) -> tf.data.Dataset:
         """Append the stage to pairs of an element and its global batch's row count."""
         call = no_autograph(lambda element, total: (self.call(element), total))
         return self.build(pairs, call)
 
-    def rebuild_on_parts(self, divided: tf.data.Dataset) -> tf.data.Dataset:
+    def append_to_parts(self, divided: tf.data.Dataset) -> tf.data.Dataset:
         """Append the stage to pairs of a tuple and the row count of its global batch.
 
         The tuple has an element for each local replica, and a `map` applies to each.
         """
         each = Stage(self.build, lambda parts: tuple(map(self.call, parts)))
-        return each.rebuild_on_pairs(divided)
+        return each.append_to_pairs(divided)
 
 
 def stages_after_batch(
@@ -161,12 +161,12 @@ def restart_shuffles(
         return restarted[id(dataset)]
     if kind in MAPS:
         rebuilt = rebuild_map(dataset, pipelines.function_of_map(dataset))
-        return rebuilt.rebuild_on(source)
+        return rebuilt.append_to(source)
     if kind in BATCHES:
         size = tf_data.size_of_batch_stage(dataset)
         return None if size is None else rebuild_batch(dataset, source, size)
     if kind in (*PASS_THROUGH, *SELECTIONS):
-        return rebuild_stage(dataset).rebuild_on(source)
+        return rebuild_stage(dataset).append_to(source)
     return None
 
 

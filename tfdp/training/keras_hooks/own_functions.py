@@ -15,7 +15,7 @@ from tfdp.training.keras_hooks.step_functions import FUNCTION_OF_LOOP
 
 
 @contextlib.contextmanager
-def checking_own_function(model: Any, loop_name: str) -> Iterator[None]:
+def requiring_strategy_run(model: Any, loop_name: str) -> Iterator[None]:
     """Open a context that checks that a user's `make_train_function` uses all replicas.
 
     If the model overrides this method, or that of another loop, the first step of its

@@ -34,7 +34,7 @@ from tfdp.training.keras_hooks import (
     step_functions,
 )
 from tfdp.training.keras_hooks.logs import mean_over_workers
-from tfdp.training.keras_hooks.own_functions import checking_own_function
+from tfdp.training.keras_hooks.own_functions import requiring_strategy_run
 from tfdp.training.keras_hooks.saving import save_atomically
 from tfdp.training.keras_hooks.worker_callbacks import (
     add_optimizer_check,
@@ -200,7 +200,7 @@ def _run_loop(
     with (
         loops.looping(model, name, exchange=exchange),
         _undo_recording_after(fit),
-        checking_own_function(model, name),
+        requiring_strategy_run(model, name),
     ):
         result = original(*bound.args, **bound.kwargs)
     if fit is not None:
@@ -437,7 +437,7 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
         with (
             loops.looping(model, name, receives_global_batches=True),
             _suspend_recording(),
-            checking_own_function(model, name),
+            requiring_strategy_run(model, name),
         ):
             return original(model, *args, **kwargs)
 

@@ -18,8 +18,8 @@ from tfdp.ground.plans.units import UnitOptions, peak_gathered_bytes
 from tfdp.training.parameters.backward_gathers import BackwardGathers
 from tfdp.training.parameters.host_gathers import gather_parameter, serve_parameter
 from tfdp.training.parameters.quantized_gathers import (
+    is_gathered_in_8_bits,
     round_parameter,
-    travels_quantized,
 )
 from tfdp.training.parameters.shard_groups import ShardGroups
 from tfdp.training.parameters.sharded_parameter import ShardedParameter
@@ -182,7 +182,7 @@ class Gathers:
         run = tensor_reads.shared_run_object()
         if parameter.eager_value is None or parameter.eager_value[0] is not run:
             whole = self.gather_on_hosts(parameter)
-            if travels_quantized(parameter, _unit_of(parameter).options):
+            if is_gathered_in_8_bits(parameter, _unit_of(parameter).options):
                 whole = round_parameter(parameter, whole)
             parameter.eager_value = run, whole
         return parameter.eager_value[1]

@@ -28,7 +28,7 @@ from tfdp.training.parameters.sharded_parameter import ShardedParameter
 _CODE = BlockCode()
 
 
-def travels_quantized(parameter: ShardedParameter, options: UnitOptions) -> bool:
+def is_gathered_in_8_bits(parameter: ShardedParameter, options: UnitOptions) -> bool:
     """Return whether gathers send a parameter in 8 bits, which rounds it.
 
     The option `gather_compression` rounds parameters in float32 or a wider dtype.

@@ -31,8 +31,8 @@ from tfdp.training.parameters.packing import unpack_rows
 from tfdp.training.parameters.quantized_gathers import (
     decode_parts,
     encode_parts,
+    is_gathered_in_8_bits,
     sent_bytes,
-    travels_quantized,
 )
 from tfdp.training.parameters.shard_groups import ShardGroups
 from tfdp.training.parameters.sharded_parameter import ShardedParameter
@@ -64,7 +64,7 @@ class Unit:
         Parameters that are not quantized count in their own dtypes.
         """
         options = self.options
-        members = [p for p in self.parameters if travels_quantized(p, options)]
+        members = [p for p in self.parameters if is_gathered_in_8_bits(p, options)]
         saved = sum(item.num_elements * item.dtype.size for item in members)
         return self.num_bytes - saved + (sent_bytes(members) if members else 0)
 
@@ -254,7 +254,9 @@ def gather_unit(
     kept: dict[GatherFormat, tf.Tensor] = {}
     members_of: dict[GatherFormat, list[ShardedParameter]] = {}
     for parameter, dtype in zip(unit.parameters, dtypes, strict=True):
-        gather_format = GatherFormat(dtype, travels_quantized(parameter, unit.options))
+        gather_format = GatherFormat(
+            dtype, is_gathered_in_8_bits(parameter, unit.options)
+        )
         members_of.setdefault(gather_format, []).append(parameter)
     device = step.groups.group.devices[step.replica]
     with tf.control_dependencies(list(gate)), tf.device(device):

@@ -23,7 +23,7 @@ Reading order:
     view, rules: an operation with the facts of its inputs, and the rule that returns
         its decision
     builder: construction of the operations on a replica
-    conversions: gathers of rows, sums of parts, slices of own rows
+    replica: gathers of rows, sums of parts, slices of own rows
     control_flow: branches, loops and calls
     micro_batches: which operations run in a loop over micro-batches of a replica's rows
     micro_builder: construction of these loops, and of what follows them

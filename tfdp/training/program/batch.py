@@ -17,7 +17,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.training.data.rows import first_tensor
-from tfdp.training.program.conversions import Replica
 from tfdp.training.program.facts import (
     Fact,
     Form,
@@ -26,6 +25,7 @@ from tfdp.training.program.facts import (
     whole,
     with_rows,
 )
+from tfdp.training.program.replica import Replica
 from tfdp.training.program.sizes import FREE, SPLITS, Size, rows
 
 

@@ -22,10 +22,10 @@ from tfdp.ground._compat import programs
 from tfdp.ground.base import xla
 from tfdp.ground.base.program_trace import ProgramTrace
 from tfdp.training.program import control_flow, sizes
-from tfdp.training.program.conversions import Replica
 from tfdp.training.program.facts import Fact, Form, is_known
 from tfdp.training.program.plan import Plan, ProgramProperties, with_inputs
-from tfdp.training.program.rules.state import ASSIGNMENTS, is_output
+from tfdp.training.program.replica import Replica
+from tfdp.training.program.rules.state import ASSIGNMENTS, prints_or_summarizes
 from tfdp.training.program.view import AS_IS, PART, WHOLE, Decision, Need, NeededForm
 from tfdp.training.reduction.sparse import are_unique, marked_unique
 
@@ -474,7 +474,7 @@ class Builder:
         """
         if op.outputs:
             return False
-        if is_output(op):
+        if prints_or_summarizes(op):
             return self.replica.rank > 0
         return not self.replica.is_writer and self.scope.is_shared(op)
 
@@ -607,7 +607,7 @@ class Builder:
             return program_sizes
         with self.graph.as_default():
             if need.kind is NeededForm.PART:
-                return self.replica.only_on_first(program_sizes)
+                return self.replica.as_partial_sum(program_sizes)
             return self.replica.take_rows(program_sizes, need.axis, None)
 
     @staticmethod
@@ -654,7 +654,7 @@ class Builder:
         if need.kind is NeededForm.PART:
             if fact.form is Form.LOCAL:
                 return self.replica.weight_by_rows(own)
-            return self.replica.only_on_first(self.get(tensor, WHOLE))
+            return self.replica.as_partial_sum(self.get(tensor, WHOLE))
         if fact.form is Form.LOCAL:
             return own
         whole = self.get(tensor, WHOLE)

@@ -107,7 +107,7 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
     # `tf.while_loop` adds a counter of iterations as the first variable of a loop. If
     # the program's loop has such a counter already, the new loop leaves it out.
     is_counter = changed[:1] == [0] and len(changed) > 1
-    is_counter = is_counter and _counts_passes(op, body_plan.graph)
+    is_counter = is_counter and _counts_iterations(op, body_plan.graph)
     changed = changed[1:] if is_counter else changed
 
     def build_inner_graph(plan: Any, values: Sequence[Any]) -> Any:
@@ -179,7 +179,7 @@ def _draws(plan: Any) -> bool:
     )
 
 
-def _counts_passes(op: Any, body: Any) -> bool:
+def _counts_iterations(op: Any, body: Any) -> bool:
     """Return whether a loop's first variable counts its iterations: 0, 1, 2 and so on.
 
     Args:

@@ -65,7 +65,7 @@ class Fact:
         same = (
             self.form_and_axis() == other.form_and_axis() and self.sizes == other.sizes
         )
-        return same and have_same_value(self, other)
+        return same and have_equal_values(self, other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -104,7 +104,7 @@ class Fact:
         return self.form, self.axis if self.is_rows else 0
 
 
-def have_same_value(one: Fact, other: Fact) -> bool:
+def have_equal_values(one: Fact, other: Fact) -> bool:
     """Return whether two `Fact`s have the same `value`, the elements of a tensor.
 
     They do if both are `None`, or if both are arrays of equal shape and all elements

@@ -24,7 +24,7 @@ from tfdp.training.program.plan import (
     is_conversion,
     make_plan,
 )
-from tfdp.training.program.rules.state import is_output, writes_state
+from tfdp.training.program.rules.state import may_write_state, prints_or_summarizes
 from tfdp.training.program.view import AS_IS, PART, WHOLE, Need
 from tfdp.training.reduction.communication_plan import gradients_of_outputs
 from tfdp.training.reduction.sparse import are_unique
@@ -226,7 +226,9 @@ def operations_of(
     computing = {tensor.op for tensor in results}
     for effect in trace.effects.get(plan.graph, ()):
         computing |= {tensor.op for tensor in effect.symbolic_tensors()}
-    computing |= {op for op in plan.live if writes_state(op) and not is_output(op)}
+    computing |= {
+        op for op in plan.live if may_write_state(op) and not prints_or_summarizes(op)
+    }
     for op in reversed(in_order(plan.graph)):
         if op in computing:
             computing.update(tensor.op for tensor in op.inputs)

@@ -21,7 +21,11 @@ from tfdp.ground._compat import graphs, programs
 from tfdp.training.program.facts import Fact, Form, is_known
 from tfdp.training.program.liveness import PRUNED
 from tfdp.training.program.plan import Plan, converts, in_order, is_conversion
-from tfdp.training.program.rules.state import READS, is_output, writes_state
+from tfdp.training.program.rules.state import (
+    READS,
+    may_write_state,
+    prints_or_summarizes,
+)
 from tfdp.training.program.view import CannotDivideError, Decision, Need
 
 # Each loop over micro-batches repeats what it needs of earlier loops, so their number
@@ -154,7 +158,7 @@ class _Planner:
     def _is_inside(self, op: Any) -> bool:
         """Return whether an operation runs in a loop over micro-batches."""
         decision = self._plan.decisions.get(op)
-        if decision is None or self._communicates(decision) or is_output(op):
+        if decision is None or self._communicates(decision) or prints_or_summarizes(op):
             return False
         if op.type in ("Placeholder", "PlaceholderWithDefault"):
             return False
@@ -202,7 +206,7 @@ class _Planner:
 
     def _changes_state(self, op: Any, plan: Plan) -> bool:
         """Return whether an operation, itself or in inner graphs, writes a state."""
-        if writes_state(op):
+        if may_write_state(op):
             return op.type not in PRUNED
         return op in plan.decisions and any(
             self._effects.get(inner.graph)

@@ -10,10 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.training.program.builder import Builder
-from tfdp.training.program.conversions import Rows, slice_along
 from tfdp.training.program.facts import Fact, Form
 from tfdp.training.program.micro_batches import MicroPlan
 from tfdp.training.program.plan import is_conversion
+from tfdp.training.program.replica import Rows, slice_along
 from tfdp.training.program.view import AS_IS, WHOLE, Need, NeededForm
 from tfdp.training.reduction.fusion import wide_dtype
 

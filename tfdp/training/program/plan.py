@@ -30,7 +30,7 @@ from tfdp.training.program.view import (
     Decision,
     Need,
     NeededForm,
-    View,
+    OperationView,
     need_of,
     rows_along,
 )
@@ -266,7 +266,7 @@ def _plan_operation(plan: Plan, op: Any, scope: ProgramProperties) -> None:
         plan.facts.get(id(tensor)) or whole(static_sizes(tensor, is_free=True))
         for tensor in op.inputs
     ]
-    decision = _decide(View(op, facts, scope))
+    decision = _decide(OperationView(op, facts, scope))
     for tensor, fact, need in zip(op.inputs, facts, decision.needs, strict=True):
         is_divided = fact.form in (Form.ROWS, Form.PART)
         if tensor.dtype == tf.variant and need.kind is NeededForm.WHOLE and is_divided:
@@ -276,7 +276,7 @@ def _plan_operation(plan: Plan, op: Any, scope: ProgramProperties) -> None:
     _set_decision(plan, op, decision)
 
 
-def _decide(view: View) -> Decision:
+def _decide(view: OperationView) -> Decision:
     """Decide how replicas build an operation of any type.
 
     The decision for an operation with inner graphs, such as a loop, follows from plans
@@ -298,14 +298,14 @@ def _decide(view: View) -> Decision:
     return _plan_marker(view, marker) if marker else decide(view)
 
 
-def _run_whole(view: View) -> Decision:
+def _run_whole(view: OperationView) -> Decision:
     """Decide how replicas build an operation that must run on the whole batch.
 
     Every replica then runs all of it, on inputs that are gathered or summed.
     """
     inputs = list(zip(view.facts, view.op.inputs, strict=True))
     facts = [_fact_when_whole(fact, tensor) for fact, tensor in inputs]
-    inner = View(view.op, facts, view.scope)
+    inner = OperationView(view.op, facts, view.scope)
     if view.type in LOOPS:
         decision = _plan_loop(inner, may_divide=False)
     elif view.type in _BRANCHES:
@@ -362,14 +362,14 @@ def _fact_of_constant(op: Any) -> Fact:
     return whole(static_sizes(tensor, is_free=True), value)
 
 
-def _plan_marker(view: View, marker: str) -> Decision:
+def _plan_marker(view: OperationView, marker: str) -> Decision:
     """Decide how to build a marker that tfdp has put into the program.
 
     A marker begins or ends a layer that handles the rows of each replica separately,
     or requests a form of its input.
 
     Args:
-        view: `View` of the marker, an `Identity` operation.
+        view: `OperationView` of the marker, an `Identity` operation.
         marker: String: `"whole"` makes the tensor whole; `"rows of a replica"` turns
             each replica's own rows into a local value; `"rows of all"` turns such local
             values into rows again; `"part of a replica"` turns a partial sum into a
@@ -416,7 +416,7 @@ def _plan_inside(
     )
 
 
-def _plan_call(view: View) -> Decision:
+def _plan_call(view: OperationView) -> Decision:
     """Decide how to build the call of a function, whose graph is planned by itself."""
     graph = programs.function_graph(view.op)
     results = programs.results_of_call(view.op, graph)
@@ -425,7 +425,7 @@ def _plan_call(view: View) -> Decision:
     return Decision([AS_IS] * len(view), outputs, plans=[plan])
 
 
-def _plan_branches(view: View) -> Decision:
+def _plan_branches(view: OperationView) -> Decision:
     """Decide how to build an `If` or a `Case`: each branch gets a plan of its own.
 
     Replicas hold each result in a form that all branches can return.
@@ -481,7 +481,7 @@ def _common_form(facts: Sequence[Fact]) -> tuple[Need, Fact]:
     return WHOLE, whole(shape)
 
 
-def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
+def _plan_loop(view: OperationView, *, may_divide: bool = True) -> Decision:
     """Decide how to build a `While`, by plans of its condition and its body.
 
     The body is planned repeatedly, until it returns each loop variable in the form in
@@ -489,7 +489,7 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
     whole batch.
 
     Args:
-        view: `View` of the loop.
+        view: `OperationView` of the loop.
         may_divide: Bool, whether the loop may run on a replica's rows, and so has to be
             searched for collectives; false if it runs on the whole batch already.
             Defaults to `True`.

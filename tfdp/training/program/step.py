@@ -20,7 +20,6 @@ from tfdp.training.data.rows import count_of, first_tensor, take_rows
 from tfdp.training.program.batch import BatchPlaceholder, batch_placeholders
 from tfdp.training.program.builder import Builder
 from tfdp.training.program.checks import check_exchange, check_step
-from tfdp.training.program.conversions import Replica, Rows
 from tfdp.training.program.divisions import warn_of_division
 from tfdp.training.program.facts import Form
 from tfdp.training.program.gathers import (
@@ -40,7 +39,8 @@ from tfdp.training.program.plan import (
     ProgramProperties,
     make_plan,
 )
-from tfdp.training.program.rules.state import writes_state
+from tfdp.training.program.replica import Replica, Rows
+from tfdp.training.program.rules.state import may_write_state
 from tfdp.training.program.view import AS_IS, WHOLE
 from tfdp.training.reduction.training_group import TrainingGroup
 from tfdp.training.replicas.variables import MetricVariable
@@ -141,7 +141,10 @@ class DividedStep:
         if self._divider is not None and xla.is_tracing():
             raise xla.CannotCompileError("rows are computed in micro-batches")
         if self._traced is None or self._graph is not graph:
-            self._traced, self._graph = self._trace_once(args, group), graph
+            self._traced, self._graph = (
+                self._trace_for_any_row_count(args, group),
+                graph,
+            )
             self._check(self._traced, rows, group)
         found = self._traced
         flat = tf.nest.flatten(args)
@@ -272,7 +275,7 @@ class DividedStep:
             self._loop.model,
         )
 
-    def _trace_once(self, args: tuple, group: TrainingGroup) -> _Traced:
+    def _trace_for_any_row_count(self, args: tuple, group: TrainingGroup) -> _Traced:
         """Trace the step for any number of rows or, where that fails, for a fixed one.
 
         A layer may need the number of rows in the static shape of its input.
@@ -367,7 +370,7 @@ class DividedStep:
         return {
             id(outer)
             for op in xla_lowering.all_operations(graph)
-            if writes_state(op)
+            if may_write_state(op)
             for outer in map(self._outermost, op.inputs)
             if outer.dtype == tf.resource and self._variable_of(outer) is None
         }

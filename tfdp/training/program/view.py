@@ -1,4 +1,4 @@
-"""View of an operation for its rule, and the decision that the rule returns.
+"""OperationView of an operation for its rule, and the decision that the rule returns.
 
 The view has what is known of the inputs. The decision says in which form a replica
 needs each input, what is known of the outputs, and how the operation is built.
@@ -167,7 +167,7 @@ class Decision:
     has_collective: bool = False
 
 
-class View:
+class OperationView:
     """An operation of the program, with what is known of its inputs.
 
     Args:

@@ -174,7 +174,7 @@ class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
         """Create the components; a sum keeps its initial value on rank 0 only."""
         super().__init__(*args, **kwargs)
         if self.is_merged and not self.dtype.is_bool and tf.executing_eagerly():
-            self._count_once()
+            self._keep_initial_on_rank_0()
 
     @property
     def is_merged(self) -> bool:
@@ -227,7 +227,7 @@ class MetricVariable(_Array, tf_distribute.SyncOnReadVariable):
         self.distribute_strategy.extended.record_assigned(self)
         return super()._update_replica(update_fn, value, **kwargs)
 
-    def _count_once(self) -> None:
+    def _keep_initial_on_rank_0(self) -> None:
         """Set all components but that of rank 0 to zero, because a read sums them."""
         initial = self.values[0].numpy()
         if not initial.any():

@@ -345,7 +345,7 @@ def auto_strategy(
     """
     cluster = find_cluster(_prepare_process(communication).timeout_seconds)
     _warn_of_unconnected_processes(cluster)
-    if cluster is not None and cluster.is_job:
+    if cluster is not None and cluster.may_have_several_workers:
         return MultiWorkerMirroredStrategy(communication=communication)
     if not tf.config.get_visible_devices("GPU"):
         create_default_cpus(cluster.devices_per_worker if cluster else None)

@@ -439,7 +439,7 @@ class Watchdog(threading.Thread):
             cause: String, a clause such as `"its process has ended"`.
         """
         limit = self._detector.limit_seconds
-        pause = clock.pause_within(limit)
+        pause = clock.recent_pause_seconds(limit)
         if pause > limit:
             # This worker was suspended for longer than the limit, so the other workers
             # have declared it lost.

@@ -52,7 +52,7 @@ from tfdp.training.program.rules.state import (
 )
 from tfdp.training.program.rules.values import decide_values
 from tfdp.training.program.sizes import broadcast
-from tfdp.training.program.view import WHOLE, Decision, View, operations
+from tfdp.training.program.view import WHOLE, Decision, OperationView, operations
 
 # The first rule that returns a decision applies, so the order is one of priority. These
 # rules take inputs in any form, and come before those that need rows.
@@ -88,7 +88,7 @@ _LAYOUTS_FROM_SIZES = operations(
 _REPEATING_LAYOUTS = operations("BroadcastTo Fill Tile")
 
 
-def decide(view: View) -> Decision:
+def decide(view: OperationView) -> Decision:
     """Decide how replicas build an operation, by the first rule that applies.
 
     If no rule applies, every replica runs the operation on the whole inputs, which are
@@ -108,12 +108,12 @@ def decide(view: View) -> Decision:
     return decision or Decision([WHOLE] * len(view), _whole_outputs(view))
 
 
-def _first_decision(rules: Sequence[Callable], view: View) -> Decision | None:
+def _first_decision(rules: Sequence[Callable], view: OperationView) -> Decision | None:
     """Return the decision of the first rule that applies, or `None` if none does."""
     return next((decision for rule in rules if (decision := rule(view))), None)
 
 
-def _whole_outputs(view: View) -> list[Fact]:
+def _whole_outputs(view: OperationView) -> list[Fact]:
     """Return the `Fact` of each output of an operation if its inputs are whole."""
     shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
     if shapes and view.type in ELEMENTWISE and len(shapes) == len(view):

@@ -11,10 +11,10 @@ from typing import Any
 
 from tfdp.training.program.facts import Form, own_rows, static_sizes, whole, with_rows
 from tfdp.training.program.sizes import SPLITS, UNKNOWN, Size, array, number, rows
-from tfdp.training.program.view import WHOLE, Decision, View
+from tfdp.training.program.view import WHOLE, Decision, OperationView
 
 
-def decide_composite(view: View) -> Decision | None:
+def decide_composite(view: OperationView) -> Decision | None:
     """Decide how to build an operation on sparse or ragged tensors.
 
     Each replica has such tensors of the whole batch, and runs the operation on them. It
@@ -36,7 +36,7 @@ def decide_composite(view: View) -> Decision | None:
     return Decision([WHOLE] * len(view), [fact], _build_and_take_rows)
 
 
-def _decide_sparse_output(view: View) -> Decision | None:
+def _decide_sparse_output(view: OperationView) -> Decision | None:
     """Decide how replicas build an operation that creates a sparse, whole tensor.
 
     The decision records the number of rows in the output's dense shape; it is `None` if
@@ -61,15 +61,15 @@ def _build_and_take_rows(builder: Any, op: Any, replica_inputs: list) -> list:
     return [builder.take_rows(op.outputs[0], whole)]
 
 
-def _rows_by_value(index: int) -> Callable[[View], Size | None]:
+def _rows_by_value(index: int) -> Callable[[OperationView], Size | None]:
     """Return a function that reads an output's number of rows from an input's value.
 
     The value of the operation's input number `index` is that number, or a shape that
-    begins with it. The function takes the `View` of the operation, and returns the
-    number as a `Size`, or `None` if the value is not known.
+    begins with it. The function takes an `OperationView`, and returns the number as a
+    `Size`, or `None` if the value is not known.
     """
 
-    def size(view: View) -> Size | None:
+    def size(view: OperationView) -> Size | None:
         """Return the first element of input number `index`, or `None` if not known."""
         value = view.facts[index].value
         return None if value is None or not value.size else value.ravel()[0]
@@ -77,27 +77,27 @@ def _rows_by_value(index: int) -> Callable[[View], Size | None]:
     return size
 
 
-def _rows_of_first_input(view: View) -> Size | None:
+def _rows_of_first_input(view: OperationView) -> Size | None:
     """Return the number of rows of the first input as a `Size`; `None` if unknown."""
     shape = view.facts[0].sizes
     return shape[0] if shape else None
 
 
-def _rows_by_splits(index: int) -> Callable[[View], Size | None]:
+def _rows_by_splits(index: int) -> Callable[[OperationView], Size | None]:
     """Return a function that reads an output's number of rows from its row splits.
 
-    The function takes the `View` of an operation, whose input with this index has the
-    row splits. It returns a `Size`, or `None` if they are not those of the batch.
+    The function takes an `OperationView`, whose input with this index has the row
+    splits. It returns a `Size`, or `None` if they are not those of the batch.
     """
 
-    def size(view: View) -> Size | None:
+    def size(view: OperationView) -> Size | None:
         """Return the number of rows if the row splits are the batch's, or `None`."""
         return rows(1) if view.facts[index].sizes == (SPLITS,) else None
 
     return size
 
 
-def _rows_by_partition(view: View) -> Size | None:
+def _rows_by_partition(view: OperationView) -> Size | None:
     """Return the number of rows of a `RaggedTensorToTensor` as a `Size`, or `None`.
 
     It is `None` if neither the shape input nor the row partition has the number.
@@ -113,7 +113,7 @@ def _rows_by_partition(view: View) -> Size | None:
 
 # Each replica slices its own rows from the dense output of these operations. The plan
 # needs the output's number of rows for that, which the functions return.
-_ROWS_OF_DENSE: dict[str, Callable[[View], Size | None]] = {
+_ROWS_OF_DENSE: dict[str, Callable[[OperationView], Size | None]] = {
     "RaggedBincount": _rows_by_splits(0),
     "RaggedTensorToTensor": _rows_by_partition,
     "ScatterNd": _rows_by_value(2),
@@ -129,7 +129,7 @@ _ROWS_OF_DENSE: dict[str, Callable[[View], Size | None]] = {
 }
 # The sparse output of these operations stays whole: indices, values and a dense shape
 # of two axes. Later operations need its number of rows, which the functions return.
-_ROWS_OF_SPARSE: dict[str, Callable[[View], Size | None]] = {
+_ROWS_OF_SPARSE: dict[str, Callable[[OperationView], Size | None]] = {
     "DenseCountSparseOutput": lambda view: (
         _rows_of_first_input(view) if view.facts[0].rank == 2 else None
     ),

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 
 from tfdp.training.program.facts import Fact, own_rows, part
 from tfdp.training.program.sizes import FREE, ONE, Size
-from tfdp.training.program.view import WHOLE, Decision, View, operations, rows_along
+from tfdp.training.program.view import (
+    WHOLE,
+    Decision,
+    OperationView,
+    operations,
+    rows_along,
+)
 
 # Digits label batch axes, because only these broadcast if their size is one: the axes
 # of "..." in an `Einsum`, and those before the last two of a `BatchMatMul`. Letters
@@ -20,11 +26,11 @@ _BATCH_LABELS = "12345678"
 _CONTRACTIONS = operations("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum")
 
 
-def decide_contraction(view: View) -> Decision | None:
+def decide_contraction(view: OperationView) -> Decision | None:
     """Decide how replicas build a matrix product or an `Einsum` of sharded rows.
 
     Args:
-        view: `View` of the operation, with what is known about its inputs.
+        view: `OperationView` of the operation, with what is known about its inputs.
 
     Returns:
         `Decision`: the forms of the inputs that the operation needs, and of its
@@ -34,7 +40,7 @@ def decide_contraction(view: View) -> Decision | None:
     return None if labels is None else _decide_from_labels(view, *labels)
 
 
-def _labels(view: View) -> tuple[list[str], str] | None:
+def _labels(view: OperationView) -> tuple[list[str], str] | None:
     """Return labels of the axes of a contraction, as in the equation of an `Einsum`.
 
     Returns:
@@ -57,7 +63,7 @@ def _labels(view: View) -> tuple[list[str], str] | None:
     return [own[0] + first, own[1] + second], outer + "xz"
 
 
-def _einsum_labels(view: View) -> tuple[list[str], str] | None:
+def _einsum_labels(view: OperationView) -> tuple[list[str], str] | None:
     """Return labels of the axes from the equation of an `Einsum`.
 
     Returns:
@@ -84,7 +90,7 @@ def _einsum_labels(view: View) -> tuple[list[str], str] | None:
 
 
 def _decide_from_labels(
-    view: View, inputs: Sequence[str], output: str
+    view: OperationView, inputs: Sequence[str], output: str
 ) -> Decision | None:
     """Decide how to build a contraction, from the labels of its axes.
 
@@ -93,7 +99,7 @@ def _decide_from_labels(
     of entries for each row.
 
     Args:
-        view: `View` of the operation.
+        view: `OperationView` of the operation.
         inputs: Sequence of strings, the labels of the axes of each input, such as
             `["ik", "kj"]` for a matrix product.
         output: String, the labels of the axes of the output, such as `"ij"`.

@@ -20,7 +20,7 @@ from tfdp.training.program.view import (
     WHOLE,
     Decision,
     Need,
-    View,
+    OperationView,
     operations,
     rows_along,
     table,
@@ -86,7 +86,7 @@ _SHAPE_ONLY = operations("OnesLike Rank Shape ShapeN Size ZerosLike")
 _NOT_BROADCASTING = frozenset(("AddN", *_UPSTREAM_INPUT))
 
 
-def decide_zeros(view: View) -> Decision | None:
+def decide_zeros(view: OperationView) -> Decision | None:
     """Decide how replicas build `OnesLike` or `ZerosLike` without the input's value.
 
     A loop then does not keep the input for its gradient. The decision is `None` for
@@ -117,7 +117,7 @@ def _build_zeros(builder: Any, op: Any, replica_inputs: list) -> list:
     return [builder.with_shape(zeros, result, fact)]
 
 
-def decide_linear(view: View) -> Decision | None:
+def decide_linear(view: OperationView) -> Decision | None:
     """Decide how replicas apply a linear operation to partial sums: each to its own.
 
     The results are partial sums as well. The decision is `None` if no input is a
@@ -140,7 +140,7 @@ def decide_linear(view: View) -> Decision | None:
     return Decision(needs, view.part_outputs(_sizes_of_partial_sum(view)))
 
 
-def _sizes_of_partial_sum(view: View) -> Any:
+def _sizes_of_partial_sum(view: OperationView) -> Any:
     """Return the shape of an operation's output that is a partial sum.
 
     A static shape does not suffice: with a batch of one row, the axis of rows would
@@ -158,7 +158,7 @@ def _sizes_of_partial_sum(view: View) -> Any:
     return sizes.broadcast(shapes)
 
 
-def _shape_from_second_input(view: View) -> Any:
+def _shape_from_second_input(view: OperationView) -> Any:
     """Return the output shape of a `BroadcastTo`, `Reshape` or `Tile`.
 
     Returns:
@@ -175,13 +175,13 @@ def _shape_from_second_input(view: View) -> Any:
     return tuple(a * b for a, b in zip(data, target, strict=True))
 
 
-def _linear_inputs(view: View, parts: list[int]) -> list[int]:
+def _linear_inputs(view: OperationView, parts: list[int]) -> list[int]:
     """Return the index of the input in which an operation is linear, in a list.
 
     It may be a partial sum if all other inputs are whole, as the data of a `Pad`.
 
     Args:
-        view: `View` of the operation.
+        view: `OperationView` of the operation.
         parts: List of ints, indices of the inputs that are partial sums.
 
     Returns:
@@ -204,7 +204,7 @@ def _linear_inputs(view: View, parts: list[int]) -> list[int]:
     return parts if is_quotient or kind in _PRODUCTS else []
 
 
-def decide_elementwise(view: View) -> Decision | None:
+def decide_elementwise(view: OperationView) -> Decision | None:
     """Decide how replicas build an element-wise operation: each on its own rows.
 
     The decision is `None` for another operation, or if the operands' rows do not match.
@@ -238,14 +238,14 @@ def decide_elementwise(view: View) -> Decision | None:
     return Decision(needs, [own_rows(shape, axis)], build)
 
 
-def _need_of_operand(view: View, fact: Fact, axis: int) -> Need:
+def _need_of_operand(view: OperationView, fact: Fact, axis: int) -> Need:
     """Return the `Need` of an operand of an operation on row-sharded tensors.
 
     An operand that broadcasts along the axis of rows is needed whole, and any other one
     as the replica's own rows.
 
     Args:
-        view: `View` of the operation.
+        view: `OperationView` of the operation.
         fact: `Fact` of the operand.
         axis: Negative int, the axis of rows, counted from the end.
     """
@@ -258,7 +258,7 @@ def _need_of_operand(view: View, fact: Fact, axis: int) -> Need:
     return rows_along(place, may_broadcast=True)
 
 
-def _selects_by_vector(view: View) -> bool:
+def _selects_by_vector(view: OperationView) -> bool:
     """Return whether an operation is a `Select` of whole rows by a vector of bools.
 
     The vector selects along the first axis; it does not broadcast to the last one.
@@ -267,7 +267,7 @@ def _selects_by_vector(view: View) -> bool:
     return view.type == "Select" and ranks[0] == 1 and ranks[1] != 1
 
 
-def _decide_unknown_rank(view: View) -> Decision | None:
+def _decide_unknown_rank(view: OperationView) -> Decision | None:
     """Decide how replicas build an element-wise operation of unknown rank.
 
     Each replica computes its own rows if one input has rows and all others are scalars.
@@ -301,7 +301,7 @@ def compares_with_itself(op: Any) -> bool:
     return op.inputs[0].dtype == tf.bool and op.inputs[0].shape.rank == 0
 
 
-def decide_local(view: View) -> Decision | None:
+def decide_local(view: OperationView) -> Decision | None:
     """Decide how replicas build an operation on values of one replica alone.
 
     Such local values exist inside of a layer that handles the rows of each replica
@@ -325,7 +325,7 @@ def decide_local(view: View) -> Decision | None:
     return Decision([AS_IS] * len(view), [Fact(Form.LOCAL)] * len(view.op.outputs))
 
 
-def _decide_parts_by_local(view: View) -> Decision | None:
+def _decide_parts_by_local(view: OperationView) -> Decision | None:
     """Decide how replicas build a linear operation on partial sums and local values.
 
     An example is the gradient of a product with a value of this replica alone. Local
@@ -335,7 +335,7 @@ def _decide_parts_by_local(view: View) -> Decision | None:
     facts = [
         whole(fact.sizes) if fact.form is Form.LOCAL else fact for fact in view.facts
     ]
-    decision = decide_linear(View(view.op, facts, view.scope))
+    decision = decide_linear(OperationView(view.op, facts, view.scope))
     if decision is None or any(fact.form is not Form.PART for fact in decision.outputs):
         return None
     needs = [

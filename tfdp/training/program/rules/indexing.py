@@ -11,12 +11,12 @@ from tfdp.training.program.view import (
     AS_IS,
     WHOLE,
     Decision,
-    View,
+    OperationView,
     rows_along,
 )
 
 
-def decide_gather(view: View) -> Decision | None:
+def decide_gather(view: OperationView) -> Decision | None:
     """Decide how replicas build a `tf.gather` whose data or indices have rows.
 
     The result has rows. The decision is `None` if a shape or the axis is not known, if
@@ -54,7 +54,7 @@ def decide_gather(view: View) -> Decision | None:
     return None
 
 
-def decide_segment_sum(view: View) -> Decision | None:
+def decide_segment_sum(view: OperationView) -> Decision | None:
     """Decide how replicas build sums by segment, as in the gradient of a gather.
 
     Each replica adds its own rows to the segments, which are then partial sums. The
@@ -74,7 +74,7 @@ def decide_segment_sum(view: View) -> Decision | None:
     return Decision([rows_along(axis), rows_along(axis), WHOLE], [part(shape)])
 
 
-def decide_scatter(view: View) -> Decision | None:
+def decide_scatter(view: OperationView) -> Decision | None:
     """Decide how replicas build a `ScatterNd`, which adds rows by their index.
 
     Each replica scatters its own rows; the results are partial sums. The decision is

@@ -34,13 +34,13 @@ from tfdp.training.program.view import (
     AS_IS,
     WHOLE,
     Decision,
-    View,
+    OperationView,
     rows_along,
     table,
 )
 
 
-def decide_layout(view: View) -> Decision | None:
+def decide_layout(view: OperationView) -> Decision | None:
     """Decide how replicas build an operation that moves or repeats elements.
 
     Each replica runs it on its own rows. The decision is `None` for another operation,
@@ -56,7 +56,9 @@ def decide_layout(view: View) -> Decision | None:
     return _RULES_OF_FIRST_INPUT[view.type](view, data, data.sizes)
 
 
-def _transpose(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+def _transpose(
+    view: OperationView, input_fact: Fact, input_sizes: Shape
+) -> Decision | None:
     """Decide how replicas build a transpose of a row-sharded tensor.
 
     The transpose may move the axis of rows. The decision is `None` if the permutation
@@ -70,7 +72,9 @@ def _transpose(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | N
     return Decision([AS_IS, WHOLE], [own_rows(shape, order.index(input_fact.axis))])
 
 
-def _expand_dims(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+def _expand_dims(
+    view: OperationView, input_fact: Fact, input_sizes: Shape
+) -> Decision | None:
     """Decide how replicas insert an axis of size one into their rows (`ExpandDims`).
 
     The decision is `None` if the index of the axis is not known.
@@ -97,7 +101,9 @@ def _with_axis(input_fact: Fact, input_sizes: Shape, place: int, size: Size) -> 
     return own_rows(shape, input_fact.axis + (axis <= input_fact.axis))
 
 
-def _squeeze(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+def _squeeze(
+    view: OperationView, input_fact: Fact, input_sizes: Shape
+) -> Decision | None:
     """Decide how replicas remove axes of size one from their rows (`Squeeze`).
 
     The decision is `None` if the axis of rows would be removed, or if sizes are not
@@ -127,7 +133,7 @@ def _squeeze(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
     return Decision([AS_IS], [own_rows(shape, axis)], build)
 
 
-def _broadcast(view: View) -> Decision | None:
+def _broadcast(view: OperationView) -> Decision | None:
     """Decide how replicas build a broadcast: each its own rows of the result.
 
     The decision is `None` if shapes are not known, if the result has no axis of rows,
@@ -155,7 +161,7 @@ def _broadcast(view: View) -> Decision | None:
     return Decision([need, AS_IS], [own_rows(tuple(target), row_axis)])
 
 
-def _fill(view: View) -> Decision | None:
+def _fill(view: OperationView) -> Decision | None:
     """Decide how replicas build a `Fill`: each fills its own rows.
 
     The decision is `None` if the shape has no axis of rows, or is not known.
@@ -167,7 +173,7 @@ def _fill(view: View) -> Decision | None:
     return Decision([AS_IS, WHOLE], [own_rows(tuple(shape), axis)])
 
 
-def _range(view: View) -> Decision | None:
+def _range(view: OperationView) -> Decision | None:
     """Decide how replicas build a range of row numbers: each builds its own.
 
     The decision is `None` for any other range.
@@ -192,7 +198,7 @@ def _range(view: View) -> Decision | None:
     return Decision([WHOLE, AS_IS, WHOLE], [own_rows((sizes.rows(multiple),))], build)
 
 
-def _tile(view: View) -> Decision | None:
+def _tile(view: OperationView) -> Decision | None:
     """Decide how to build a `Tile` that keeps rows, or repeats data for each row.
 
     Each replica builds its own rows of the result. The decision is `None` for any other
@@ -212,7 +218,7 @@ def _tile(view: View) -> Decision | None:
     return Decision([WHOLE, AS_IS], [own_rows(shape, axis)])
 
 
-def _join(view: View) -> Decision | None:
+def _join(view: OperationView) -> Decision | None:
     """Decide how replicas build a concatenation or a stack of row-sharded tensors.
 
     Each replica joins its own rows, unless they are joined along the axis of rows, see
@@ -251,14 +257,16 @@ def _join(view: View) -> Decision | None:
     )
 
 
-def _join_rows(view: View, facts: Sequence[Fact], axis: int) -> Decision | None:
+def _join_rows(
+    view: OperationView, facts: Sequence[Fact], axis: int
+) -> Decision | None:
     """Decide how replicas build a concatenation of rows, such as real and fake images.
 
     The inputs are gathered, and each replica has its block of the concatenated rows.
     The decision is `None` if their number is not a known multiple of the batch's rows.
 
     Args:
-        view: `View` of the concatenation.
+        view: `OperationView` of the concatenation.
         facts: Sequence of `Fact`, one for each joined tensor.
         axis: Int, the axis of rows, along which they are joined.
     """
@@ -281,7 +289,9 @@ def _build_joined_rows(builder: Any, op: Any, replica_inputs: list) -> list:
     return [builder.take_rows(result, joined)]
 
 
-def _unstack(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+def _unstack(
+    view: OperationView, input_fact: Fact, input_sizes: Shape
+) -> Decision | None:
     """Decide how replicas unstack their own rows.
 
     The decision is `None` if the tensor is unstacked along the axis of rows.
@@ -294,7 +304,9 @@ def _unstack(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
     return Decision([AS_IS], [fact] * len(view.op.outputs))
 
 
-def _split(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+def _split(
+    view: OperationView, input_fact: Fact, input_sizes: Shape
+) -> Decision | None:
     """Decide how replicas split their own rows.
 
     The decision is `None` if the tensor is split along the axis of rows, or along an
@@ -308,7 +320,7 @@ def _split(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
     return Decision(needs, same_rows(view, input_fact))
 
 
-def _pad(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+def _pad(view: OperationView, input_fact: Fact, input_sizes: Shape) -> Decision | None:
     """Decide how replicas pad their own rows.
 
     The decision is `None` if rows would be added, or if the padding is not known. It is
@@ -326,7 +338,7 @@ def _pad(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
     return None if input_fact.axis else Decision(needs, outputs, build_or_use_zero_row)
 
 
-def _concat_offset(view: View) -> Decision | None:
+def _concat_offset(view: OperationView) -> Decision | None:
     """Decide how replicas build `ConcatOffset`: where inputs begin in a concatenation.
 
     The offsets are integers computed from sizes, so they may be multiples of the rows.
@@ -349,7 +361,9 @@ def _concat_offset(view: View) -> Decision | None:
     return Decision([AS_IS] * len(view), outputs)
 
 
-def _one_hot(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+def _one_hot(
+    view: OperationView, input_fact: Fact, input_sizes: Shape
+) -> Decision | None:
     """Decide how replicas build one-hot vectors of their own rows; never `None`."""
     depth, place = view.facts[1].value, view.attribute("axis")
     size = depth[()] if depth is not None else sizes.FREE
@@ -360,7 +374,7 @@ def _one_hot(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
 
 
 def _operate_along_axes(
-    view: View, input_fact: Fact, input_sizes: Shape
+    view: OperationView, input_fact: Fact, input_sizes: Shape
 ) -> Decision | None:
     """Decide how replicas build an operation along axes, such as a running sum.
 

@@ -15,15 +15,22 @@ from tfdp.training.program import sizes
 from tfdp.training.program.facts import (
     Fact,
     Form,
-    have_same_value,
+    have_equal_values,
     is_known,
     whole,
     with_rows,
 )
-from tfdp.training.program.view import AS_IS, WHOLE, Decision, Need, View, need_of
+from tfdp.training.program.view import (
+    AS_IS,
+    WHOLE,
+    Decision,
+    Need,
+    OperationView,
+    need_of,
+)
 
 
-def decide_list(view: View) -> Decision | None:
+def decide_list(view: OperationView) -> Decision | None:
     """Decide how replicas build an operation on a `TensorList` or an optional value.
 
     The decision is `None` for another operation, and if too little is known about the
@@ -32,7 +39,7 @@ def decide_list(view: View) -> Decision | None:
     return _LISTS[view.type](view) if view.type in _LISTS else None
 
 
-def _empty(view: View) -> Decision:
+def _empty(view: OperationView) -> Decision:
     """Decide how replicas build a new list, of the same length on every replica."""
     return Decision([AS_IS, WHOLE], [Fact(Form.EMPTY)], _build_empty)
 
@@ -79,7 +86,7 @@ def _need_of_item(listed: Fact, item: Fact) -> tuple[Need, Fact]:
         if item.form is Form.LOCAL:
             return WHOLE, whole(item.sizes)
         return AS_IS, Fact(item.form, item.axis, item.sizes)
-    if listed.value is not None and not have_same_value(listed, item):
+    if listed.value is not None and not have_equal_values(listed, item):
         return WHOLE, whole(listed.sizes)
     listed = _with_sizes_of(listed, item)
     is_own = (
@@ -103,13 +110,13 @@ def _with_sizes_of(listed: Fact, item: Fact) -> Fact:
     return dataclasses.replace(listed, sizes=shape)
 
 
-def _add_item(view: View) -> Decision:
+def _add_item(view: OperationView) -> Decision:
     """Decide how replicas add an item to a list, in the form of the list's items."""
     need, fact = _need_of_item(view.facts[0], view.facts[-1])
     return Decision([AS_IS, *[WHOLE] * (len(view) - 2), need], [fact])
 
 
-def _get_item(view: View) -> Decision | None:
+def _get_item(view: OperationView) -> Decision | None:
     """Decide how replicas build a read of an item of a list.
 
     The item has the form of the list's items, such as own rows. The decision is `None`
@@ -131,7 +138,7 @@ def _shape_need(listed: Fact) -> Need:
     return AS_IS if listed.is_rows else WHOLE
 
 
-def _pop(view: View) -> Decision | None:
+def _pop(view: OperationView) -> Decision | None:
     """Decide how replicas remove the last item of a list.
 
     The outputs are the shorter list, and the item in the form of the list's items, such
@@ -145,11 +152,11 @@ def _pop(view: View) -> Decision | None:
     )
 
 
-def _fact_of_item(view: View, listed: Fact, index: int) -> Fact:
+def _fact_of_item(view: OperationView, listed: Fact, index: int) -> Fact:
     """Return the `Fact` of an item that an operation reads from a list.
 
     Args:
-        view: `View` of the operation.
+        view: `OperationView` of the operation.
         listed: `Fact` of the list.
         index: Int, index of the output that is the item.
     """
@@ -213,7 +220,7 @@ def _build_pop(builder: Any, op: Any, replica_inputs: list) -> list:
     return [rest, builder.with_shape(item, op.outputs[1], fact)]
 
 
-def _stack(view: View) -> Decision | None:
+def _stack(view: OperationView) -> Decision | None:
     """Decide how replicas build a stack of all items of a list.
 
     The stack has the items' form, with the axis of rows shifted by one. The decision is
@@ -229,7 +236,7 @@ def _stack(view: View) -> Decision | None:
     return Decision([AS_IS, _shape_need(listed)], [fact], _build_with_item_shape)
 
 
-def _from_tensor(view: View) -> Decision | None:
+def _from_tensor(view: OperationView) -> Decision | None:
     """Decide how replicas build a list of a tensor's slices along its first axis.
 
     The decision is `None` if that is the axis of rows, or if the shape is not known.
@@ -259,7 +266,7 @@ def _build_from_tensor(builder: Any, op: Any, replica_inputs: list) -> list:
     return builder.copy(op, [replica_inputs[0], tf.constant(shape, op.inputs[1].dtype)])
 
 
-def _optional_from_value(view: View) -> Decision | None:
+def _optional_from_value(view: OperationView) -> Decision | None:
     """Decide how replicas build an optional value, in the form of the value itself.
 
     The decision is `None` if the optional holds several tensors, or none.
@@ -270,7 +277,7 @@ def _optional_from_value(view: View) -> Decision | None:
     return Decision([need], [fact])
 
 
-def _optional_value(view: View) -> Decision | None:
+def _optional_value(view: OperationView) -> Decision | None:
     """Decide how replicas read an optional value; `None` for one without a value."""
     if len(view.op.outputs) != 1 or view.facts[0].form is Form.EMPTY:
         return None

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdp.training.program.facts import Fact, own_rows, part, whole
 from tfdp.training.program.sizes import ONE, Size
-from tfdp.training.program.view import AS_IS, WHOLE, Decision, View, operations
+from tfdp.training.program.view import AS_IS, WHOLE, Decision, OperationView, operations
 
 REDUCTIONS = operations("All Any EuclideanNorm Max Mean Min Prod Sum")
 # These reductions return the index of an element. Along the axis of rows it would count
@@ -24,7 +24,7 @@ _INDEX_REDUCTIONS = frozenset(("ArgMax", "ArgMin"))
 _REDUCED_TWICE = frozenset(("All", "Any", "Max", "Min", "Prod"))
 
 
-def decide_reduction(view: View) -> Decision | None:
+def decide_reduction(view: OperationView) -> Decision | None:
     """Decide how replicas build a reduction of a row-sharded tensor.
 
     A sum or a mean over rows becomes a partial sum. For a maximum and the like, the
@@ -48,7 +48,7 @@ def decide_reduction(view: View) -> Decision | None:
     return _decide_over_axes(view, input_fact) if view.type in REDUCTIONS else None
 
 
-def _decide_over_axes(view: View, input_fact: Fact) -> Decision | None:
+def _decide_over_axes(view: OperationView, input_fact: Fact) -> Decision | None:
     """Decide how replicas build a reduction; along rows, sums become partial sums.
 
     `input_fact` is the `Fact` of the reduced tensor. The decision is `None` if the axes
@@ -83,7 +83,9 @@ def _decide_over_axes(view: View, input_fact: Fact) -> Decision | None:
     return None
 
 
-def _reduced_axes(view: View, rank: int) -> tuple[set[int] | None, frozenset[int]]:
+def _reduced_axes(
+    view: OperationView, rank: int
+) -> tuple[set[int] | None, frozenset[int]]:
     """Return the certain axes of a reduction, and further axes that it may have.
 
     `rank` is that of the input.

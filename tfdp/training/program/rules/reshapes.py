@@ -16,11 +16,13 @@ from tfdp.training.program.sizes import ONE, Shape, Size, number, product
 from tfdp.training.program.view import (
     AS_IS,
     Decision,
-    View,
+    OperationView,
 )
 
 
-def decide_reshape(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+def decide_reshape(
+    view: OperationView, input_fact: Fact, input_sizes: Shape
+) -> Decision | None:
     """Decide how replicas build a reshape: each reshapes its own rows.
 
     The reshape must keep the axes before that of rows. The decision is `None` for any

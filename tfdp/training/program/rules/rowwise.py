@@ -13,7 +13,7 @@ from tfdp.training.program.view import (
     WHOLE,
     Decision,
     NeededForm,
-    View,
+    OperationView,
     operations,
     rows_along,
     table,
@@ -117,7 +117,7 @@ _SHAPED_LIKE_FIRST = table(
 )
 
 
-def decide_row_by_row(view: View) -> Decision | None:
+def decide_row_by_row(view: OperationView) -> Decision | None:
     """Decide how to build an operation that treats each row alone.
 
     An example is a convolution. Each replica runs it on its own rows; gradients of
@@ -150,7 +150,7 @@ def decide_row_by_row(view: View) -> Decision | None:
     return Decision(needs, outputs, build)
 
 
-def decide_recurrent(view: View) -> Decision | None:
+def decide_recurrent(view: OperationView) -> Decision | None:
     """Decide how to build a recurrent layer of cuDNN, which Keras uses on GPUs.
 
     Each replica runs it on its own rows. Scalars take the place of the second state,
@@ -180,7 +180,7 @@ def decide_recurrent(view: View) -> Decision | None:
     return Decision(needs, outputs, _build_recurrent)
 
 
-def decide_reverse_sequence(view: View) -> Decision | None:
+def decide_reverse_sequence(view: OperationView) -> Decision | None:
     """Decide how replicas build a `ReverseSequence`: each reverses its own rows.
 
     The decision is `None` for another operation, or if the rows are not its batch axis.
@@ -222,7 +222,7 @@ def _build_recurrent(builder: Any, op: Any, replica_inputs: list) -> list:
     return tf.cond(is_empty, without_rows, lambda: builder.copy(op, replica_inputs))
 
 
-def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
+def _axis_of_rows(view: OperationView, indices: tuple[int, ...]) -> int | None:
     """Return the axis of rows of an operation's inputs, or `None` if it mixes rows.
 
     It is `None` as well if the inputs differ in that axis, or if shapes are not known.
@@ -246,7 +246,7 @@ def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
     )
 
 
-def _mixes_axis(view: View, axis: int) -> bool:
+def _mixes_axis(view: OperationView, axis: int) -> bool:
     """Return whether an operation combines entries along `axis`, the axis of rows.
 
     `_axis_of_rows` checks the last axes, whose number is in `_NUM_INNER_AXES`.

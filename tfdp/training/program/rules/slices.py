@@ -17,12 +17,12 @@ from tfdp.training.program.view import (
     WHOLE,
     Decision,
     Need,
-    View,
+    OperationView,
 )
 
 
 def decide_strided_slice(
-    view: View, input_fact: Fact, input_sizes: Shape
+    view: OperationView, input_fact: Fact, input_sizes: Shape
 ) -> Decision | None:
     """Decide how replicas slice their rows, as in `x[:, 1:]`.
 
@@ -51,7 +51,7 @@ def _needs_of_bounds(facts: Sequence[Fact]) -> list[Need]:
     return [AS_IS if fact.form is Form.SIZES else WHOLE for fact in facts]
 
 
-def _axis_after_slice(view: View, input_fact: Fact) -> int | None:
+def _axis_after_slice(view: OperationView, input_fact: Fact) -> int | None:
     """Return the axis of rows after a slice, or `None` unless it keeps all rows."""
     rank, source = len(input_fact.sizes or ()), view.facts[3].sizes
     if source is None or len(source) != 1 or source[0].kind != "number":
@@ -80,11 +80,13 @@ def _axis_after_slice(view: View, input_fact: Fact) -> int | None:
     return axis_out + input_fact.axis - axis_in if row_axis is None else row_axis
 
 
-def _can_slice(view: View, item: int, input_fact: Fact, *, is_rows: bool) -> bool:
+def _can_slice(
+    view: OperationView, item: int, input_fact: Fact, *, is_rows: bool
+) -> bool:
     """Return whether each replica can slice an axis of its rows as one device does.
 
     Args:
-        view: `View` of the slice.
+        view: `OperationView` of the slice.
         item: Int, index of the axis in `begin`, `end` and `strides` of the slice.
         input_fact: `Fact` of the sliced tensor.
         is_rows: Bool, whether the axis is that of rows, which must be taken whole. The
@@ -114,7 +116,7 @@ def _equals(values: np.ndarray | None, index: int, size: Size) -> bool:
     return values is not None and values[index] == size
 
 
-def decide_strided_slice_grad(view: View) -> Decision | None:
+def decide_strided_slice_grad(view: OperationView) -> Decision | None:
     """Decide how replicas build a `StridedSliceGrad`: each for its own rows.
 
     The decision is `None` if the slice drops rows, if the shape of the sliced tensor is
@@ -125,13 +127,15 @@ def decide_strided_slice_grad(view: View) -> Decision | None:
     if axis is None or not gradient.is_rows:
         return None
     source = own_rows(tuple(shape), axis)
-    inner = View(view.op, [source, *view.facts[1:4]], view.scope)
+    inner = OperationView(view.op, [source, *view.facts[1:4]], view.scope)
     if _axis_after_slice(inner, source) != gradient.axis:
         return None
     return Decision([*_needs_of_bounds(view.facts[:4]), AS_IS], [source])
 
 
-def decide_slice(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+def decide_slice(
+    view: OperationView, input_fact: Fact, input_sizes: Shape
+) -> Decision | None:
     """Decide how replicas build a `tf.slice` of their own rows.
 
     The decision is `None` if the slice drops rows, if a bound is not known, or if a
@@ -148,7 +152,7 @@ def decide_slice(view: View, input_fact: Fact, input_sizes: Shape) -> Decision |
     return Decision([AS_IS] * 3, same_rows(view, input_fact))
 
 
-def same_rows(view: View, input_fact: Fact) -> list[Fact]:
+def same_rows(view: OperationView, input_fact: Fact) -> list[Fact]:
     """Return each output's `Fact`: own rows, along the same axis as in `input_fact`."""
     return [
         view.rows_output(input_fact.axis, input_fact.multiple, index)

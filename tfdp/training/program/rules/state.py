@@ -20,7 +20,7 @@ from tfdp.training.program.view import (
     CannotDivideError,
     Decision,
     Need,
-    View,
+    OperationView,
     operations,
 )
 
@@ -28,7 +28,7 @@ ASSIGNMENTS = operations("AssignVariableOp AssignAddVariableOp AssignSubVariable
 READS = frozenset(("ReadVariableOp",))
 
 
-def decide_variable(view: View) -> Decision | None:
+def decide_variable(view: OperationView) -> Decision | None:
     """Decide how replicas build a read or a write of a variable.
 
     States of metrics stay partial sums; any other variable has the same value on every
@@ -57,7 +57,7 @@ def decide_variable(view: View) -> Decision | None:
     return None
 
 
-def _decide_shared_read(view: View) -> Decision:
+def _decide_shared_read(view: OperationView) -> Decision:
     """Decide how replicas build a read of a state that a worker's replicas share.
 
     TensorFlow orders all operations on one state, so a second replica would read what
@@ -97,7 +97,7 @@ _STATELESS_RANDOM = operations(
 _SEEKABLE = frozenset(("StatelessRandomUniformV2", "StatelessRandomNormalV2"))
 
 
-def decide_random(view: View) -> Decision | None:
+def decide_random(view: OperationView) -> Decision | None:
     """Decide how replicas draw stateless random numbers: each those of its own rows.
 
     Together they are the numbers of one device, unless XLA compiles the step. The
@@ -171,7 +171,7 @@ def _build_own_block(builder: Any, op: Any, replica_inputs: list) -> list:
     return [builder.with_shape(own, op.outputs[0], fact)]
 
 
-def writes_state(op: Any) -> bool:
+def may_write_state(op: Any) -> bool:
     """Return whether an operation may write a state, such as a variable or a table."""
     is_stateful = programs.has_effect(op) and not programs.has_function(op)
     return is_stateful and op.type not in _READ_ONLY
@@ -187,7 +187,7 @@ _READ_ONLY = operations(
 )
 
 
-def is_output(op: Any) -> bool:
+def prints_or_summarizes(op: Any) -> bool:
     """Return whether an operation prints text or writes a summary."""
     is_summary = op.type.startswith("Write") and "Summary" in op.type
     return is_summary or op.type == "PrintV2"
@@ -212,7 +212,7 @@ STATEFUL_RANDOM = _SHAPED_RANDOM | operations(
 )
 
 
-def decide_stateful_random(view: View) -> Decision | None:
+def decide_stateful_random(view: OperationView) -> Decision | None:
     """Decide how replicas build stateful random numbers, drawn on the first replica.
 
     In a loop, which must have no collectives, each replica draws the same numbers. The
@@ -234,17 +234,17 @@ def decide_stateful_random(view: View) -> Decision | None:
     if view.scope.num_loops:
         programs.seed_operation(view.op)
         return Decision(needs, view.whole_outputs())
-    return Decision(needs, view.part_outputs(shape), _build_on_first)
+    return Decision(needs, view.part_outputs(shape), _build_as_partial_sum)
 
 
-def _build_on_first(builder: Any, op: Any, replica_inputs: list) -> list:
+def _build_as_partial_sum(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build an operation; replace its outputs by zeros on all but the first replica.
 
     Returns:
         List of this replica's outputs of `op` from `replica_inputs`.
     """
     return [
-        builder.replica.only_on_first(tensor)
+        builder.replica.as_partial_sum(tensor)
         for tensor in builder.copy(op, replica_inputs)
     ]
 
@@ -257,12 +257,12 @@ def _build_rows_of_first(builder: Any, op: Any, replica_inputs: list) -> list:
     Returns:
         List of one tensor, this replica's output of `op` from `replica_inputs`.
     """
-    (total,) = builder.replica.sum(_build_on_first(builder, op, replica_inputs))
+    (total,) = builder.replica.sum(_build_as_partial_sum(builder, op, replica_inputs))
     builder.cache_whole(op.outputs[0], total)
     return [builder.take_rows(op.outputs[0], total)]
 
 
-def decide_python(view: View) -> Decision | None:
+def decide_python(view: OperationView) -> Decision | None:
     """Decide how replicas build a call of a Python function, such as `tf.py_function`.
 
     The first replica calls it for all. The decision is `None` for another operation.
@@ -327,4 +327,4 @@ def _build_shared_read(builder: Any, op: Any, replica_inputs: list) -> list:
     """
     if not builder.replica.is_writer:
         return [tf.zeros(tensor.shape, tensor.dtype) for tensor in op.outputs]
-    return _build_on_first(builder, op, replica_inputs)
+    return _build_as_partial_sum(builder, op, replica_inputs)

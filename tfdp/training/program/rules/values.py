@@ -18,14 +18,14 @@ from tfdp.ground.base import xla
 from tfdp.training.program import sizes
 from tfdp.training.program.facts import Fact, Form, integers
 from tfdp.training.program.sizes import FREE, ONE, UNKNOWN, Size, array, product
-from tfdp.training.program.view import AS_IS, WHOLE, Decision, View, table
+from tfdp.training.program.view import AS_IS, WHOLE, Decision, OperationView, table
 
 # Values of a tensor with more elements are not computed while a step is planned, since
 # that takes time. Shapes and lists of axes are far smaller.
 _MAX_ELEMENTS = 64
 
 
-def _shape(view: View, index: int = 0) -> np.ndarray | None:
+def _shape(view: OperationView, index: int = 0) -> np.ndarray | None:
     """Return the shape of an input as an array of `Size`, or `None` if not known."""
     shape = view.facts[index].sizes
     return None if shape is None else array(shape)
@@ -36,13 +36,13 @@ def _scalar(size: Size) -> np.ndarray:
     return array([size]).reshape(())
 
 
-def _size(view: View) -> np.ndarray | None:
+def _size(view: OperationView) -> np.ndarray | None:
     """Return the result of `tf.size` as an array of one `Size`; `None` if unknown."""
     shape = view.facts[0].sizes
     return None if shape is None else _scalar(product(shape))
 
 
-def _rank(view: View) -> np.ndarray | None:
+def _rank(view: OperationView) -> np.ndarray | None:
     """Return the result of `tf.rank` as an array of one `Size`; `None` if unknown."""
     rank = view.facts[0].rank
     return None if rank is None else _scalar(sizes.number(rank))
@@ -51,10 +51,10 @@ def _rank(view: View) -> np.ndarray | None:
 def _moved(move: Callable, data: slice = slice(1)) -> Callable:
     """Return a function that computes the output of an operation that moves elements.
 
-    An example is `tf.slice` of a tensor that holds a shape. The function takes the
-    `View` of the operation. It reads the inputs from the view, calls `move` if all of
-    them are known, and returns an array of `Size`. It returns `None` if an input or the
-    output is not known before the step runs, or if the operation would fail.
+    An example is `tf.slice` of a tensor that holds a shape. The function takes an
+    `OperationView`, reads the inputs from it, calls `move` if all of them are known,
+    and returns an array of `Size`. It returns `None` if an input or the output is not
+    known before the step runs, or if the operation would fail.
 
     Args:
         move: Callable, called as `move(view, *inputs)` with one array for each input.
@@ -64,7 +64,7 @@ def _moved(move: Callable, data: slice = slice(1)) -> Callable:
             input.
     """
 
-    def value(view: View) -> np.ndarray | None:
+    def value(view: OperationView) -> np.ndarray | None:
         """Return the result of `move` on the operation's inputs, as an array of `Size`.
 
         It is `None` if an input or the result is not known, or if `move` fails.
@@ -87,7 +87,9 @@ def _moved(move: Callable, data: slice = slice(1)) -> Callable:
     return value
 
 
-def _strided_slice(view: View, data: Any, begin: Any, end: Any, strides: Any) -> Any:
+def _strided_slice(
+    view: OperationView, data: Any, begin: Any, end: Any, strides: Any
+) -> Any:
     """Return a slice such as `x[1:, 0]` of `data`, an array of `Size`.
 
     The bounds and strides are vectors of numbers, one for each index, as those of
@@ -107,7 +109,7 @@ def _strided_slice(view: View, data: Any, begin: Any, end: Any, strides: Any) ->
     return data[tuple(index)]
 
 
-def _slice(view: View, data: Any, begin: Any, size: Any) -> Any:
+def _slice(view: OperationView, data: Any, begin: Any, size: Any) -> Any:
     """Return `tf.slice` of `data`, an array of `Size`; or `None` if it would fail."""
     ends = np.where(size == -1, data.shape, begin + size)
     if (begin < 0).any() or (ends < begin).any() or (ends > data.shape).any():
@@ -115,14 +117,14 @@ def _slice(view: View, data: Any, begin: Any, size: Any) -> Any:
     return data[tuple(map(slice, begin.astype(int), ends.astype(int)))]
 
 
-def _gather(view: View, data: Any, indices: Any, axis: Any) -> Any:
+def _gather(view: OperationView, data: Any, indices: Any, axis: Any) -> Any:
     """Return the result of `tf.gather`, or `None` if it is not known.
 
     It is not known with `batch_dims`, or with a negative index. Such an index does not
     count from the end: TensorFlow raises an error for it, and XLA returns 0.
 
     Args:
-        view: `View` of the operation.
+        view: `OperationView` of the operation.
         data: Array of `Size`, the elements to take from.
         indices: Array of numbers.
         axis: Array of one number.
@@ -135,18 +137,18 @@ def _gather(view: View, data: Any, indices: Any, axis: Any) -> Any:
     return np.take(data, indices.astype(int), axis.item())
 
 
-def _select(view: View, condition: Any, one: Any, other: Any) -> Any:
+def _select(view: OperationView, condition: Any, one: Any, other: Any) -> Any:
     """Return `tf.where` as an array of `Size`; `None` unless `condition` is scalar."""
     if condition.ndim:
         return None
     return np.broadcast_arrays(one, other)[0 if condition else 1]
 
 
-def _fill(view: View, dims: Any, value: Any) -> Any:
+def _fill(view: OperationView, dims: Any, value: Any) -> Any:
     """Return the result of `tf.fill`, an array; `None` if it has over 64 elements.
 
     Args:
-        view: `View` of the operation.
+        view: `OperationView` of the operation.
         dims: Array of numbers, the shape of the result.
         value: Array of rank 0 of `Size`, the element.
 
@@ -161,11 +163,11 @@ def _fill(view: View, dims: Any, value: Any) -> Any:
 def _reduction(combine: Callable[[Iterable[Size]], Size]) -> Callable:
     """Return a function that computes the reduction of an input, a vector of sizes.
 
-    The function takes the `View` of the operation, and returns an array of `Size`, or
-    `None` if the result is not known. `combine` reduces the elements to one `Size`.
+    The function takes an `OperationView`, and returns an array of `Size`, or `None` if
+    the result is not known. `combine` reduces the elements to one `Size`.
     """
 
-    def value(view: View) -> np.ndarray | None:
+    def value(view: OperationView) -> np.ndarray | None:
         """Return the reduction as an array of `Size`, or `None` if not known."""
         axes, data = view.numbers(1), view.facts[0].value
         if axes is None or data.ndim == 0:
@@ -178,7 +180,7 @@ def _reduction(combine: Callable[[Iterable[Size]], Size]) -> Callable:
     return value
 
 
-def _range(view: View) -> np.ndarray | None:
+def _range(view: OperationView) -> np.ndarray | None:
     """Return the result of `tf.range` as an array of `Size`, or `None` if not known."""
     start, limit, delta = (view.numbers(i) for i in (0, 1, 2))
     if start is None or limit is None or delta is None or not delta:
@@ -190,11 +192,11 @@ def _range(view: View) -> np.ndarray | None:
 def _elementwise(combine: Callable[[Size, Size], Size]) -> Callable:
     """Return a function that computes an element-wise operation on two arrays of sizes.
 
-    The function takes the `View` of the operation, whose two inputs have known
+    The function takes the `OperationView` of the operation, whose two inputs have known
     elements, and returns an array of `Size`. `combine` computes one element from two.
     """
 
-    def value(view: View) -> np.ndarray | None:
+    def value(view: OperationView) -> np.ndarray | None:
         """Return the result of the operation as an array of `Size`."""
         first, second = np.broadcast_arrays(*(fact.value for fact in view.facts))
         result = np.empty(first.shape, object)
@@ -208,8 +210,8 @@ def _elementwise(combine: Callable[[Size, Size], Size]) -> Callable:
 def _comparison(compare: Callable[[Any, Any], Any]) -> Callable:
     """Return a function that compares the elements of two arrays of sizes.
 
-    The function takes the `View` of the operation, and returns an array of `Size`.
-    `compare` compares two numbers.
+    The function takes an `OperationView`, and returns an array of `Size`. `compare`
+    compares two numbers.
     """
 
     def combine(one: Size, other: Size) -> Size:
@@ -221,13 +223,13 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Callable:
     return _elementwise(combine)
 
 
-def _invert_permutation(view: View) -> np.ndarray | None:
+def _invert_permutation(view: OperationView) -> np.ndarray | None:
     """Return an inverted permutation as an array of `Size`, or `None` if not known."""
     permutation = view.numbers(0)
     return None if permutation is None else array(np.argsort(permutation))
 
 
-def _stitch(view: View) -> np.ndarray | None:
+def _stitch(view: OperationView) -> np.ndarray | None:
     """Return the result of `tf.dynamic_stitch` as an array of `Size`.
 
     It is `None` if an index is not known, or stands for several elements. Positions
@@ -248,7 +250,7 @@ def _stitch(view: View) -> np.ndarray | None:
     return result
 
 
-def _cast(view: View) -> np.ndarray | None:
+def _cast(view: OperationView) -> np.ndarray | None:
     """Return the result of a `tf.cast` to numbers as an array of `Size`, or `None`.
 
     It is `None` if the result is not known, or if the cast is to another dtype.
@@ -264,10 +266,10 @@ def _cast(view: View) -> np.ndarray | None:
 # The output of these operations follows from the shape of the input, so it may be known
 # where the input's elements are not. Operations in `_VALUES_FROM_VALUES` need the
 # elements of all inputs.
-_VALUES_FROM_SHAPES: dict[str, Callable[[View], np.ndarray | None]] = table(
+_VALUES_FROM_SHAPES: dict[str, Callable[[OperationView], np.ndarray | None]] = table(
     {"Shape TensorListElementShape": _shape, "Size": _size, "Rank": _rank}
 )
-_VALUES_FROM_VALUES: dict[str, Callable[[View], np.ndarray | None]] = table(
+_VALUES_FROM_VALUES: dict[str, Callable[[OperationView], np.ndarray | None]] = table(
     {
         "Add AddV2": _elementwise(operator.add),
         "BroadcastArgs": lambda view: array(
@@ -316,7 +318,7 @@ _VALUES_FROM_VALUES: dict[str, Callable[[View], np.ndarray | None]] = table(
 )
 
 
-def decide_values(view: View) -> Decision | None:
+def decide_values(view: OperationView) -> Decision | None:
     """Decide how replicas build an operation whose results are known from sizes.
 
     Results are small arrays of integers, such as shapes. The decision is `None` if they
@@ -333,7 +335,7 @@ def decide_values(view: View) -> Decision | None:
         f.value is not None for f in view.facts
     ):
         value = _VALUES_FROM_VALUES[view.type](view)
-    if value is None or not _can_follow(value):
+    if value is None or not _is_recordable(value):
         return None
     fact = integers(value)
     # A result that is not a multiple of the number of rows, such as a ratio of two
@@ -342,7 +344,7 @@ def decide_values(view: View) -> Decision | None:
     return Decision([WHOLE if is_of_all else AS_IS] * len(view), [fact])
 
 
-def _can_follow(value: np.ndarray) -> bool:
+def _is_recordable(value: np.ndarray) -> bool:
     """Return whether a plan may record an array of `Size` as the value of a tensor.
 
     It must have at most `_MAX_ELEMENTS` elements, none of the kind `"unknown"`, and not
@@ -353,13 +355,13 @@ def _can_follow(value: np.ndarray) -> bool:
     return value.size <= _MAX_ELEMENTS and "unknown" not in kinds and not is_mixed
 
 
-def _decide_shapes(view: View) -> Decision | None:
+def _decide_shapes(view: OperationView) -> Decision | None:
     """Decide how replicas build `tf.shape_n`, the shapes of several tensors.
 
     The decision is `None` if one of the shapes is not known.
     """
     values = [_shape(view, index) for index in range(len(view))]
-    known = [value for value in values if value is not None and _can_follow(value)]
+    known = [value for value in values if value is not None and _is_recordable(value)]
     if len(known) < len(values):
         return None
     outputs = [integers(value) for value in known]
@@ -375,7 +377,7 @@ def _build_shapes(builder: Any, op: Any, replica_inputs: list) -> list:
     return [builder.shape(op, index, of_all=False) for index in range(len(op.outputs))]
 
 
-def _decide_broadcast_axes(view: View) -> Decision | None:
+def _decide_broadcast_axes(view: OperationView) -> Decision | None:
     """Decide how replicas build the axes over which a broadcast gradient is summed.
 
     The decision is `None` if the shape of an operand is not known.

@@ -202,7 +202,7 @@ class Replica:
         result.set_shape(shape)
         return result
 
-    def only_on_first(self, tensor: tf.Tensor) -> tf.Tensor:
+    def as_partial_sum(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return this replica's part of a whole tensor; all parts add up to the tensor.
 
         The part is the whole tensor in the first replica's first micro-batch, and zeros
