@@ -26,6 +26,7 @@ MANY = {
     ("launch/bench/compare.py", "{m} parameters"),
     ("launch/bench/models.py", "{self.num_parameters / 1000000.0} million parameters"),
     ("launch/bench/models.py", "{least} million parameters"),
+    ("callbacks/spike_guard.py", "{MAX_EXCLUDED} batches"),
     ("checkpoint/index_file.py", "{INDEX_BYTES} bytes"),
     ("checkpoint/index_file.py", "{_VALUES} values"),
     ("launch/cli/topology_tree.py", "{sizes} replicas"),
