@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import glob
+import warnings
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+import tfdp
 from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
@@ -176,6 +179,51 @@ def backup_and_restore_at_one_path(env: Env) -> dict:
         "weights": env.weights(model),
         "iterations": model.optimizer.iterations.numpy(),
     }
+
+
+class Counting(keras.Model):
+    """Counts its steps in variables that Keras does not track, or in a weight."""
+
+    def __init__(self, is_tracked: bool) -> None:
+        super().__init__()
+        if is_tracked:
+            self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        else:
+            self.count = tf.Variable(0.0, trainable=False)
+        self.own = keras.metrics.Mean(name="own")
+        self.all = [
+            keras.layers.BatchNormalization(synchronized=True),
+            keras.layers.Dropout(0.2),
+            keras.layers.Dense(1),
+        ]
+
+    def call(self, x, training=False):
+        for layer in self.all:
+            x = layer(x, training=training)
+        return x
+
+    def train_step(self, data):
+        x, y = data
+        self.count.assign(self.count + 1.0)
+        self.own.update_state(self.count + keras.random.uniform(()))
+        return super().train_step((x + tf.random.normal(tf.shape(x)), y))
+
+
+@case("BackupAndRestore: a warning of states that it does not save", compare=False)
+def a_state_that_no_backup_has(env: Env) -> None:
+    x, y = common.regression_data(32)
+    for is_tracked in (True, False):
+        with env.scope():
+            model = common.compiled(Counting(is_tracked), metrics=["mae"])
+        backup = tfdp.callbacks.BackupAndRestore(str(env.tmp / "backups"), save_freq=1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            common.fit(model, x, y, epochs=2, callbacks=[backup])
+        texts = [
+            str(each.message) for each in caught if "not save" in str(each.message)
+        ]
+        assert len(texts) == (not is_tracked), texts
+        assert all("`self.count.assign(self.count + 1.0)`" in text for text in texts)
 
 
 @case("TerminateOnNaN")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import keras
+import numpy as np
 
 import tfdp
 from tests.harness import common, registry
@@ -164,7 +165,11 @@ def schedule_of_accumulated_batches(env: Env) -> dict:
         adam = optimizers.Adam(schedule, gradient_accumulation_steps=2)
         model = common.compiled(token_model(), adam)
     extras = [tfdp.callbacks.ShardedOptimizer()] if env.strategy else []
-    history = common.fit(model, *common.token_data(), callbacks=extras)
+    rates: list[float] = []
+    read = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_: rates.append(float(model.optimizer.learning_rate))
+    )
+    history = common.fit(model, *common.token_data(), callbacks=[*extras, read])
     path = str(env.tmp / "model.keras")
     model.save(path)
     env.wait_for_all("saved")
@@ -173,7 +178,7 @@ def schedule_of_accumulated_batches(env: Env) -> dict:
     return {
         "history": history,
         "weights": env.weights(model),
-        "rate": float(saved.learning_rate),
+        "rates": np.array([*rates, float(saved.learning_rate)]),
         "batches": int(saved.variables[0]),
     }
 

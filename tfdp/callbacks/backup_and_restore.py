@@ -18,6 +18,7 @@ from tfdp.checkpoint import api
 from tfdp.checkpoint.backups import Backups
 from tfdp.checkpoint.host_memory import HostMemory
 from tfdp.checkpoint.memory_backups import MemoryBackups
+from tfdp.checkpoint.model_state import saved_variables
 from tfdp.checkpoint.newest_state import BackupTarget, find_newest
 from tfdp.checkpoint.object_store import absolute_path
 from tfdp.communication.coordination.model_group import worker_group_of
@@ -41,6 +42,7 @@ from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import equalize_replicas
 from tfdp.ground.text import say
 from tfdp.training.data.position import DataPosition
+from tfdp.training.program.step import unsaved_writes
 
 
 class BackupAndRestore(StrategyCallback):
@@ -364,11 +366,25 @@ class BackupAndRestore(StrategyCallback):
             places: Sequence of the `Backups` and `MemoryBackups` that save it.
         """
         equalize_replicas(self.model)
+        self._warn_about_unsaved()
         self._restart_count(batches)
         data = self._begin if batches else self._position.snapshot()
         tensors, run = self._state.collect(epoch, batches, self._total, logs, data)
         for place in places:
             place.save(self._total, tensors, run)
+
+    def _warn_about_unsaved(self) -> None:
+        """Warn once of a state that the step changes, and that no backup has."""
+        unsaved = unsaved_writes(self.model, saved_variables(self.model))
+        if unsaved:
+            user_code.warn(
+                "`BackupAndRestore` does not save a state that the step of `fit` "
+                "changes: a run that resumes begins with its initial value. Create it "
+                "by the model's `add_weight`, and make each optimizer and metric an "
+                f"attribute of the model. Received: {unsaved[0]}",
+                once_for=self.model,
+                topic="unsaved state",
+            )
 
     def _restart_count(self, batches: int) -> None:
         """Begin to count the batches to the next exchange of local steps.

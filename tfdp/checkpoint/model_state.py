@@ -19,6 +19,7 @@ from tfdp.ground._compat import (
     keras_model,
     keras_optimizer,
     optimizer_state,
+    random_seeds,
     tf_distribute,
 )
 from tfdp.ground.base.param_groups import innermost, is_multi
@@ -191,6 +192,21 @@ def _param_group_state(
     for name, slot in slot_names(group, keras_optimizer.trained_by(group)):
         if not any(slot is item for item in sums):
             yield replicated(model, f"{prefix}/{name}", slot)
+
+
+def saved_variables(model: keras.Model) -> list[Any]:
+    """Return the variables that a backup of a model restores.
+
+    They are those of the model, its metrics and optimizers, and the states of random
+    generators.
+
+    Args:
+        model: Keras model.
+    """
+    optimizers = [model.optimizer, *other_optimizers(model).values()]
+    owners = [model, *model.metrics, *optimizers]
+    states = random_seeds.seed_variables(model)
+    return [*states, *(v for owner in owners for v in owner.variables)]
 
 
 def loss_scale_of(optimizer: Any) -> tuple[Any, Any] | None:

@@ -18,7 +18,7 @@ from tfdp.checkpoint.backups import Backups, IncompatibleBackup
 from tfdp.checkpoint.callback_state import check_value, from_json, to_json
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.memory_backups import MemoryBackups
-from tfdp.checkpoint.model_state import model_state
+from tfdp.checkpoint.model_state import model_state, saved_variables
 from tfdp.checkpoint.newest_state import find_newest
 from tfdp.checkpoint.random_state import gather_random_states, restore_random_states
 from tfdp.checkpoint.reader import LoadPlan
@@ -39,7 +39,6 @@ from tfdp.ground.arguments import checked_integer
 from tfdp.ground.base import activities
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import equalize_replicas
-from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.keras_hooks import configs
 from tfdp.training.optimizer.arguments import check_strategy
 
@@ -240,11 +239,9 @@ class ElasticState:
         """
         if id(variable) in self._saved:
             return
-        model = self._model
-        optimizers = [model.optimizer, *other_optimizers(model).values()]
-        owners = [model, *model.metrics, *optimizers]
-        values = [tensor_reads.value_of(v) for owner in owners for v in owner.variables]
-        self._saved = {id(value) for value in values}
+        self._saved = {
+            id(tensor_reads.value_of(saved)) for saved in saved_variables(self._model)
+        }
         if id(variable) not in self._saved:
             raise ValueError(
                 "`ElasticState` saves the model, its metrics and its optimizers, but "

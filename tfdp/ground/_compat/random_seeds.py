@@ -109,6 +109,16 @@ def generators_of(model: Any) -> list:
     return generators if common is None else [*generators, common]
 
 
+def seed_variables(model: Any) -> list:
+    """Return the states of all generators from which a model may draw, as variables.
+
+    They are those of `generators_of`, and that of TensorFlow's global generator.
+    """
+    generator = getattr(stateful_random_ops, "global_generator", None)
+    states = [each.state for each in generators_of(model)]
+    return states if generator is None else [*states, generator.state]
+
+
 def advance(generator: Any, num_draws: int) -> None:
     """Advance a `SeedGenerator` by draws of random numbers.
 

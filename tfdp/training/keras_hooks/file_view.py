@@ -418,6 +418,20 @@ def pop_accumulation_steps(optimizer: Any) -> int:
     return number
 
 
+def rate_of(optimizer: Any, accumulation: AccumulationState | None) -> Any:
+    """Return the learning rate of a wrapped Keras optimizer, as Keras reads it.
+
+    Args:
+        optimizer: Keras optimizer that a `DistributedOptimizer` wraps.
+        accumulation: `AccumulationState` of the wrapper, or `None`.
+    """
+    schedule = keras_optimizer.rate_or_schedule(optimizer)
+    if accumulation is None or not isinstance(schedule, ScheduleByBatches):
+        return optimizer.learning_rate
+    batches = optimizer.iterations * schedule.steps
+    return schedule.schedule(batches + keras.ops.cast(accumulation.count, "int64"))
+
+
 def count_updates_in_schedules(optimizer: Any) -> None:
     """Remove `ScheduleByBatches` from learning-rate schedules, to count updates."""
     for group in innermost(optimizer):

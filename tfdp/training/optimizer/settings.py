@@ -157,7 +157,7 @@ class OptimizerSettings:
     @property
     def learning_rate(self) -> Any:
         """Learning rate of the wrapped optimizer: a variable, or a schedule's value."""
-        return self.inner_optimizer.learning_rate
+        return file_view.rate_of(self.inner_optimizer, self.features.accumulation)
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:

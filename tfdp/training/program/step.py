@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground._compat import graphs, programs, xla_lowering
+from tfdp.ground._compat import graphs, programs, tensor_reads, xla_lowering
 from tfdp.ground.base import xla
 from tfdp.ground.base.loops import Loop
 from tfdp.ground.base.program_trace import ProgramTrace, tracing
@@ -29,6 +30,7 @@ from tfdp.training.program.gathers import (
     describe_operation,
     ids_gathered_by_update,
     operations_of,
+    place_of,
 )
 from tfdp.training.program.logs import LogTail, find_log_tail
 from tfdp.training.program.micro_batches import MicroPlan, plan_micro_batches
@@ -40,7 +42,7 @@ from tfdp.training.program.plan import (
     make_plan,
 )
 from tfdp.training.program.replica import Replica, Rows
-from tfdp.training.program.rules.state import may_write_state
+from tfdp.training.program.rules.state import may_write_state, prints_or_summarizes
 from tfdp.training.program.view import AS_IS, WHOLE
 from tfdp.training.reduction.training_group import TrainingGroup
 from tfdp.training.replicas.variables import MetricVariable
@@ -324,7 +326,10 @@ class DividedStep:
             if tf.is_symbolic_tensor(tensor)
         ]
         facts = {id(tensor): fact for part in parts for tensor, fact in part.facts}
-        shared = self._shared_states(graph)
+        written = self._written_resources(graph)
+        shared = self._shared_states(handle for _, handle in written)
+        if self._loop.trains:
+            _record_writes(self._loop.model, written)
         scope = ProgramProperties(
             self._is_metric,
             trace.effects,
@@ -360,20 +365,27 @@ class DividedStep:
         variable = self._variable_of(self._outermost(handle))
         return isinstance(variable, MetricVariable) and variable.is_merged
 
-    def _shared_states(self, graph: Any) -> set[int]:
-        """Return the `id`s of resources that a graph writes and local replicas share.
+    def _written_resources(self, graph: Any) -> list[tuple[Any, Any]]:
+        """Return pairs of an operation of a graph and a resource that it may write."""
+        return [
+            (op, outer)
+            for op in xla_lowering.all_operations(graph)
+            if may_write_state(op) and not prints_or_summarizes(op)
+            for outer in map(self._outermost, op.inputs)
+            if outer.dtype == tf.resource
+        ]
+
+    def _shared_states(self, written: Iterable[Any]) -> set[int]:
+        """Return the `id`s of those written resources that local replicas share.
 
         Examples are tables, and variables created outside of the scope.
+
+        Args:
+            written: Iterable of resource tensors outside of the step's graphs.
         """
         if self._strategy.extended.num_local == 1:
             return set()
-        return {
-            id(outer)
-            for op in xla_lowering.all_operations(graph)
-            if may_write_state(op)
-            for outer in map(self._outermost, op.inputs)
-            if outer.dtype == tf.resource and self._variable_of(outer) is None
-        }
+        return {id(outer) for outer in written if self._variable_of(outer) is None}
 
     def _outermost(self, tensor: Any) -> Any:
         """Return the value outside of all graphs that a placeholder stands for.
@@ -391,6 +403,41 @@ class DividedStep:
                 break
             tensor = outer
         return tensor
+
+
+# By model, the resources that its training steps may write: from the `id` of a resource
+# tensor to a description of the line that writes it.
+_writes: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def _record_writes(model: Any, written: list[tuple[Any, Any]]) -> None:
+    """Record the resources that a training step of a model may write.
+
+    Args:
+        model: Keras model.
+        written: List of pairs of an operation and a resource tensor.
+    """
+    found = _writes.setdefault(model, {})
+    for op, handle in written:
+        if id(handle) not in found:
+            found[id(handle)] = place_of(op)
+
+
+def unsaved_writes(model: Any, saved: Iterable[Any]) -> list[str]:
+    """Describe the lines of a model's training steps that write other states.
+
+    Args:
+        model: Keras model.
+        saved: Iterable of Keras variables and `tf.Variable`s, which are saved.
+
+    Returns:
+        List of strings, such as "train.py:12: `queue.assign(x)`", one for each state
+        that a traced step may write and that is not among `saved`.
+    """
+    values = map(tensor_reads.value_of, saved)
+    components = [c for value in values for c in getattr(value, "values", (value,))]
+    known = {id(component.handle) for component in components}
+    return [line for key, line in _writes.get(model, {}).items() if key not in known]
 
 
 def rows_of_replica(
