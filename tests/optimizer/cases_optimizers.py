@@ -167,7 +167,9 @@ def schedule_of_accumulated_batches(env: Env) -> dict:
     extras = [tfdp.callbacks.ShardedOptimizer()] if env.strategy else []
     rates: list[float] = []
     read = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda *_: rates.append(float(model.optimizer.learning_rate))
+        on_train_batch_end=lambda batch, logs: rates.append(
+            float(model.optimizer.learning_rate)
+        )
     )
     history = common.fit(model, *common.token_data(), callbacks=[*extras, read])
     path = str(env.tmp / "model.keras")
