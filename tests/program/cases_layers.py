@@ -126,6 +126,28 @@ class MinibatchDiscrimination(layers.Layer):
         return ops.concatenate([x, close], axis=1)
 
 
+class PositionBias(layers.Layer):
+    """Looks up a small table at constant positions, see Liu et al. 2021 (Swin)."""
+
+    def build(self, shape: Any) -> None:
+        self.table = self.add_weight(shape=(3, shape[-1]), initializer="ones")
+
+    def call(self, x: Any) -> Any:
+        return x * tf.reduce_mean(tf.gather(self.table, [0, 1, 2, 1, 0]), axis=0)
+
+
+class Patches(layers.Layer):
+    """Cuts each row, as an image of one column, into windows of two pixels."""
+
+    def call(self, x: Any) -> Any:
+        images = tf.reshape(x, [-1, x.shape[-1], 1, 1])
+        ones = [1, 1, 1, 1]
+        patches = tf.image.extract_patches(images, [1, 2, 1, 1], ones, ones, "VALID")
+        return tf.reshape(patches, [-1, 2 * (x.shape[-1] - 1)])
+
+
+STATISTICS.layers("position_bias", lambda: _dense(PositionBias()))
+STATISTICS.layers("patches", lambda: _dense(Patches()))
 STATISTICS.layers(
     "minibatch_discrimination",
     lambda: _dense(MinibatchDiscrimination()),

@@ -240,4 +240,6 @@ def _reduce_table(
     rows = tf.where(total[:, -1] > 0)[:, 0]
     shape = tf.concat([[-1], tf.shape(values)[1:]], axis=0)
     reduced = tf.reshape(tf.gather(total[:, :-1], rows), shape)
-    return tf.cast(rows, indices.dtype), tf.ensure_shape(reduced, values.shape)
+    # A replica whose part of the gradient is zeros knows its number of rows: none.
+    reduced = tf.ensure_shape(reduced, [None, *values.shape[1:]])
+    return tf.cast(rows, indices.dtype), reduced

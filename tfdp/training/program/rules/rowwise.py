@@ -26,8 +26,9 @@ _INPUTS_WITH_ROWS: dict[str, tuple[int, ...]] = table(
         """
         AdjustContrastv2 AdjustHue AdjustSaturation AvgPool AvgPool3D
         BatchMatrixBandPart BiasAdd BiasAddGrad Cholesky Conv2D Conv3D DepthToSpace
-        DepthwiseConv2dNative Dilation2D FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars
-        FFT FFT2D HSVToRGB IFFT IFFT2D IRFFT LogMatrixDeterminant LogSoftmax LRN
+        DepthwiseConv2dNative Dilation2D ExtractImagePatches FakeQuantWithMinMaxArgs
+        FakeQuantWithMinMaxVars FFT FFT2D HSVToRGB IFFT IFFT2D IRFFT
+        LogMatrixDeterminant LogSoftmax LRN
         MatrixBandPart MatrixDeterminant MatrixDiagPartV3 MatrixDiagV3 MatrixInverse
         MaxPool MaxPool3D MaxPoolV2 ResizeBicubic ResizeBilinear ResizeNearestNeighbor
         ResizeNearestNeighborGrad RFFT RGBToHSV SelfAdjointEigV2 Softmax SpaceToDepth
@@ -64,8 +65,9 @@ _NUM_INNER_AXES = table(
         MatrixTriangularSolve SelfAdjointEigV2 Svd FFT2D IFFT2D
         """: 2,
         """
-        AdjustContrastv2 DepthToSpace ResizeBicubic ResizeBicubicGrad ResizeBilinear
-        ResizeBilinearGrad ResizeNearestNeighbor ResizeNearestNeighborGrad SpaceToDepth
+        AdjustContrastv2 DepthToSpace ExtractImagePatches ResizeBicubic
+        ResizeBicubicGrad ResizeBilinear ResizeBilinearGrad ResizeNearestNeighbor
+        ResizeNearestNeighborGrad SpaceToDepth
         """: 3,
     }
 )
