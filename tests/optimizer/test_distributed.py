@@ -318,6 +318,14 @@ def test_config_of_a_built_optimizer_with_a_schedule_makes_one_alike():
     assert again.get_config() == optimizer.get_config()
 
 
+def test_the_scale_of_a_wrapped_scaling_optimizer_is_read_as_before():
+    scaling = optimizers.LossScaleOptimizer(optimizers.SGD(), initial_scale=8.0)
+    optimizer = tfdp.DistributedOptimizer(scaling)
+    optimizer.build(variables())
+    assert float(optimizer.dynamic_scale.numpy()) == 8.0
+    assert not hasattr(tfdp.DistributedOptimizer(optimizers.SGD()), "dynamic_scale")
+
+
 class Halving(optimizers.schedules.LearningRateSchedule):
     """A user's schedule without a config, which Keras cannot serialize."""
 

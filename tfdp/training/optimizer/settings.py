@@ -132,6 +132,13 @@ class OptimizerSettings:
         return None if scale is None else float(scale.value.numpy())
 
     @property
+    def dynamic_scale(self) -> Any:
+        """Variable with the loss scale, as Keras's `LossScaleOptimizer` has it."""
+        if self.features.scale is None:
+            raise AttributeError("The optimizer does not scale the loss.")
+        return self.features.scale.value
+
+    @property
     def skipped_steps(self) -> int:
         """Int, number of updates that were skipped because of an overflow."""
         scale = self.features.scale
