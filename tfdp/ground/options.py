@@ -260,7 +260,11 @@ def is_compressor(value: object) -> bool:
 
 
 def _check_compression(value: Any) -> None:
-    """Raise `ValueError` unless a value is a compression, or one for each level."""
+    """Raise `ValueError` unless a value is valid as `compression`.
+
+    Valid are `None`, a name such as `"bf16"`, a `Compressor`, and a mapping from
+    `"inner"` and `"outer"` to such a name or `Compressor`.
+    """
     if value is None or is_compressor(value):
         return
     if isinstance(value, Mapping):

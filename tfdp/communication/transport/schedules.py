@@ -182,7 +182,10 @@ class Ring:
         self._arrived = {step: SegmentCounter() for _, step in segments.order}
 
     def outgoing(self) -> Iterator[Piece]:
-        """Yield pieces for the next member, each sent once its segment has arrived."""
+        """Yield the pieces to send to the next member, in order.
+
+        The sender waits for the arrival that a piece names, if any, before it sends.
+        """
         segments = self._segments
         for number, step in segments.order:
             where = segments.where(self._index - step - 1, number)

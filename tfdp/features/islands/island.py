@@ -61,6 +61,9 @@ class Island:
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Island | None:
         """Return the island of this process, or `None` if it is not part of one.
 
+        An island is a group of workers that averages its weights with other groups over
+        a slow link. The launcher describes it by the key `"island"` in `TF_CONFIG`.
+
         Args:
             environ: Mapping of environment variables. Defaults to `os.environ`.
 

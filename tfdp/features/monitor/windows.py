@@ -227,7 +227,7 @@ class WeightedMean:
 
 
 class RunTotals:
-    """Totals of a run: means over its windows, weighted by their steps."""
+    """Mean of each column of the windows of a run, weighted by their steps."""
 
     def __init__(self) -> None:
         self.num_steps = 0

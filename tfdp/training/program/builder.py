@@ -534,9 +534,11 @@ class Builder:
         return tf.IndexedSlices(values, indices, shape)
 
     def _rows_of_sparse(self, values: Any, indices: Any) -> tuple[Any, Any]:
-        """Return this replica's rows of a sparse gradient, as values and indices.
+        """Return this replica's part of a sparse gradient, as values and indices.
 
-        The rows of all replicas together are the gradient of one device.
+        Each replica has the gradient of its own rows of the batch, or its addends for
+        all indices if none occurs twice, or else only the first replica has all of it.
+        The parts of all replicas together are the gradient of one device.
 
         Args:
             values: Tensor of the program, the values of an `IndexedSlices`.
