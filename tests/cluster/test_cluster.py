@@ -238,7 +238,10 @@ def test_an_index_in_quotes_is_read_as_tensorflow_reads_it():
         (tf_config(tfdp={"rebalance": "x" * 10_000}), "rebalance='xxx"),
         (tf_config(tfdp=2), "'tfdp' in TF_CONFIG"),
         (tf_config(tfdp={"devices_per_worker": 0}), "devices_per_worker=0"),
-        (tf_config(tfdp={"device_per_worker": 2}), "'devices_per_worker'. Received"),
+        (
+            tf_config(tfdp={"device_per_worker": 2, "secret": "s"}),
+            "'devices_per_worker'. Received: ['device_per_worker', 'secret']",
+        ),
         (tf_config(tfdp={"devices_per_worker": "2"}), "devices_per_worker='2'"),
         (tf_config(tfdp={"devices_per_worker": True}), "devices_per_worker=True"),
         (tf_config(tfdp={"rebalance": 1}), "rebalance=1"),

@@ -318,6 +318,25 @@ def test_config_of_a_built_optimizer_with_a_schedule_makes_one_alike():
     assert again.get_config() == optimizer.get_config()
 
 
+@pytest.mark.parametrize("by_updates", [True, False])
+def test_a_schedule_counts_in_a_file_what_it_has_counted(by_updates):
+    """Updates, or the micro-batches of an optimizer that accumulated them itself."""
+    schedule = optimizers.schedules.PolynomialDecay(1.0, 100, 0.0)
+    inner = {} if by_updates else {"gradient_accumulation_steps": 4}
+    outer = {"accumulation_steps": 4} if by_updates else {}
+    optimizer = tfdp.DistributedOptimizer(optimizers.SGD(schedule, **inner), **outer)
+    for _ in range(2):
+        config = keras.saving.serialize_keras_object(optimizer.as_keras())
+        saved = keras.saving.deserialize_keras_object(config)
+        assert type(saved.get_config()["learning_rate"]) is dict
+        assert "tfdp" not in str(config)
+        optimizer = tfdp.DistributedOptimizer(saved)
+        optimizer.build(variables())
+        optimizer.inner_optimizer.iterations.assign(3)
+        expected = 0.97 if by_updates else 0.88
+        assert float(optimizer.learning_rate) == pytest.approx(expected)
+
+
 def test_the_scale_of_a_wrapped_scaling_optimizer_is_read_as_before():
     scaling = optimizers.LossScaleOptimizer(optimizers.SGD(), initial_scale=8.0)
     optimizer = tfdp.DistributedOptimizer(scaling)

@@ -375,13 +375,16 @@ class BackupAndRestore(StrategyCallback):
 
     def _warn_about_unsaved(self) -> None:
         """Warn once of a state that the step changes, and that no backup has."""
+        if not self._total:
+            return  # no step was traced since `compile`
         unsaved = unsaved_writes(self.model, saved_variables(self.model))
         if unsaved:
             user_code.warn(
                 "`BackupAndRestore` does not save a state that the step of `fit` "
-                "changes: a run that resumes begins with its initial value. Create it "
-                "by the model's `add_weight`, and make each optimizer and metric an "
-                f"attribute of the model. Received: {unsaved[0]}",
+                "changes: a run that resumes begins with its initial value. Create a "
+                "variable by the model's `add_weight`, and make each optimizer and "
+                "metric an attribute of the model; other states cannot be saved. "
+                f"Received: {unsaved[0]}",
                 once_for=self.model,
                 topic="unsaved state",
             )

@@ -204,7 +204,7 @@ def saved_variables(model: keras.Model) -> list[Any]:
         model: Keras model.
     """
     optimizers = [model.optimizer, *other_optimizers(model).values()]
-    owners = [model, *model.metrics, *optimizers]
+    owners = filter(None, [model, *model.metrics, *optimizers])
     states = random_seeds.seed_variables(model)
     return [*states, *(v for owner in owners for v in owner.variables)]
 

@@ -195,10 +195,11 @@ def _read_tfdp_key(config: dict[str, Any]) -> dict[str, Any]:
     """
     settings = _read_object(config, "tfdp", "such as {'devices_per_worker': 2}")
     for key in settings.keys() - {*SETTINGS}:
-        if meant := difflib.get_close_matches(key, SETTINGS, 1):
+        if meant := difflib.get_close_matches(key, SETTINGS, 1, cutoff=0.8):
+            # The values may contain the job's secret.
             raise ValueError(
                 f"'tfdp' in TF_CONFIG has the key {describe(key)}, which is unknown; "
-                f"rename it to {meant[0]!r}. Received: {describe(settings)}"
+                f"rename it to {meant[0]!r}. Received: {describe(sorted(settings))}"
             )
     return settings
 

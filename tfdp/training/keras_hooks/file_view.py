@@ -8,6 +8,7 @@ built before it is wrapped are taken over.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,10 @@ from tfdp.training.sharding.sharded_state import ShardedState
 from tfdp.training.sharding.state_tensors import StateTensor
 from tfdp.training.step.accumulation import AccumulationState
 from tfdp.training.step.loss_scale import LossScale, LossScaling
+
+# Ending of a schedule's name in a file: the schedule has counted updates. Plain Keras,
+# which counts micro-batches, reads the name and ignores it.
+_OF_UPDATES = "_of_updates"
 
 
 class VariableView:
@@ -334,7 +339,12 @@ def _view_of_part_with_accumulation(
         Keras optimizer, a shallow copy of `optimizer`.
     """
     optimizer = optimizer_views.copy_with(optimizer)
-    count_updates_in_schedules(optimizer)
+    schedule = keras_optimizer.rate_or_schedule(optimizer)
+    if isinstance(schedule, ScheduleByBatches):
+        optimizer.learning_rate = schedule.schedule
+    elif isinstance(schedule, LearningRateSchedule) and hasattr(schedule, "name"):
+        optimizer.learning_rate = named = copy.copy(schedule)
+        named.name = f"{schedule.name}{_OF_UPDATES}"
     if sums is None:
         return optimizer_views.as_accumulating(optimizer, steps, None)
     trained = keras_optimizer.trained_by(optimizer)
@@ -396,7 +406,8 @@ def loss_scaling_of(optimizer: keras.optimizers.LossScaleOptimizer) -> LossScali
 def pop_accumulation_steps(optimizer: Any) -> int:
     """Remove `gradient_accumulation_steps` from a Keras optimizer; return it, or 1.
 
-    Its learning-rate schedule continues to count micro-batches.
+    Its learning-rate schedule continues to count micro-batches, unless it is from a
+    file of tfdp in which it counted updates.
 
     Raises:
         ValueError: If the optimizers of a `MultiOptimizer` have different ones.
@@ -413,7 +424,12 @@ def pop_accumulation_steps(optimizer: Any) -> int:
     for group in parts:
         group.gradient_accumulation_steps = None
         schedule = keras_optimizer.rate_or_schedule(group)
-        if number > 1 and isinstance(schedule, LearningRateSchedule):
+        if number == 1 or not isinstance(schedule, LearningRateSchedule):
+            continue
+        name = getattr(schedule, "name", None) or ""
+        if name.endswith(_OF_UPDATES):
+            schedule.name = name.removesuffix(_OF_UPDATES)
+        else:
             group.learning_rate = ScheduleByBatches(schedule, number)
     return number
 
@@ -426,10 +442,10 @@ def rate_of(optimizer: Any, accumulation: AccumulationState | None) -> Any:
         accumulation: `AccumulationState` of the wrapper, or `None`.
     """
     schedule = keras_optimizer.rate_or_schedule(optimizer)
-    if accumulation is None or not isinstance(schedule, ScheduleByBatches):
+    if not isinstance(schedule, ScheduleByBatches):
         return optimizer.learning_rate
-    batches = optimizer.iterations * schedule.steps
-    return schedule.schedule(batches + keras.ops.cast(accumulation.count, "int64"))
+    count = 0 if accumulation is None else keras.ops.cast(accumulation.count, "int64")
+    return schedule.schedule(optimizer.iterations * schedule.steps + count)
 
 
 def count_updates_in_schedules(optimizer: Any) -> None:

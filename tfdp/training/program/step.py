@@ -405,22 +405,26 @@ class DividedStep:
         return tensor
 
 
-# By model, the resources that its training steps may write: from the `id` of a resource
-# tensor to a description of the line that writes it.
-_writes: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
+# By model, the resources that the training step traced last may write: from the `id` of
+# a resource tensor to the tensor and a description of the line that writes it.
+_Writes = dict[int, tuple[Any, str]]
+_writes: weakref.WeakKeyDictionary[Any, _Writes] = weakref.WeakKeyDictionary()
 
 
 def _record_writes(model: Any, written: list[tuple[Any, Any]]) -> None:
     """Record the resources that a training step of a model may write.
 
+    They replace those of earlier traces, which may be of an earlier `compile`.
+
     Args:
         model: Keras model.
         written: List of pairs of an operation and a resource tensor.
     """
-    found = _writes.setdefault(model, {})
+    found: _Writes = {}
     for op, handle in written:
         if id(handle) not in found:
-            found[id(handle)] = place_of(op)
+            found[id(handle)] = handle, place_of(op)
+    _writes[model] = found
 
 
 def unsaved_writes(model: Any, saved: Iterable[Any]) -> list[str]:
@@ -432,12 +436,13 @@ def unsaved_writes(model: Any, saved: Iterable[Any]) -> list[str]:
 
     Returns:
         List of strings, such as "train.py:12: `queue.assign(x)`", one for each state
-        that a traced step may write and that is not among `saved`.
+        that the step traced last may write and that is not among `saved`.
     """
     values = map(tensor_reads.value_of, saved)
     components = [c for value in values for c in getattr(value, "values", (value,))]
     known = {id(component.handle) for component in components}
-    return [line for key, line in _writes.get(model, {}).items() if key not in known]
+    found = _writes.get(model, {})
+    return [line for key, (_, line) in found.items() if key not in known]
 
 
 def rows_of_replica(

@@ -22,7 +22,7 @@ from tfdp.communication.coordination.facts import digest
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import user_code
-from tfdp.ground._compat import patches, tensor_reads, tf_distribute
+from tfdp.ground._compat import keras_model, patches, tensor_reads, tf_distribute
 from tfdp.ground.base import step_context
 from tfdp.ground.base.context import in_replica_thread, replica_context
 from tfdp.ground.base.threads import run_on_thread
@@ -286,6 +286,7 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
         # In a branch or loop of the step, replicas cannot enter cross-replica context.
         # Another thread does, as slots in the branch would be written there by one
         # replica for all, and the branches would wait for each other.
+        build = keras_model.in_state_of_caller(build)
         run_on_thread("tfdp builds optimizer", build, context.strategy).result()
     else:
         optimizer.build(list(variables))

@@ -189,8 +189,7 @@ _READ_ONLY = operations(
 
 def prints_or_summarizes(op: Any) -> bool:
     """Return whether an operation prints text or writes a summary."""
-    is_summary = op.type.startswith("Write") and "Summary" in op.type
-    return is_summary or op.type == "PrintV2"
+    return "Summary" in op.type or op.type == "PrintV2"
 
 
 # These operations draw from a stateful generator, which cannot skip the numbers of
