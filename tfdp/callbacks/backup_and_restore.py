@@ -224,6 +224,7 @@ class BackupAndRestore(StrategyCallback):
             list if strategy is None else strategy.extended.applicants,
         )
         self._epoch, self._last_batch, self._total = 0, -1, 0
+        self._has_compared = False
         self._count_start = 0
         self._pending = None
         self._build_model()
@@ -375,9 +376,11 @@ class BackupAndRestore(StrategyCallback):
 
     def _warn_about_unsaved(self) -> None:
         """Warn once of a state that the step changes, and that no backup has."""
-        if not self._total:
-            return  # no step was traced since `compile`
-        unsaved = unsaved_writes(self.model, saved_variables(self.model))
+        strategy = strategy_of(self.model)
+        if strategy is None or not self._total or self._has_compared:
+            return  # before the first batch, the record may be of an earlier `compile`
+        self._has_compared = True
+        unsaved = unsaved_writes(strategy, self.model, saved_variables(self.model))
         if unsaved:
             user_code.warn(
                 "`BackupAndRestore` does not save a state that the step of `fit` "

@@ -77,7 +77,7 @@ def all_reduce_compressed(
             total = _call_compressor(
                 route.outer, "reduce", "all", scaled, entries, members, caller
             )
-        elif all(c.cuts_buckets for c in route.compressors):
+        elif not route.needs_whole_bucket:
             total = _in_two_levels(scaled, group, route, caller)
         else:
             total = _across_nodes(scaled, group, route, entries, caller)

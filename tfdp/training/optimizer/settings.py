@@ -134,9 +134,8 @@ class OptimizerSettings:
     @property
     def dynamic_scale(self) -> Any:
         """Variable with the loss scale, as Keras's `LossScaleOptimizer` has it."""
-        if self.features.scale is None:
-            raise AttributeError("The optimizer does not scale the loss.")
-        return self.features.scale.value
+        scale = self.features.scale
+        return self.inner_optimizer.dynamic_scale if scale is None else scale.value
 
     @property
     def skipped_steps(self) -> int:

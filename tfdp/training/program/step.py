@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -329,7 +328,10 @@ class DividedStep:
         written = self._written_resources(graph)
         shared = self._shared_states(handle for _, handle in written)
         if self._loop.trains:
-            _record_writes(self._loop.model, written)
+            # They replace those of an earlier trace, maybe of an earlier `compile`.
+            self._strategy.extended.step_writes[self._loop.model] = {
+                id(handle): (handle, place_of(op)) for op, handle in written
+            }
         scope = ProgramProperties(
             self._is_metric,
             trace.effects,
@@ -405,32 +407,11 @@ class DividedStep:
         return tensor
 
 
-# By model, the resources that the training step traced last may write: from the `id` of
-# a resource tensor to the tensor and a description of the line that writes it.
-_Writes = dict[int, tuple[Any, str]]
-_writes: weakref.WeakKeyDictionary[Any, _Writes] = weakref.WeakKeyDictionary()
-
-
-def _record_writes(model: Any, written: list[tuple[Any, Any]]) -> None:
-    """Record the resources that a training step of a model may write.
-
-    They replace those of earlier traces, which may be of an earlier `compile`.
-
-    Args:
-        model: Keras model.
-        written: List of pairs of an operation and a resource tensor.
-    """
-    found: _Writes = {}
-    for op, handle in written:
-        if id(handle) not in found:
-            found[id(handle)] = handle, place_of(op)
-    _writes[model] = found
-
-
-def unsaved_writes(model: Any, saved: Iterable[Any]) -> list[str]:
+def unsaved_writes(strategy: Any, model: Any, saved: Iterable[Any]) -> list[str]:
     """Describe the lines of a model's training steps that write other states.
 
     Args:
+        strategy: A tfdp strategy.
         model: Keras model.
         saved: Iterable of Keras variables and `tf.Variable`s, which are saved.
 
@@ -441,7 +422,7 @@ def unsaved_writes(model: Any, saved: Iterable[Any]) -> list[str]:
     values = map(tensor_reads.value_of, saved)
     components = [c for value in values for c in getattr(value, "values", (value,))]
     known = {id(component.handle) for component in components}
-    found = _writes.get(model, {})
+    found = strategy.extended.step_writes.get(model, {})
     return [line for key, (_, line) in found.items() if key not in known]
 
 

@@ -98,6 +98,9 @@ class ReplicaExtended:
     # For each model and loop, the tensors that its step gathers, kept for reports of
     # the communication that they cost, see `tfdp.training.program.checks`.
     step_gathers: weakref.WeakKeyDictionary[Any, dict[str, Any]]
+    # For each model, the states that the training step traced last may write: from the
+    # `id` of a resource tensor to the tensor and the line that writes it.
+    step_writes: weakref.WeakKeyDictionary[Any, dict[int, tuple[Any, str]]]
     # Names that the user's script gives to the number of replicas. By these names a
     # loss that is wrongly divided by the number is recognized, see
     # `tfdp.training.program.divisions`.
@@ -153,6 +156,7 @@ class ReplicaExtended:
                 start_data_watchdog(self.options.timeout_seconds)
         self.replica_count_names = set()
         self.step_gathers = weakref.WeakKeyDictionary()
+        self.step_writes = weakref.WeakKeyDictionary()
         self.compiled_models = weakref.WeakSet()
         topology = agreed_topology(self.worker_group, hosts, len(devices), self.options)
         self.topology = topology
